@@ -286,6 +286,15 @@ fn is_at(file: &File, path: &Path) -> bool {
     }
 }
 
+/// Bytes that an unprivileged process may still write to the disk of an existing file or folder.
+///
+/// # Errors
+/// The I/O error.
+pub fn free_bytes(path: &Path) -> io::Result<u64> {
+    let disk = rustix::fs::statvfs(path)?;
+    Ok(disk.f_bavail.saturating_mul(disk.f_frsize))
+}
+
 /// The folder that a path lies in; "." where it names none.
 pub fn parent(path: &Path) -> &Path {
     match path.parent() {

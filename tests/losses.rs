@@ -10,11 +10,13 @@ use medusa::draft::medusa::fused_loss::{HeadPass, OutputLayer, head_loss};
 use medusa::draft::medusa::heads::Heads;
 use medusa::draft::medusa::loss::Targets;
 use medusa::formats::metrics::MetricsLine;
+use medusa::model::attention::RowMask;
+use medusa::model::lora::Adapters;
 use medusa::model::weights::WeightFiles;
 use medusa::recipe::Recipe;
 use medusa::torch::optim::adamw::gradient_norm;
 use medusa::train::checked::CheckedRun;
-use medusa::train::hidden_states::BatchStates;
+use medusa::train::hidden_states::hidden_states;
 use medusa::train::plan::TrainPlan;
 use medusa::train::run::TrainRun;
 use medusa::train::state::TrainState;
@@ -204,7 +206,10 @@ fn gradients_of_step_zero_equal_pytorch() {
     let heads = Heads::new(&plan.heads, backbone.lm_head_weight(), None);
     let state = TrainState::new(heads, backbone, &plan);
     let batch = &run.checked.batches(0).expect("rows")[0];
-    let hidden_nh = BatchStates::computed(backbone, batch).hidden_nh;
+    let t = batch.length as i64;
+    let rows = RowMask::packed(&batch.segment_lengths, t, &backbone.config, Device::Cpu);
+    let tokens_bt = Tensor::from_slice(&batch.input_ids).view([batch.rows as i64, t]);
+    let hidden_nh = hidden_states(backbone, &(tokens_bt, rows), Adapters::Off);
     for head in 0..4 {
         let targets = batch.targets(head + 2);
         let scale = loss.weight(head) / targets.positions.len() as f64;

@@ -334,7 +334,7 @@ fn kept_hidden_states_are_those_of_the_quantised_backbone() {
         small.edit("recipe.toml", &format!("quantization = {quantization:?}\n"), "");
         small.edit("recipe.toml", &format!("output_dir = \"{quantization}-run"), "output_dir = \"run");
     }
-    assert_eq!(small.names("kept").len(), 3, "one for each backbone");
+    assert_eq!(small.names("kept").len(), 6, "training and validation rows of each backbone");
 }
 
 /// A backbone with quantized weights, and one with the dequantized weights in dense form; both with the same new

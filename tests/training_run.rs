@@ -648,6 +648,34 @@ fn a_full_disk_ends_the_run_with_one_error_and_no_half_checkpoint() {
     }
 }
 
+/// Trains with a cache of hidden states on a disk of `$1` KiB.
+#[cfg(target_os = "linux")]
+const WITH_A_SMALL_CACHE: &str = r#"
+mkdir -p states
+mount -t tmpfs -o size="$1"k none states
+exec "$2" recipe.toml
+"#;
+
+#[test]
+#[cfg(target_os = "linux")]
+#[ignore = "mounts a file system in a namespace of its own; where that is allowed, scripts/test runs it"]
+fn a_full_disk_turns_the_cache_of_hidden_states_off_and_the_run_goes_on() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "max_length = 40", "max_length = 40\npacking = false");
+    small.train(&[]).succeeded();
+    let expected = small.bytes("run/final/heads.safetensors");
+    keep_hidden_states(&small);
+    for kib in ["16", "4096"] {
+        fs::remove_dir_all(small.path("run")).expect("a folder to remove");
+        let trainer = env!("CARGO_BIN_EXE_medusa-train");
+        let unshare = ["--map-root-user", "--mount", "bash", "-c", WITH_A_SMALL_CACHE, "bash", kib, trainer];
+        let said = Ended::from(small.program("unshare", &unshare).output().expect("unshare")).succeeded();
+        let is_told = said.stderr.contains("warning: train.hidden_state_cache: states has 0.0 MiB free");
+        assert_eq!(is_told, kib == "16", "{}", said.stderr);
+        assert!(small.bytes("run/final/heads.safetensors") == expected, "{kib} KiB");
+    }
+}
+
 #[cfg(target_os = "linux")]
 fn ended(small: &SmallRun, folder: &str) -> Ended {
     let read = |name: &str| small.read(&format!("{folder}/{name}"));
@@ -770,10 +798,21 @@ fn kept_hidden_states_train_the_same_heads_and_serve_the_next_run() {
     assert!(!small.path("states").exists(), "--check writes nothing");
     let first = small.train(&[]).succeeded();
     let names = small.names("states");
-    assert_eq!(names.len(), 1, "{names:?}");
-    let file = format!("states/{}", names[0]);
-    assert!(first.stderr.contains(&format!("hidden states of 0 of 12 rows are cached in {file}")), "{}", first.stderr);
-    assert_eq!(plan["hidden_state_cache_bytes"], small.bytes(&file).len());
+    let line = |name: &String| format!("hidden states of 0 of 12 rows are cached in states/{name}");
+    let name = names.iter().find(|name| first.stderr.contains(&line(name)));
+    let file = format!("states/{}", name.unwrap_or_else(|| panic!("{names:?}: {}", first.stderr)));
+    let bytes: usize = names.iter().map(|name| small.bytes(&format!("states/{name}")).len()).sum();
+    assert_eq!(
+        (names.len(), &plan["hidden_state_cache_bytes"]),
+        (2, &Value::from(bytes)),
+        "training and validation rows"
+    );
+    let evaluations = |small: &SmallRun| {
+        let mut lines = metrics(small, "run");
+        lines.retain(|line| line["split"] == "validation");
+        lines
+    };
+    let evaluated = evaluations(&small);
     assert!(small.bytes("run/final/heads.safetensors") == expected, "with the states kept the heads differ");
 
     let kept = small.bytes(&file);
@@ -781,6 +820,7 @@ fn kept_hidden_states_train_the_same_heads_and_serve_the_next_run() {
     let second = small.train(&[]).succeeded();
     assert!(second.stderr.contains("hidden states of 12 of 12 rows"), "{}", second.stderr);
     assert!(small.bytes("run/final/heads.safetensors") == expected, "with the states of another run the heads differ");
+    assert_eq!(evaluations(&small), evaluated);
     assert!(small.bytes(&file) == kept);
     small.write(&file, &kept[1..]);
     fs::remove_dir_all(small.path("run")).expect("a folder to remove");
@@ -1008,7 +1048,7 @@ fn kept_hidden_states_survive_being_killed() {
         kill_at_random_moments(&small, 4, &expected);
         small.train(&["--resume"]).succeeded();
         assert!(small.bytes("run/final/heads.safetensors") == expected, "shuffle = {shuffle}");
-        assert_eq!(small.names("states").len(), 1);
+        assert_eq!(small.names("states").len(), 2, "training and validation rows");
     }
 }
 

@@ -5,7 +5,6 @@
 // B rows, T tokens of a row, N = B·T positions, H hidden
 use tch::{Kind, Tensor};
 
-use crate::data::loader::Batch;
 use crate::draft::medusa::fused_loss::{HeadPass, OutputLayer, distillation_loss, head_loss};
 use crate::draft::medusa::heads::{HeadDropout, Heads};
 use crate::dtype::Dtype;
@@ -13,18 +12,34 @@ use crate::model::attention::RowMask;
 use crate::model::backward::Tape;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
-use crate::train::hidden_states::{BatchStates, HiddenStatesError, KeptStates, hidden_states, inputs};
+use crate::train::fed_batch::DeviceBatch;
+use crate::train::feed::BatchMaker;
+use crate::train::hidden_states::{HiddenStatesError, KeptStates, hidden_states, of_every_position};
 use crate::train::plan::TrainPlan;
 use crate::train::state::TrainState;
-use crate::train::targets::BatchTargets;
 
 /// A backbone and its training plan.
 #[derive(Debug)]
 pub struct TrainingBackbone<'r> {
     backbone: &'r Llama,
     plan: &'r TrainPlan,
-    /// The cache of a frozen backbone's hidden states, if the plan has one.
-    kept: Option<KeptStates<'r>>,
+    /// The caches of a frozen backbone's hidden states, if the plan has them.
+    kept: StatesCaches<'r>,
+}
+
+/// The caches of a frozen backbone's hidden states, if a plan has them.
+#[derive(Debug, Default)]
+pub struct StatesCaches<'r> {
+    /// Of the training rows.
+    pub train: Option<KeptStates<'r>>,
+    /// Of the validation rows.
+    pub validation: Option<KeptStates<'r>>,
+}
+
+impl<'r> StatesCaches<'r> {
+    fn each(&mut self) -> impl Iterator<Item = &mut KeptStates<'r>> {
+        self.train.iter_mut().chain(&mut self.validation)
+    }
 }
 
 /// The forward pass of one micro batch.
@@ -33,8 +48,8 @@ pub struct BackbonePass<'r> {
     backbone: &'r Llama,
     /// Of the heads, where it is not 0; the seed is that of the pass. `None` at evaluation.
     dropout: Option<HeadDropout>,
-    /// Input of the heads and the LM head.
-    pub states: BatchStates,
+    /// `[N, H]`, or `[M, H]` of the positions that the cache keeps; the input of the heads and the LM head. Without autograd.
+    pub hidden_nh: Tensor,
     /// The LM head with the adapters of this pass.
     pub lm_head: OutputLayer<'r>,
     /// `None` if the LM head is frozen.
@@ -70,9 +85,8 @@ pub struct LmEvaluation {
 }
 
 impl<'r> TrainingBackbone<'r> {
-    /// `backbone` must be loaded for `plan`. `kept` is the cache of a frozen backbone's hidden states, if the plan has
-    /// one.
-    pub fn new(backbone: &'r Llama, plan: &'r TrainPlan, kept: Option<KeptStates<'r>>) -> Self {
+    /// `backbone` must be loaded for `plan`.
+    pub fn new(backbone: &'r Llama, plan: &'r TrainPlan, kept: StatesCaches<'r>) -> Self {
         Self { backbone, plan, kept }
     }
 
@@ -81,18 +95,26 @@ impl<'r> TrainingBackbone<'r> {
         Dtype::of(self.backbone.kind())
     }
 
+    /// Makes batches for this backbone and `heads`; reads cached states of the training rows, or of those of the validation.
+    pub fn batch_maker(&self, heads: &Heads, is_validation: bool) -> BatchMaker {
+        let kept = if is_validation { &self.kept.validation } else { &self.kept.train };
+        let (device, is_frozen) = (self.backbone.device(), self.plan.trained.is_frozen());
+        BatchMaker::new(&self.plan.loss, heads, device, is_frozen, kept.as_ref().map(KeptStates::reader))
+    }
+
     /// Runs the backbone over micro batch `micro` of step `step`, and the teacher if there is one.
     ///
     /// # Errors
     /// [`HiddenStatesError`] if the cache fails.
-    pub fn forward(&mut self, batch: &Batch, step: usize, micro: usize) -> Result<BackbonePass<'r>, HiddenStatesError> {
+    pub fn forward(
+        &mut self,
+        batch: &DeviceBatch,
+        step: usize,
+        micro: usize,
+    ) -> Result<BackbonePass<'r>, HiddenStatesError> {
         if self.plan.trained.is_frozen() {
-            let kept = self.kept.as_mut().map(|kept| kept.of(batch)).transpose()?;
-            let states = kept.unwrap_or_else(|| BatchStates::computed(self.backbone, batch));
-            // A prefix layer runs over whole rows.
-            let whole = self.plan.heads.architecture.has_prefix();
-            let states = if whole { states.of_every_position() } else { states };
-            return Ok(BackbonePass { dropout: self.dropout(step, micro), ..self.pass(states, Adapters::Off) });
+            let hidden_nh = self.frozen_states(batch, |caches| &mut caches.train)?;
+            return Ok(BackbonePass { dropout: self.dropout(step, micro), ..self.pass(hidden_nh, Adapters::Off) });
         }
         let inputs = inputs(self.backbone, batch);
         let lm_target = Some(self.lm_target(&inputs));
@@ -103,16 +125,34 @@ impl<'r> TrainingBackbone<'r> {
         let dhidden_nh = Tensor::zeros(hidden_nh.size(), (Kind::Float, hidden_nh.device()));
         let kept = Some(KeptBackbonePass { tape, size_bth, dhidden_nh });
         let dropout = self.dropout(step, micro);
-        Ok(BackbonePass { dropout, lm_target, kept, ..self.pass(BatchStates::all(hidden_nh), adapters) })
+        Ok(BackbonePass { dropout, lm_target, kept, ..self.pass(hidden_nh, adapters) })
     }
 
     /// Evaluates a batch with adapters and without dropout; keeps nothing for a backward pass.
-    pub fn evaluate(&self, batch: &Batch) -> BackbonePass<'r> {
-        let (inputs, is_frozen) = (inputs(self.backbone, batch), self.plan.trained.is_frozen());
-        let adapters = if is_frozen { Adapters::Off } else { Adapters::On };
-        let states = BatchStates::all(hidden_states(self.backbone, &inputs, adapters));
-        let lm_target = (!is_frozen).then(|| self.lm_target(&inputs));
-        BackbonePass { lm_target, ..self.pass(states, adapters) }
+    ///
+    /// # Errors
+    /// [`HiddenStatesError`] if the cache fails.
+    pub fn evaluate(&mut self, batch: &DeviceBatch) -> Result<BackbonePass<'r>, HiddenStatesError> {
+        if self.plan.trained.is_frozen() {
+            let hidden_nh = self.frozen_states(batch, |caches| &mut caches.validation)?;
+            return Ok(self.pass(hidden_nh, Adapters::Off));
+        }
+        let inputs = inputs(self.backbone, batch);
+        let hidden_nh = hidden_states(self.backbone, &inputs, Adapters::On);
+        Ok(BackbonePass { lm_target: Some(self.lm_target(&inputs)), ..self.pass(hidden_nh, Adapters::On) })
+    }
+
+    /// Writes the hidden states of the last batches to the cache. Waits for the device: call it where the run waits anyway.
+    ///
+    /// # Errors
+    /// [`HiddenStatesError`].
+    pub fn settle(&mut self) -> Result<(), HiddenStatesError> {
+        self.kept.each().try_for_each(KeptStates::settle)
+    }
+
+    /// Why the cache stores nothing more, the first time that it is asked.
+    pub fn take_notice(&mut self) -> Option<HiddenStatesError> {
+        self.kept.each().find_map(KeptStates::take_notice)
     }
 
     /// Commits the hidden states computed so far, so that later runs find them.
@@ -120,13 +160,29 @@ impl<'r> TrainingBackbone<'r> {
     /// # Errors
     /// [`HiddenStatesError::Io`].
     pub fn commit(&mut self) -> Result<(), HiddenStatesError> {
-        self.kept.as_mut().map_or(Ok(()), KeptStates::commit)
+        self.kept.each().try_for_each(KeptStates::commit)
+    }
+
+    /// The hidden states of a frozen backbone, computed or from the cache.
+    fn frozen_states(
+        &mut self,
+        batch: &DeviceBatch,
+        cache: impl for<'c> FnOnce(&'c mut StatesCaches<'r>) -> &'c mut Option<KeptStates<'r>>,
+    ) -> Result<Tensor, HiddenStatesError> {
+        let backbone = self.backbone;
+        let compute = || hidden_states(backbone, &inputs(backbone, batch), Adapters::Off);
+        let (Some(kept), Some(kept_m)) = (cache(&mut self.kept), batch.kept_m()) else { return Ok(compute()) };
+        let hidden_mh = kept.of(&batch.fed.batch, &kept_m, batch.read_ahead(), compute)?;
+        // A prefix layer runs over whole rows.
+        let whole = self.plan.heads.architecture.has_prefix();
+        let n = batch.fed.batch.input_ids.len() as i64;
+        Ok(if whole { of_every_position(&hidden_mh, &kept_m, n) } else { hidden_mh })
     }
 
     /// The pass of a frozen backbone.
-    fn pass(&self, states: BatchStates, adapters: Adapters) -> BackbonePass<'r> {
+    fn pass(&self, hidden_nh: Tensor, adapters: Adapters) -> BackbonePass<'r> {
         let lm_head = OutputLayer::lm_head(self.backbone, adapters);
-        BackbonePass { backbone: self.backbone, dropout: None, states, lm_head, lm_target: None, kept: None }
+        BackbonePass { backbone: self.backbone, dropout: None, hidden_nh, lm_head, lm_target: None, kept: None }
     }
 
     fn lm_target(&self, inputs: &(Tensor, RowMask)) -> LmTarget {
@@ -148,6 +204,12 @@ impl<'r> TrainingBackbone<'r> {
     }
 }
 
+/// Tokens `[B, T]` on the backbone's device, and their attention mask.
+fn inputs(backbone: &Llama, batch: &DeviceBatch) -> (Tensor, RowMask) {
+    let (tokens_bt, of) = (batch.tokens_bt(), &batch.fed.batch);
+    (tokens_bt, RowMask::packed(&of.segment_lengths, of.length as i64, &backbone.config, backbone.device()))
+}
+
 impl BackbonePass<'_> {
     /// Head `head` (0-based) in this pass.
     pub fn of_head<'h>(&'h self, heads: &'h Heads, head: usize) -> HeadPass<'h> {
@@ -161,10 +223,9 @@ impl BackbonePass<'_> {
     }
 
     /// Summed loss of the LM head, a float64 scalar; adds its gradients times `scale`. `None` if the LM head is frozen.
-    pub fn lm_loss(&self, state: &TrainState, targets: &BatchTargets, scale: f64) -> Option<Tensor> {
+    pub fn lm_loss(&self, state: &TrainState, batch: &DeviceBatch, scale: f64) -> Option<Tensor> {
         let (lm_target, gradients) = (self.lm_target.as_ref()?, state.lm_gradients(self.dhidden_nh()?));
-        let (hidden_nh, targets, into) =
-            (&self.states.hidden_nh, targets.of_lm_head(&self.states), Some((&gradients, scale)));
+        let (hidden_nh, targets, into) = (&self.hidden_nh, batch.of_lm_head(), Some((&gradients, scale)));
         Some(match lm_target {
             LmTarget::Tokens => head_loss(None, self.lm_head, hidden_nh, &targets, into).loss,
             LmTarget::Teacher(teacher_nh) => distillation_loss(self.lm_head, [hidden_nh, teacher_nh], &targets, into),
@@ -172,9 +233,9 @@ impl BackbonePass<'_> {
     }
 
     /// The losses of the LM head without gradients; `None` if it is frozen.
-    pub fn lm_evaluation(&self, targets: &BatchTargets) -> Option<LmEvaluation> {
-        let (lm_target, hidden_nh) = (self.lm_target.as_ref()?, &self.states.hidden_nh);
-        let targets = targets.of_lm_head(&self.states);
+    pub fn lm_evaluation(&self, batch: &DeviceBatch) -> Option<LmEvaluation> {
+        let (lm_target, hidden_nh) = (self.lm_target.as_ref()?, &self.hidden_nh);
+        let targets = batch.of_lm_head();
         let cross_entropy = head_loss(None, self.lm_head, hidden_nh, &targets, None).loss;
         let loss = match lm_target {
             LmTarget::Tokens => cross_entropy.shallow_clone(),

@@ -20,6 +20,7 @@ use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::peft;
 use crate::torch::guard;
+use crate::train::device_room::{self, DeviceRoom, MemorySaving};
 use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
 use crate::train::hidden_states;
@@ -87,7 +88,7 @@ impl CheckedRun {
         check_halves(&plan, validation.as_ref())?;
         let total_steps = total_steps(&plan, train.steps_per_epoch())?;
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
-        let hidden_state_bytes = hidden_state_bytes(&plan, rule, &config, &train)?;
+        let hidden_state_bytes = hidden_state_bytes(&plan, rule, &config, [Some(&train), validation.as_ref()])?;
         Ok(Self {
             plan,
             config,
@@ -115,10 +116,16 @@ impl CheckedRun {
         self.memory_on_these_rows(plan, plan.heads.shape([self.config.vocab_size, self.config.hidden_size]))
     }
 
+    /// Changes of the recipe with which the run fits into `room`; empty if it does as it is.
+    pub fn savings(&self, room: DeviceRoom) -> Vec<MemorySaving> {
+        device_room::savings(&self.plan, room, |plan| self.memory_of(plan).peak_bytes())
+    }
+
     fn memory_on_these_rows(&self, plan: &TrainPlan, heads: HeadsShape) -> MemoryPlan {
         let TrainPlan { backbone, trained, loss, optimizer, train, device, .. } = plan;
         let sequences = self.train.sequences();
         let ids = || 0..sequences.len();
+        let longest = ids().map(|id| sequences.length(id)).max().unwrap_or(0);
         MemoryPlan::of(&Workload {
             config: &self.config,
             element: backbone.dtype.kind().elt_size_in_bytes() as u64,
@@ -130,7 +137,7 @@ impl CheckedRun {
             optimizer: optimizer.name,
             recompute: train.recompute,
             rows: train.micro_batch_size.get().min(sequences.len()) as u64,
-            length: ids().map(|id| sequences.length(id)).max().unwrap_or(0) as u64,
+            length: longest.min(plan.data.max_length.get()) as u64,
             masked: ids().any(|id| sequences.segments(id) > 1),
             on_host: *device == Device::Cpu,
         })
@@ -293,17 +300,18 @@ fn check_halves(plan: &TrainPlan, validation: Option<&Loader>) -> Result<(), Tra
     Err(TrainError::NoTokensPerStep { rows: validation.sequences().rows() })
 }
 
-/// Reads all labels if the recipe caches hidden states.
+/// Of training and validation rows. Reads all labels if the recipe caches hidden states.
 fn hidden_state_bytes(
     plan: &TrainPlan,
     rule: TargetRule,
     config: &LlamaConfig,
-    train: &Loader,
+    rows: [Option<&Loader>; 2],
 ) -> Result<Option<u64>, TrainError> {
     if plan.train.hidden_state_cache.is_none() {
         return Ok(None);
     }
     let kind = plan.backbone.dtype.kind();
-    let bytes = hidden_states::file_bytes(train.sequences(), rule, config.hidden_size, kind);
-    Ok(Some(bytes.map_err(DataError::from)?))
+    let bytes = |rows: &Loader| hidden_states::file_bytes(rows.sequences(), rule, config.hidden_size, kind);
+    let all: Result<Vec<u64>, _> = rows.into_iter().flatten().map(bytes).collect();
+    Ok(Some(all.map_err(DataError::from)?.into_iter().sum()))
 }

@@ -44,9 +44,9 @@ impl<'p> HeadStates<'p> {
         Self { of_prefix: heads.prefix().map(|_| of_rows().flatten(0, 1)), kept: None }
     }
 
-    /// `[N, H]`; rows as in `pass.states`.
+    /// `[N, H]`; rows as in `pass.hidden_nh`.
     pub fn hidden_nh<'s>(&'s self, pass: &'s BackbonePass) -> &'s Tensor {
-        self.of_prefix.as_ref().unwrap_or(&pass.states.hidden_nh)
+        self.of_prefix.as_ref().unwrap_or(&pass.hidden_nh)
     }
 
     /// Receives the gradient of [`HeadStates::hidden_nh`], float32; `None` if nothing before the heads is trained.
@@ -66,5 +66,5 @@ impl<'p> HeadStates<'p> {
 
 /// The hidden states as `[B, T, H]`.
 fn rows_of(pass: &BackbonePass, batch: &Batch) -> Tensor {
-    pass.states.hidden_nh.view([batch.rows as i64, batch.length as i64, -1])
+    pass.hidden_nh.view([batch.rows as i64, batch.length as i64, -1])
 }

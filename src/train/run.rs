@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use tch::Kind;
 
+use crate::data::pack::Sequences;
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::formats::run_folder::FINAL;
@@ -13,12 +14,12 @@ use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::{adapters, peft};
 use crate::torch::{guard, memory};
-use crate::train::backbone_pass::TrainingBackbone;
+use crate::train::backbone_pass::{StatesCaches, TrainingBackbone};
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint::{self, Checkpoints};
 use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
-use crate::train::hidden_states::KeptStates;
+use crate::train::hidden_states::{CacheSettings, KeptStates};
 use crate::train::log::RunLog;
 use crate::train::plan::{BackboneTraining, TrainPlan};
 use crate::train::run_folder::{RunFolder, check_output_dir};
@@ -98,17 +99,41 @@ impl TrainRun {
     }
 
     fn training_backbone(&self, tell: &mut dyn FnMut(RunEvent)) -> Result<TrainingBackbone<'_>, TrainError> {
-        let CheckedRun { plan, train, heads_shape, .. } = &self.checked;
-        let rule = TargetRule::new(&plan.loss, *heads_shape);
-        let open = |folder| {
-            let (from, sequences) = (Path::new(&plan.backbone.path), train.sequences());
-            KeptStates::open(folder, &self.backbone, from, sequences, rule)
-        };
-        let kept = plan.train.hidden_state_cache.as_deref().map(open).transpose()?;
-        if let Some(kept) = &kept {
+        let CheckedRun { plan, train, validation, .. } = &self.checked;
+        let mut caches = StatesCaches::default();
+        if let Some(folder) = &plan.train.hidden_state_cache {
+            caches.train = self.cache(folder, train.sequences(), tell)?;
+            if let (Some(_), Some(validation)) = (&caches.train, validation) {
+                caches.validation = self.cache(folder, validation.sequences(), tell)?;
+            }
+        }
+        if let Some(kept) = &caches.train {
             tell(RunEvent::HiddenStates { path: kept.path(), filled: kept.filled(), rows: kept.rows() });
         }
-        Ok(TrainingBackbone::new(&self.backbone, plan, kept))
+        Ok(TrainingBackbone::new(&self.backbone, plan, caches))
+    }
+
+    /// The cache of the hidden states of some rows; `None` if the disk has no space for it.
+    fn cache(
+        &self,
+        folder: &Path,
+        rows: &Sequences,
+        tell: &mut dyn FnMut(RunEvent),
+    ) -> Result<Option<KeptStates<'_>>, TrainError> {
+        let CheckedRun { plan, heads_shape, .. } = &self.checked;
+        let rule = TargetRule::new(&plan.loss, *heads_shape);
+        let trained = self.checked.memory().groups.into_iter().filter(|group| group.trained);
+        let reserved_bytes = trained.map(|group| group.weight_bytes + group.optimizer_bytes).sum();
+        let backbone_folder = Path::new(&plan.backbone.path);
+        let settings = CacheSettings { folder, backbone_folder, rule, reserved_bytes };
+        match KeptStates::open(&settings, &self.backbone, rows) {
+            Ok(kept) => Ok(Some(kept)),
+            Err(why) if why.is_full_disk() => {
+                tell(RunEvent::CacheFull(&why));
+                Ok(None)
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn first_state(&self) -> Result<TrainState, TrainError> {

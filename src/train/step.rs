@@ -4,7 +4,6 @@
 // B rows, T tokens of a row, N = B·T positions, H hidden, K heads
 use tch::{Kind, Tensor};
 
-use crate::data::loader::Batch;
 use crate::draft::medusa::fused_loss::{HeadSums, OutputLayer, SoftObjective, TOP, head_loss, soft_head_loss};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::token_map::TokenMap;
@@ -12,10 +11,10 @@ use crate::draft::medusa::loss::LossConfig;
 use crate::dtype::Dtype;
 use crate::fused::optim::{first_not_finite, gradient_norm};
 use crate::train::backbone_pass::{BackbonePass, LmEvaluation, TrainingBackbone};
+use crate::train::fed_batch::{DeviceBatch, FedBatch};
 use crate::train::head_states::HeadStates;
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::state::TrainState;
-use crate::train::target_rule::TargetRule;
 use crate::train::targets::{BatchTargets, TargetCount};
 use crate::tree::cross_validation::CrossValidation;
 
@@ -111,27 +110,26 @@ pub struct StepWeights<'c> {
 pub fn train_step(
     backbone: &mut TrainingBackbone,
     state: &mut TrainState,
-    batches: &[Batch],
+    batches: &[FedBatch],
     weights: &StepWeights,
 ) -> Result<StepOutcome, StepError> {
-    let rule = TargetRule::new(weights.loss, state.heads.shape());
-    let targets: Vec<BatchTargets> =
-        batches.iter().map(|batch| BatchTargets::new(batch, rule, state.heads.token_map())).collect();
     let mut sums = MetricSums::new(&state.heads, *weights.loss);
-    targets.iter().for_each(|of_batch| sums.count(of_batch));
-    for (micro, (batch, targets)) in batches.iter().zip(&targets).enumerate() {
+    batches.iter().for_each(|batch| sums.count(&batch.targets));
+    let on_device: Vec<DeviceBatch> = batches.iter().map(FedBatch::on_device).collect();
+    for (micro, batch) in on_device.iter().enumerate() {
         let pass = backbone.forward(batch, state.step, micro)?;
-        let inputs = HeadStates::trained(&state.heads, &pass, batch);
-        let _ = sums.add_heads(&state.heads, (&pass, &inputs), targets, Some((state, weights.lambda0)));
+        let inputs = HeadStates::trained(&state.heads, &pass, &batch.fed.batch);
+        let _ = sums.add_heads(&state.heads, (&pass, &inputs), batch, Some((state, weights.lambda0)));
         let lm_scale = 1.0 / sums.lm_count.max(1) as f64;
-        if let Some(loss) = pass.lm_loss(state, targets, lm_scale) {
+        if let Some(loss) = pass.lm_loss(state, batch, lm_scale) {
             add_to(&mut sums.lm_loss, loss);
         }
         inputs.backward(&pass, state);
         pass.backward(state);
     }
-    let metrics = sums.finish(weights.lambda0, batches.iter().map(|batch| batch.tokens() as u64).sum());
+    let metrics = sums.finish(weights.lambda0, batches.iter().map(|batch| batch.batch.tokens() as u64).sum());
     let grad_norm = gradient_norm(&state.all());
+    backbone.settle()?;
     check_numbers(state.step + 1, &metrics, grad_norm, batches, backbone.dtype())?;
     // As in torch.nn.utils.clip_grad_norm_.
     let clip = (weights.max_grad_norm / (grad_norm + 1e-6)).min(1.0);
@@ -153,13 +151,13 @@ fn check_numbers(
     step: usize,
     metrics: &StepMetrics,
     grad_norm: f64,
-    batches: &[Batch],
+    batches: &[FedBatch],
     dtype: Dtype,
 ) -> Result<(), StepError> {
     let numbers = [("the loss", metrics.loss), ("the gradient norm", grad_norm)];
     match numbers.into_iter().find(|(_, value)| !value.is_finite()) {
         Some((what, value)) => {
-            let rows = batches.iter().flat_map(|batch| batch.row_ids.concat()).collect();
+            let rows = batches.iter().flat_map(|batch| batch.batch.row_ids.concat()).collect();
             Err(StepError::NotFinite { step, what, value, rows, dtype })
         }
         None => Ok(()),
@@ -180,36 +178,28 @@ pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
     }
 }
 
-/// Losses and accuracies over `batches`, which are read one at a time, without an update. `lambda0` weighs the heads'
-/// loss.
+/// Losses and accuracies over groups of batches, which are taken one at a time, without an update. `lambda0` weighs the heads' loss.
 ///
 /// # Errors
-/// The error of a batch that cannot be read.
-pub fn evaluate<E>(
-    backbone: &TrainingBackbone,
+/// The error of a group that cannot be read, or of the cache of hidden states.
+pub fn evaluate<E: From<StepError>>(
+    backbone: &mut TrainingBackbone,
     heads: &Heads,
-    batches: impl Iterator<Item = Result<Batch, E>>,
+    groups: impl Iterator<Item = Result<Vec<FedBatch>, E>>,
     loss: &LossConfig,
     lambda0: f64,
 ) -> Result<StepMetrics, E> {
-    let rule = TargetRule::new(loss, heads.shape());
     let mut sums = MetricSums::new(heads, *loss);
     let mut rows = CrossValidation::new(heads.num_heads());
     let mut tokens = 0;
-    for batch in batches {
-        let batch = &batch?;
-        tokens += batch.tokens() as u64;
-        let targets = BatchTargets::new(batch, rule, heads.token_map());
-        sums.count(&targets);
-        let pass = backbone.evaluate(batch);
-        if let Some(LmEvaluation { loss, cross_entropy }) = pass.lm_evaluation(&targets) {
-            add_to(&mut sums.lm_loss, loss);
-            add_to(&mut sums.lm_cross_entropy, cross_entropy);
-        }
-        let inputs = HeadStates::evaluated(heads, &pass, batch);
-        let ranks = sums.add_heads(heads, (&pass, &inputs), &targets, None);
-        for (row, text) in targets.texts(batch, &on_host(&ranks)) {
-            rows.fold_of(row).add_text(text);
+    for group in groups {
+        for batch in &group? {
+            tokens += batch.batch.tokens() as u64;
+            sums.count(&batch.targets);
+            let ranks = sums.evaluate(backbone, heads, &batch.on_device()).map_err(StepError::from)?;
+            for (row, text) in batch.targets.texts(&batch.batch, &ranks) {
+                rows.fold_of(row).add_text(text);
+            }
         }
     }
     Ok(StepMetrics { tokens_per_step: rows.tokens_per_step(), ..sums.finish(lambda0, tokens) })
@@ -246,13 +236,31 @@ impl MetricSums {
         self.counts.iter_mut().zip(targets.head_counts()).for_each(|(count, of_head)| count.add(of_head));
     }
 
+    /// Adds the losses of a batch; returns the ranks of each head's targets.
+    fn evaluate(
+        &mut self,
+        backbone: &mut TrainingBackbone,
+        heads: &Heads,
+        batch: &DeviceBatch,
+    ) -> Result<Vec<Vec<usize>>, HiddenStatesError> {
+        let pass = backbone.evaluate(batch)?;
+        if let Some(LmEvaluation { loss, cross_entropy }) = pass.lm_evaluation(batch) {
+            add_to(&mut self.lm_loss, loss);
+            add_to(&mut self.lm_cross_entropy, cross_entropy);
+        }
+        let inputs = HeadStates::evaluated(heads, &pass, &batch.fed.batch);
+        let ranks = on_host(&self.add_heads(heads, (&pass, &inputs), batch, None));
+        backbone.settle()?;
+        Ok(ranks)
+    }
+
     /// Adds every head's loss and hits on one micro batch; in training also their gradients. Returns the ranks of each
     /// head's targets, `[M]`.
     fn add_heads(
         &mut self,
         heads: &Heads,
         (pass, inputs): (&BackbonePass, &HeadStates),
-        targets: &BatchTargets,
+        batch: &DeviceBatch,
         training: Option<(&TrainState, f64)>,
     ) -> Vec<Tensor> {
         let add = |k: usize| {
@@ -263,11 +271,11 @@ impl MetricSums {
             });
             let into = into.as_ref().map(|(gradients, weight)| (gradients, *weight));
             let of_batch = if self.config.targets.are_soft() {
-                let soft = targets.soft_of_head(k, &pass.states);
+                let soft = batch.soft_of_head(k);
                 soft_head_loss(head, output, hidden_nh, &soft, self.objective((heads, k), pass), into)
             } else {
                 let into = into.map(|(gradients, weight)| (gradients, weight / self.counts[k].labels.max(1) as f64));
-                head_loss(Some(head), output, hidden_nh, &targets.of_head(k, &pass.states), into)
+                head_loss(Some(head), output, hidden_nh, &batch.of_head(k), into)
             };
             self.by_head[k].add(&of_batch);
             of_batch.ranks_m
@@ -280,29 +288,27 @@ impl MetricSums {
         let (count, of) = (self.counts[head], self.config.targets);
         let (labels, backbone) = (of.labels() / count.labels.max(1) as f64, of.backbone() / count.all.max(1) as f64);
         let lm_head = pass.lm_head.of_tokens(heads.token_map().map(TokenMap::tokens_n));
-        SoftObjective { lm_head, teacher_nh: &pass.states.hidden_nh, labels, backbone }
+        SoftObjective { lm_head, teacher_nh: &pass.hidden_nh, labels, backbone }
     }
 
     fn finish(self, lambda0: f64, tokens: u64) -> StepMetrics {
+        let read = ReadSums::new(&self);
         let mean = |sum: f64, count: usize| (count > 0).then(|| sum / count as f64);
-        let of_lm = |sum: &Option<Tensor>| sum.as_ref().and_then(|sum| mean(sum.double_value(&[]), self.lm_count));
-        let (lm_loss, cross_entropy) = (of_lm(&self.lm_loss), of_lm(&self.lm_cross_entropy));
-        let losses = self.head_losses();
-        let hits: Vec<f64> = read(&self.by_head, |sums| sums.hits.to_kind(Kind::Double));
+        let of_lm = |sum: Option<f64>| sum.and_then(|sum| mean(sum, self.lm_count));
+        let (lm_loss, cross_entropy) = (of_lm(read.lm_loss), of_lm(read.lm_cross_entropy));
+        let losses = self.head_losses(&read);
         let weighted: f64 =
             losses.iter().enumerate().map(|(head, l)| self.config.weight(head) * l.unwrap_or(0.0)).sum();
-        let top = |(hits, count): (&[f64], &TargetCount)| {
-            let mut part = [0.0; TOP];
-            part.copy_from_slice(hits);
+        let top = |(hits, count): (&[f64; TOP], &TargetCount)| {
             let labels = count.labels + count.outside;
-            (labels > 0).then(|| part.map(|hits| hits / labels as f64))
+            (labels > 0).then(|| hits.map(|hits| hits / labels as f64))
         };
         StepMetrics {
             loss: lm_loss.unwrap_or(0.0) + lambda0 * weighted,
             lm_loss,
             heads_loss: weighted,
             perplexity: cross_entropy.map(f64::exp),
-            head_top: hits.chunks(TOP).zip(&self.counts).map(top).collect(),
+            head_top: read.hits.iter().zip(&self.counts).map(top).collect(),
             tokens_per_step: None,
             head_losses: losses,
             tokens,
@@ -310,16 +316,41 @@ impl MetricSums {
     }
 
     /// Lk of each head; `None` without a target.
-    fn head_losses(&self) -> Vec<Option<f64>> {
-        let cross_entropies: Vec<f64> = read(&self.by_head, |sums| sums.loss.unsqueeze(0));
-        let divergences: Vec<f64> = read(&self.by_head, |sums| sums.divergence.unsqueeze(0));
+    fn head_losses(&self, read: &ReadSums) -> Vec<Option<f64>> {
         let of = self.config.targets;
         let loss = |(head, count): (usize, &TargetCount)| {
-            let of_labels = of.labels() * cross_entropies[head] / count.labels.max(1) as f64;
-            let of_backbone = of.backbone() * divergences[head] / count.all.max(1) as f64;
+            let of_labels = of.labels() * read.cross_entropies[head] / count.labels.max(1) as f64;
+            let of_backbone = of.backbone() * read.divergences[head] / count.all.max(1) as f64;
             (count.all > 0).then_some(of_labels + of_backbone)
         };
         self.counts.iter().enumerate().map(loss).collect()
+    }
+}
+
+/// The sums on the host.
+struct ReadSums {
+    cross_entropies: Vec<f64>,
+    divergences: Vec<f64>,
+    hits: Vec<[f64; TOP]>,
+    lm_loss: Option<f64>,
+    lm_cross_entropy: Option<f64>,
+}
+
+impl ReadSums {
+    /// Waits for the device once, for all sums together.
+    fn new(sums: &MetricSums) -> Self {
+        let heads = || sums.by_head.iter();
+        let scalars = heads().map(|head| &head.loss).chain(heads().map(|head| &head.divergence));
+        let scalars: Vec<&Tensor> = scalars.chain(&sums.lm_loss).chain(&sums.lm_cross_entropy).collect();
+        let hits = Tensor::cat(&heads().map(|head| &head.hits).collect::<Vec<_>>(), 0).to_kind(Kind::Double);
+        let all = Tensor::cat(&[Tensor::stack(&scalars, 0), hits], 0);
+        let all: Vec<f64> = Vec::try_from(&all).expect("a float64 vector");
+        let (mut scalars, hits) = (all[..scalars.len()].iter().copied(), &all[scalars.len()..]);
+        let mut of_heads = || scalars.by_ref().take(sums.by_head.len()).collect();
+        let (cross_entropies, divergences) = (of_heads(), of_heads());
+        let lm_loss = sums.lm_loss.as_ref().and_then(|_| scalars.next());
+        let lm_cross_entropy = sums.lm_cross_entropy.as_ref().and_then(|_| scalars.next());
+        Self { cross_entropies, divergences, hits: hits.as_chunks().0.to_vec(), lm_loss, lm_cross_entropy }
     }
 }
 
@@ -328,12 +359,6 @@ fn add_to(sum: &mut Option<Tensor>, loss: Tensor) {
         None => loss,
         Some(before) => before + loss,
     });
-}
-
-/// Copies one tensor of all heads to the host.
-fn read(by_head: &[HeadSums], part: impl Fn(&HeadSums) -> Tensor) -> Vec<f64> {
-    let all = Tensor::cat(&by_head.iter().map(part).collect::<Vec<_>>(), 0);
-    Vec::try_from(&all).expect("a float64 vector")
 }
 
 /// Copies the ranks of all heads' targets to the host, in one transfer.

@@ -16,11 +16,20 @@ pub struct TargetRule {
     pub on_unlabelled: bool,
 }
 
+/// Heads that share a cache of hidden states: it holds what this many read, and fewer heads read a part of that.
+const HEADS_OF_A_CACHE: usize = 8;
+
 impl TargetRule {
     /// The rule of a run with heads of this shape.
     pub fn new(config: &LossConfig, heads: HeadsShape) -> Self {
         let HeadsShape { medusa_num_heads: num_heads, architecture, .. } = heads;
         Self { num_heads, architecture, soft: config.targets.are_soft(), on_unlabelled: config.on_unlabelled }
+    }
+
+    /// The rule of the positions in a cache of hidden states, which runs with other numbers of heads use, too.
+    #[must_use]
+    pub fn of_cache(self) -> Self {
+        Self { num_heads: self.num_heads.next_multiple_of(HEADS_OF_A_CACHE), ..self }
     }
 
     /// The targets `offset` tokens ahead. A token that carries no loss is [`crate::data::IGNORE`].

@@ -1,12 +1,8 @@
 //! The targets of the LM head and the heads in a micro batch.
 
-use tch::Tensor;
-
 use crate::data::IGNORE;
 use crate::data::loader::{Batch, TargetTokens};
 use crate::draft::medusa::heads::token_map::TokenMap;
-use crate::draft::medusa::loss::{SoftTargets, Targets};
-use crate::train::hidden_states::BatchStates;
 use crate::train::target_rule::TargetRule;
 use crate::tree::rank_counts::{OUTSIDE, RankedPosition};
 
@@ -14,30 +10,22 @@ use crate::tree::rank_counts::{OUTSIDE, RankedPosition};
 #[derive(Debug)]
 pub struct BatchTargets {
     /// The next token.
-    of_lm_head: TargetTokens,
+    pub(super) of_lm_head: TargetTokens,
     /// Head `h` (0-based) predicts the token h + 2 positions ahead. Of heads with a truncated vocabulary, the outputs of these tokens.
-    by_head: Vec<TargetTokens>,
+    pub(super) by_head: Vec<TargetTokens>,
     /// Positions whose label is outside of each head's truncated vocabulary.
     outside: Vec<Vec<i64>>,
     /// The tokens that each head reads between a position and its target.
-    previous: Vec<PreviousTokens>,
+    pub(super) previous: Vec<PreviousTokens>,
 }
 
 /// The tokens that a sequential head reads at each of its positions.
 #[derive(Debug)]
-struct PreviousTokens {
+pub(super) struct PreviousTokens {
     /// Their number per position; 0 for Medusa heads.
-    width: usize,
+    pub(super) width: usize,
     /// Position after position.
-    tokens: Vec<i64>,
-}
-
-impl PreviousTokens {
-    /// `[M, width]` on the host; `None` for Medusa heads. A micro batch may have no position of a head: M = 0.
-    fn tensor(&self) -> Option<Tensor> {
-        let positions = self.tokens.len().checked_div(self.width)?;
-        Some(Tensor::from_slice(&self.tokens).view([positions as i64, self.width as i64]))
-    }
+    pub(super) tokens: Vec<i64>,
 }
 
 /// The number of a head's targets.
@@ -111,23 +99,6 @@ impl BatchTargets {
         }
         batch.segments().map(move |(row, place)| (row, positions[place].to_vec()))
     }
-
-    /// Targets of a head (0-based), as rows of `states` on their device.
-    pub fn of_head(&self, head: usize, states: &BatchStates) -> Targets {
-        let previous_mj = self.previous[head].tensor().map(|tokens_mj| tokens_mj.to_device(states.hidden_nh.device()));
-        Targets { previous_mj, ..on_device(&self.by_head[head], states) }
-    }
-
-    /// [`BatchTargets::of_head`] with the LM head's positions.
-    pub fn soft_of_head(&self, head: usize, states: &BatchStates) -> SoftTargets {
-        let teachers: Vec<i64> = self.by_head[head].positions.iter().map(|t| t + head as i64 + 1).collect();
-        SoftTargets { targets: self.of_head(head, states), teacher_m: rows(&teachers, states) }
-    }
-
-    /// Targets of the LM head, as rows of `states` on their device.
-    pub fn of_lm_head(&self, states: &BatchStates) -> Targets {
-        on_device(&self.of_lm_head, states)
-    }
 }
 
 /// The outputs of the tokens of `targets`, and the positions of those that have none. The latter are dropped; if the LM head teaches, they stay
@@ -144,13 +115,4 @@ fn outputs_of(targets: &TargetTokens, map: &TokenMap, soft: bool) -> (TargetToke
         }
     }
     (of_map, outside)
-}
-
-fn on_device(targets: &TargetTokens, states: &BatchStates) -> Targets {
-    let tokens_m = Tensor::from_slice(&targets.tokens).to_device(states.hidden_nh.device());
-    Targets { positions_m: rows(&targets.positions, states), tokens_m, previous_mj: None }
-}
-
-fn rows(positions: &[i64], states: &BatchStates) -> Tensor {
-    Tensor::from_slice(&states.rows_of(positions)).to_device(states.hidden_nh.device())
 }

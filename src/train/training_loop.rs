@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Instant;
 
 use crate::data::DataError;
@@ -12,6 +13,8 @@ use crate::train::backbone_pass::TrainingBackbone;
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint::{Checkpoints, newest_step};
 use crate::train::error::TrainError;
+use crate::train::fed_batch::FedBatch;
+use crate::train::hidden_states::HiddenStatesError;
 use crate::train::log::RunLog;
 use crate::train::patience::BestSoFar;
 use crate::train::plan::TrainPlan;
@@ -45,6 +48,8 @@ pub enum RunEvent<'e> {
         /// All training rows.
         rows: usize,
     },
+    /// The cache of hidden states stores nothing more: the disk is full. States that it lacks are computed whenever they are read.
+    CacheFull(&'e HiddenStatesError),
     /// An optimizer step was made.
     Stepped(&'e MetricsLine),
     /// The validation rows were evaluated.
@@ -89,13 +94,25 @@ impl<'r> TrainingLoop<'r, '_> {
     ///
     /// # Errors
     /// [`TrainError`]; earlier checkpoints stay.
-    pub(super) fn run(mut self, interrupted: &AtomicBool) -> Result<RunOutcome, TrainError> {
+    pub(super) fn run(self, interrupted: &AtomicBool) -> Result<RunOutcome, TrainError> {
+        let (train, steps) = (&self.checked.train, self.state.step..self.checked.total_steps);
+        let batches = steps.map(|step| Ok(train.step(step).map_err(DataError::from)?));
+        let maker = self.backbone.batch_maker(&self.state.heads, false);
+        thread::scope(|scope| self.run_on(maker.feed(scope, batches), interrupted))
+    }
+
+    /// Trains on the batches of one step after another.
+    fn run_on(
+        mut self,
+        mut batches: impl Iterator<Item = Result<Vec<FedBatch>, TrainError>>,
+        interrupted: &AtomicBool,
+    ) -> Result<RunOutcome, TrainError> {
         let total_steps = self.checked.total_steps;
         if self.state.step == 0 && !self.plan().trained.is_frozen() {
             self.evaluate()?; // perplexity before training, as the baseline
         }
         while self.state.step < total_steps && self.stopped_early().is_none() {
-            let line = self.step()?;
+            let line = self.step(&mut batches)?;
             self.after_step(&line)?;
             let saves = self.state.step.is_multiple_of(self.plan().train.save_every.get());
             let goes_on = self.state.step < total_steps && self.stopped_early().is_none();
@@ -129,9 +146,12 @@ impl<'r> TrainingLoop<'r, '_> {
         &self.checked.plan
     }
 
-    fn step(&mut self) -> Result<MetricsLine, TrainError> {
+    fn step(
+        &mut self,
+        batches: &mut impl Iterator<Item = Result<Vec<FedBatch>, TrainError>>,
+    ) -> Result<MetricsLine, TrainError> {
         let (began, plan, step) = (Instant::now(), self.plan(), self.state.step);
-        let batches = self.checked.batches(step)?;
+        let batches = batches.next().expect("batches for every step")?;
         let weights = StepWeights {
             loss: &plan.loss,
             lambda0: self.lambda0(),
@@ -140,6 +160,7 @@ impl<'r> TrainingLoop<'r, '_> {
         };
         let work = format!("training step {}", step + 1);
         let outcome = guard(&work, || train_step(&mut self.backbone, &mut self.state, &batches, &weights))??;
+        self.tell_of_cache();
         let mut line = self.line(MetricsSplit::Train, self.state.tokens, &outcome.metrics);
         line.update = Some(UpdateLine {
             lr: weights.rate,
@@ -147,7 +168,7 @@ impl<'r> TrainingLoop<'r, '_> {
             lambda0: weights.lambda0,
             grad_norm: outcome.grad_norm,
             tokens_per_second: outcome.metrics.tokens as f64 / began.elapsed().as_secs_f64(),
-            memory_bytes: memory::process().map(|memory| memory.resident_bytes),
+            memory_bytes: memory::in_use(plan.device),
         });
         Ok(line)
     }
@@ -166,11 +187,16 @@ impl<'r> TrainingLoop<'r, '_> {
     /// Evaluates on the validation rows, if there are any.
     fn evaluate(&mut self) -> Result<(), TrainError> {
         let Some(validation) = &self.checked.validation else { return Ok(()) };
-        let batches = validation.eval_batches().map(|batch| batch.map_err(DataError::from));
-        let (backbone, heads, loss) = (&self.backbone, &self.state.heads, &self.plan().loss);
+        let batches = validation.eval_batches().map(|batch| Ok(vec![batch.map_err(DataError::from)?]));
+        let maker = self.backbone.batch_maker(&self.state.heads, true);
+        let (backbone, heads, loss) = (&mut self.backbone, &self.state.heads, &self.checked.plan.loss);
         // The peak of λ0 at every step: with a rising λ0 the loss of better heads would be higher.
-        let lambda0 = self.plan().heads_coefficient.peak;
-        let metrics = guard("the evaluation", || evaluate(backbone, heads, batches, loss, lambda0))??;
+        let lambda0 = self.checked.plan.heads_coefficient.peak;
+        let metrics = thread::scope(|scope| {
+            let batches = maker.feed(scope, batches);
+            guard("the evaluation", || evaluate::<TrainError>(backbone, heads, batches, loss, lambda0))?
+        })?;
+        self.tell_of_cache();
         if !metrics.loss.is_finite() {
             return Err(StepError::EvaluationNotFinite { step: self.state.step, value: metrics.loss }.into());
         }
@@ -207,6 +233,13 @@ impl<'r> TrainingLoop<'r, '_> {
         check_finite(&self.state)?;
         self.backbone.commit()?;
         Ok(self.log.sync()?)
+    }
+
+    /// Reports once that the cache of hidden states stores nothing more.
+    fn tell_of_cache(&mut self) {
+        if let Some(why) = self.backbone.take_notice() {
+            (self.tell)(RunEvent::CacheFull(&why));
+        }
     }
 
     /// λ0 after the finished steps.

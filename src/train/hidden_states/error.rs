@@ -19,6 +19,12 @@ pub enum HiddenStatesError {
         bytes: u64,
         source: io::Error,
     },
+    /// The disk of the folder has too little space.
+    #[error(
+        "train.hidden_state_cache: {} has {:.1} MiB free, of which {:.1} MiB are left to checkpoints, and the hidden states take \
+         {:.1} MiB more", folder.display(), mib(*free), mib(*reserved), mib(*needed)
+    )]
+    NoSpace { folder: PathBuf, needed: u64, free: u64, reserved: u64 },
     #[error(transparent)]
     Rows(#[from] CacheError),
     /// Another run is writing the file.
@@ -32,4 +38,20 @@ pub enum HiddenStatesError {
         expected: u64,
         got: u64,
     },
+}
+
+impl HiddenStatesError {
+    /// Whether the disk, or the user's part of it, is full: training can go on without storing more states.
+    pub fn is_full_disk(&self) -> bool {
+        use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+        match self {
+            Self::NoSpace { .. } => true,
+            Self::Io { source, .. } => matches!(source.kind(), FileTooLarge | QuotaExceeded | StorageFull),
+            Self::Rows(_) | Self::InUse { .. } | Self::Size { .. } => false,
+        }
+    }
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
 }

@@ -7,94 +7,132 @@
 //! The last bits of a matrix product depend on its other rows, so training with the cache equals training without it
 //! bit for bit if a data row always shares its micro batch with the same others (no shuffling; or no packing and a
 //! micro batch of 1), and up to those bits otherwise.
+//!
+//! A disk with too little space does not end the run: rows that are not stored are computed whenever they are read.
 
 // N positions of a batch, M of them kept, H hidden
-use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
-use super::batch::BatchStates;
 use super::error::HiddenStatesError;
-use super::layout::{FILLED, StatesLayout, identity, key};
+use super::file::{StatesFile, StatesKind};
+use super::layout::{StatesLayout, identity, key};
 use crate::data::IGNORE;
 use crate::data::loader::Batch;
 use crate::data::pack::Sequences;
-use crate::files::lock_file;
+use crate::files::{free_bytes, parent};
 use crate::model::llama::Llama;
-use crate::torch::bytes;
+use crate::torch::transfer::{HostTensor, wait_for};
 use crate::train::target_rule::TargetRule;
 
 /// The hidden states of a run's data rows in a file.
 #[derive(Debug)]
 pub struct KeptStates<'r> {
     pub(super) backbone: &'r Llama,
-    layout: StatesLayout,
-    path: PathBuf,
-    file: File,
-    filled: Vec<bool>,
+    file: Arc<StatesFile>,
     /// Written but not marked as filled before the next commit.
     unmarked: Vec<usize>,
+    /// Computed, and not written before the device is waited for.
+    pending: Vec<PendingRows>,
+    /// Free space that is left to checkpoints.
+    pub(super) reserved_bytes: u64,
+    /// Whether nothing is written any more.
+    is_full: bool,
+    notice: Option<HiddenStatesError>,
     computed_batches: usize,
 }
 
+/// States on their way to the host.
+#[derive(Debug)]
+struct PendingRows {
+    row_ids: Vec<usize>,
+    states: HostTensor,
+}
+
+/// Reads states for the run that fills the file, on any thread.
+#[derive(Debug, Clone)]
+pub struct StatesReader {
+    file: Arc<StatesFile>,
+}
+
+/// Where a cache is, and what it is for.
+#[derive(Debug, Clone, Copy)]
+pub struct CacheSettings<'s> {
+    pub folder: &'s Path,
+    /// The folder that the backbone was loaded from.
+    pub backbone_folder: &'s Path,
+    pub rule: TargetRule,
+    /// Free space to leave to checkpoints.
+    pub reserved_bytes: u64,
+}
+
 impl<'r> KeptStates<'r> {
-    /// Opens or creates the file in `folder` for `backbone` (loaded from `backbone_folder`), the targets of
-    /// `rule` and the rows of `sequences`, however they are packed.
+    /// Opens or creates the file for `backbone` and the rows of `sequences`, however they are packed.
     ///
     /// # Errors
-    /// [`HiddenStatesError`].
+    /// [`HiddenStatesError`]; [`HiddenStatesError::is_full_disk`] says whether training can go on without it.
     pub fn open(
-        folder: &Path,
+        settings: &CacheSettings,
         backbone: &'r Llama,
-        backbone_folder: &Path,
         sequences: &Sequences,
-        rule: TargetRule,
     ) -> Result<Self, HiddenStatesError> {
+        let CacheSettings { folder, backbone_folder, reserved_bytes, .. } = *settings;
+        let rule = settings.rule.of_cache();
         let rows = &sequences.one_each();
-        let layout = StatesLayout::new(rows, rule, backbone.config.hidden_size, backbone.kind())?;
+        let (hidden_size, kind, device) = (backbone.config.hidden_size, backbone.kind(), backbone.device());
+        let layout = StatesLayout::new(rows, rule, hidden_size, kind)?;
         let error = |doing, path: &Path, source| layout.error(doing, path, source);
         let backbone_is = identity(backbone_folder, backbone).map_err(|e| error("read", backbone_folder, e))?;
         let path = folder.join(format!("{}.hidden_states", key(&backbone_is, rows, rule)?));
         fs::create_dir_all(folder).map_err(|e| error("make", folder, e))?;
-        let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
-        let mut file = open.map_err(|e| error("open", &path, e))?;
-        let is_mine = lock_file(&file);
-        if is_mine && file.metadata().is_ok_and(|metadata| metadata.len() == 0) {
-            let made = file.set_len(layout.file_bytes()).and_then(|()| file.sync_all());
-            made.inspect_err(|_| drop(fs::remove_file(&path))).map_err(|e| error("make", &path, e))?;
-        }
-        let filled = match layout.read_marks(&mut file, &path) {
-            Ok(filled) if is_mine || filled.iter().all(|&filled| filled) => filled,
-            _ if !is_mine => return Err(HiddenStatesError::InUse { path }), // the other run may not have sized it yet
-            marks => marks?,
+        let file = Arc::new(StatesFile::open(path, layout, StatesKind { hidden_size, kind, device })?);
+        let (unmarked, pending) = (vec![], vec![]);
+        let mut kept = Self {
+            backbone,
+            file,
+            unmarked,
+            pending,
+            reserved_bytes,
+            is_full: false,
+            notice: None,
+            computed_batches: 0,
         };
-        let kept = Self { backbone, layout, path, file, filled, unmarked: vec![], computed_batches: 0 };
         kept.let_go_when_full();
+        if kept.filled() < kept.rows()
+            && let Err(full) = kept.check_space(kept.file.missing_bytes())
+        {
+            if kept.filled() == 0 {
+                let _ = fs::remove_file(&kept.file.path); // an empty file; it would only lie around
+                return Err(full);
+            }
+            kept.stop_writing(full);
+        }
         Ok(kept)
     }
 
     /// Unlocks a complete file, which other runs may read.
     fn let_go_when_full(&self) {
-        if self.unmarked.is_empty() && self.filled() == self.filled.len() {
-            let _ = self.file.unlock(); // else it stays locked until the run ends
+        if self.unmarked.is_empty() && self.filled() == self.rows() {
+            self.file.unlock();
         }
     }
 
     /// Path of the file that holds the states.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.file.path
     }
 
-    /// Sequences whose states are stored.
+    /// Rows whose states are stored.
     pub fn filled(&self) -> usize {
-        self.filled.iter().filter(|&&filled| filled).count()
+        self.file.filled()
     }
 
     /// All rows.
     pub fn rows(&self) -> usize {
-        self.filled.len()
+        self.file.rows()
     }
 
     /// Batches for which the backbone ran.
@@ -102,77 +140,148 @@ impl<'r> KeptStates<'r> {
         self.computed_batches
     }
 
-    /// The states of a batch: read from the file, or computed and stored.
+    /// Reads the same file.
+    pub fn reader(&self) -> StatesReader {
+        StatesReader { file: Arc::clone(&self.file) }
+    }
+
+    /// Why nothing is written any more, the first time that it is asked.
+    pub fn take_notice(&mut self) -> Option<HiddenStatesError> {
+        self.notice.take()
+    }
+
+    /// The states of a batch at its kept positions, `[M, H]` on the backbone's device: read ahead, read from the file, or computed and stored.
+    /// `kept_m` are [`StatesReader::positions`] on the device; `compute` runs the backbone, for `[N, H]`.
     ///
     /// # Errors
     /// [`HiddenStatesError`].
-    pub fn of(&mut self, batch: &Batch) -> Result<BatchStates, HiddenStatesError> {
-        let mut positions_m = vec![];
-        for (row, lengths) in batch.segment_lengths.iter().enumerate() {
-            let labels = &batch.labels[row * batch.length..];
-            let of_row = self.layout.rule.positions(lengths, |t| labels[t] != i64::from(IGNORE));
-            positions_m.extend(of_row.into_iter().map(|t| (row * batch.length + t) as i64));
+    pub fn of(
+        &mut self,
+        batch: &Batch,
+        kept_m: &Tensor,
+        read_ahead: Option<HostTensor>,
+        compute: impl FnOnce() -> Tensor,
+    ) -> Result<Tensor, HiddenStatesError> {
+        if let Some(states) = read_ahead {
+            return Ok(states.on_device());
         }
         let row_ids = batch.row_ids.concat();
-        let hidden_mh = match row_ids.iter().all(|&id| self.filled[id]) {
-            true => self.read(&row_ids)?,
-            false => self.compute(batch, &row_ids, &positions_m)?,
-        };
-        Ok(BatchStates::of_positions(hidden_mh, &positions_m, batch.rows * batch.length))
-    }
-
-    fn compute(&mut self, batch: &Batch, row_ids: &[usize], positions_m: &[i64]) -> Result<Tensor, HiddenStatesError> {
+        if self.pending.iter().any(|pending| pending.row_ids.iter().any(|id| row_ids.contains(id))) {
+            self.settle()?;
+        }
+        if row_ids.iter().all(|&id| self.file.has(id)) {
+            return Ok(self.file.read(&row_ids)?.on_device());
+        }
         self.computed_batches += 1;
-        let BatchStates { hidden_nh, .. } = BatchStates::computed(self.backbone, batch);
-        let hidden_mh = hidden_nh.index_select(0, &Tensor::from_slice(positions_m).to_device(hidden_nh.device()));
-        let on_host = hidden_mh.to_device(Device::Cpu).contiguous();
-        let mut rest = bytes::of(&on_host);
-        let some_are_kept = row_ids.iter().any(|&id| self.filled[id]);
-        for &id in row_ids {
-            let (states, later) = rest.split_at(self.layout.bytes_of(id));
-            rest = later;
-            if !self.filled[id] {
-                self.write(self.layout.offsets[id], states)?;
-                self.filled[id] = true;
-                self.unmarked.push(id);
-            }
+        let hidden_mh = compute().index_select(0, kept_m);
+        if !self.is_full {
+            self.pending.push(PendingRows { row_ids: row_ids.clone(), states: HostTensor::copied(&hidden_mh) });
         }
         // Stored states win over this batch's, since a resumed run would read them.
-        if some_are_kept { self.read(row_ids) } else { Ok(hidden_mh) }
+        let some_are_stored = row_ids.iter().any(|&id| self.file.has(id));
+        if some_are_stored { self.with_stored(&row_ids, &hidden_mh) } else { Ok(hidden_mh) }
     }
 
-    fn read(&mut self, row_ids: &[usize]) -> Result<Tensor, HiddenStatesError> {
-        let mut bytes = vec![0; row_ids.iter().map(|&id| self.layout.bytes_of(id)).sum()];
-        let mut rest = bytes.as_mut_slice();
+    /// Computed states, with those of stored rows in their place.
+    fn with_stored(&self, row_ids: &[usize], hidden_mh: &Tensor) -> Result<Tensor, HiddenStatesError> {
+        let hidden_mh = hidden_mh.copy();
+        let mut from = 0;
         for &id in row_ids {
-            let (states, later) = rest.split_at_mut(self.layout.bytes_of(id));
-            rest = later;
-            let read =
-                self.file.seek(SeekFrom::Start(self.layout.offsets[id])).and_then(|_| self.file.read_exact(states));
-            read.map_err(|e| self.layout.error("read", &self.path, e))?;
+            let rows = (self.file.layout.bytes_of(id) / self.file.layout.row_bytes) as i64;
+            if self.file.has(id) {
+                hidden_mh.narrow(0, from, rows).copy_(&self.file.read(&[id])?.on_device());
+            }
+            from += rows;
         }
-        let size = [(bytes.len() / self.layout.row_bytes) as i64, self.backbone.config.hidden_size];
-        Ok(Tensor::from_data_size(&bytes, &size, self.backbone.kind()).to_device(self.backbone.device()))
+        Ok(hidden_mh)
     }
 
-    fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), HiddenStatesError> {
-        let written = self.file.seek(SeekFrom::Start(at)).and_then(|_| self.file.write_all(bytes));
-        written.map_err(|e| self.layout.error("write", &self.path, e))
+    /// Writes the states that were computed since the last call. Waits for the device: call it where the run waits anyway.
+    ///
+    /// # Errors
+    /// [`HiddenStatesError::Io`], except for a full disk.
+    pub fn settle(&mut self) -> Result<(), HiddenStatesError> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        wait_for(self.backbone.device());
+        for PendingRows { row_ids, states } in std::mem::take(&mut self.pending) {
+            let mut rest = states.bytes();
+            for id in row_ids {
+                let (of_row, later) = rest.split_at(self.file.layout.bytes_of(id));
+                rest = later;
+                if !self.is_full && !self.file.has(id) {
+                    self.store(id, of_row)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn store(&mut self, id: usize, states: &[u8]) -> Result<(), HiddenStatesError> {
+        let written = self.check_space(states.len() as u64).and_then(|()| {
+            self.file.write(id, states).map_err(|e| self.file.layout.error("write", &self.file.path, e))
+        });
+        match written {
+            Ok(()) => self.unmarked.push(id),
+            Err(full) if full.is_full_disk() => self.stop_writing(full),
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    /// Checks that the disk has room for so many more bytes, beside what is left to checkpoints.
+    fn check_space(&self, needed: u64) -> Result<(), HiddenStatesError> {
+        let (folder, reserved) = (parent(&self.file.path), self.reserved_bytes);
+        let free = free_bytes(folder).unwrap_or(u64::MAX); // then the disk is full when a write fails
+        if free >= needed.saturating_add(reserved) {
+            return Ok(());
+        }
+        Err(HiddenStatesError::NoSpace { folder: folder.into(), needed, free, reserved })
+    }
+
+    fn stop_writing(&mut self, why: HiddenStatesError) {
+        self.is_full = true;
+        self.notice = Some(why);
     }
 
     /// Syncs and marks the states computed so far, so that later runs find them.
     ///
     /// # Errors
-    /// [`HiddenStatesError::Io`].
+    /// [`HiddenStatesError::Io`], except for a full disk.
     pub fn commit(&mut self) -> Result<(), HiddenStatesError> {
+        self.settle()?;
         if self.unmarked.is_empty() {
             return Ok(());
         }
-        self.file.sync_data().map_err(|e| self.layout.error("write", &self.path, e))?;
-        for id in std::mem::take(&mut self.unmarked) {
-            self.write(self.layout.states_bytes() + id as u64, &[FILLED])?;
+        let unmarked = std::mem::take(&mut self.unmarked);
+        if let Err(source) = self.file.mark(&unmarked) {
+            let error = self.file.layout.error("write", &self.file.path, source);
+            if !error.is_full_disk() {
+                return Err(error);
+            }
+            self.file.forget(&unmarked);
+            self.stop_writing(error);
         }
         self.let_go_when_full();
         Ok(())
+    }
+}
+
+impl StatesReader {
+    /// The positions of a batch whose states are kept, flat and in the order of the file's.
+    pub fn positions(&self, batch: &Batch) -> Vec<i64> {
+        let mut positions_m = vec![];
+        for (row, lengths) in batch.segment_lengths.iter().enumerate() {
+            let labels = &batch.labels[row * batch.length..];
+            let of_row = self.file.layout.rule.positions(lengths, |t| labels[t] != i64::from(IGNORE));
+            positions_m.extend(of_row.into_iter().map(|t| (row * batch.length + t) as i64));
+        }
+        positions_m
+    }
+
+    /// The states of a batch, if all of its rows are stored. A file that cannot be read is left to the run, which reports it.
+    pub fn read(&self, row_ids: &[usize]) -> Option<HostTensor> {
+        row_ids.iter().all(|&id| self.file.has(id)).then(|| self.file.read(row_ids).ok())?
     }
 }

@@ -83,7 +83,7 @@ impl StatesLayout {
 /// # Errors
 /// [`CacheError`]: the labels are read, since they decide which positions are stored.
 pub fn file_bytes(sequences: &Sequences, rule: TargetRule, hidden_size: i64, kind: Kind) -> Result<u64, CacheError> {
-    Ok(StatesLayout::new(&sequences.one_each(), rule, hidden_size, kind)?.file_bytes())
+    Ok(StatesLayout::new(&sequences.one_each(), rule.of_cache(), hidden_size, kind)?.file_bytes())
 }
 
 pub(super) fn positions_in(sequence: &PackedSequence, rule: TargetRule) -> Vec<usize> {
@@ -91,7 +91,7 @@ pub(super) fn positions_in(sequence: &PackedSequence, rule: TargetRule) -> Vec<u
 }
 
 /// Part of every key. Change it when the same input would produce a different file.
-const FORMAT: &str = "medusa hidden states 2";
+const FORMAT: &str = "medusa hidden states 3";
 
 /// Everything except the tokens that determines a hidden state.
 pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
@@ -114,7 +114,7 @@ pub(super) fn key(identity: &[u8], rows: &Sequences, rule: TargetRule) -> Result
     let mut hasher = Sha256::new();
     hasher.update((identity.len() as u64).to_le_bytes());
     hasher.update(identity);
-    hasher.update((rule.num_heads as u64).to_le_bytes());
+    hasher.update((rule.num_heads as u64).to_le_bytes()); // of the cache, not of the run
     if rule.architecture.has_prefix() {
         hasher.update([2]);
     }

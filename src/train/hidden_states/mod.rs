@@ -3,12 +3,13 @@
 
 mod batch;
 mod error;
+mod file;
 mod kept;
 mod layout;
 #[cfg(test)]
 mod tests;
 
-pub use batch::{BatchStates, hidden_states, inputs};
+pub use batch::{hidden_states, of_every_position};
 pub use error::HiddenStatesError;
-pub use kept::KeptStates;
+pub use kept::{CacheSettings, KeptStates, StatesReader};
 pub use layout::file_bytes;

@@ -1,3 +1,4 @@
+use std::collections::BTreeSet;
 use std::fs::{self, File, FileTimes};
 use std::io::Write;
 use std::path::Path;
@@ -7,15 +8,16 @@ use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
 use super::layout::positions_in;
-use super::{BatchStates, KeptStates, file_bytes};
+use super::{CacheSettings, HiddenStatesError, KeptStates, file_bytes, hidden_states, of_every_position};
 use crate::data::IGNORE;
-use crate::data::loader::Batch;
-use crate::data::loader::Loader;
+use crate::data::loader::{Batch, Loader, TargetTokens};
 use crate::data::pack::{PackedSequence, Sequences};
 use crate::draft::medusa::heads::HeadsArchitecture;
 use crate::files::write_atomic;
+use crate::model::attention::RowMask;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
 use crate::train::target_rule::TargetRule;
 use crate::train::targets::BatchTargets;
 
@@ -54,7 +56,34 @@ fn sequences() -> Vec<PackedSequence> {
 }
 
 fn open<'r>(folder: &Path, from: &TempDir, backbone: &'r Llama, sequences: &[PackedSequence]) -> KeptStates<'r> {
-    KeptStates::open(folder, backbone, from.path(), &in_memory(sequences), LABELS).unwrap()
+    opened(folder, from, backbone, sequences, LABELS).unwrap()
+}
+
+fn opened<'r>(
+    folder: &Path,
+    from: &TempDir,
+    backbone: &'r Llama,
+    sequences: &[PackedSequence],
+    rule: TargetRule,
+) -> Result<KeptStates<'r>, HiddenStatesError> {
+    let settings = CacheSettings { folder, backbone_folder: from.path(), rule, reserved_bytes: 0 };
+    KeptStates::open(&settings, backbone, &in_memory(sequences))
+}
+
+/// `[N, H]` of the backbone.
+fn computed(backbone: &Llama, batch: &Batch) -> Tensor {
+    let t = batch.length as i64;
+    let rows = RowMask::packed(&batch.segment_lengths, t, &backbone.config, Device::Cpu);
+    let tokens_bt = Tensor::from_slice(&batch.input_ids).view([batch.rows as i64, t]);
+    hidden_states(backbone, &(tokens_bt, rows), Adapters::Off)
+}
+
+/// `[N, H]` of the cache, zeros where it keeps none.
+fn of(kept: &mut KeptStates, batch: &Batch) -> Tensor {
+    let (backbone, kept_m) = (kept.backbone, Tensor::from_slice(&kept.reader().positions(batch)));
+    let hidden_mh = kept.of(batch, &kept_m, None, || computed(backbone, batch)).unwrap();
+    kept.settle().unwrap();
+    of_every_position(&hidden_mh, &kept_m, batch.input_ids.len() as i64)
 }
 
 fn in_memory(sequences: &[PackedSequence]) -> Sequences {
@@ -62,9 +91,8 @@ fn in_memory(sequences: &[PackedSequence]) -> Sequences {
 }
 
 /// The rows that head `head` reads of a batch.
-fn read_by(head: usize, batch: &Batch, states: &BatchStates) -> Tensor {
-    let positions = batch.targets(head + 2).positions;
-    states.hidden_nh.index_select(0, &Tensor::from_slice(&states.rows_of(&positions)))
+fn read_by(head: usize, batch: &Batch, states_nh: &Tensor) -> Tensor {
+    states_nh.index_select(0, &Tensor::from_slice(&batch.targets(head + 2).positions))
 }
 
 /// Runs an epoch through `kept` and compares what each head reads with the backbone's output. Returns how often the
@@ -73,7 +101,7 @@ fn epoch(kept: &mut KeptStates, loader: &Loader, epoch: usize) -> usize {
     let before = kept.computed_batches();
     let steps = loader.steps_per_epoch();
     for batch in (epoch * steps..(epoch + 1) * steps).flat_map(|step| loader.step(step).unwrap()) {
-        let (expected, got) = (BatchStates::computed(kept.backbone, &batch), kept.of(&batch).unwrap());
+        let (expected, got) = (computed(kept.backbone, &batch), of(kept, &batch));
         for head in 0..NUM_HEADS {
             let (expected, got) = (read_by(head, &batch, &expected), read_by(head, &batch, &got));
             assert_eq!(got.kind(), expected.kind());
@@ -109,11 +137,11 @@ fn states_that_are_kept_do_not_change_in_other_batches() {
     let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
     let mut kept = open(folder.path(), &from, &backbone, &sequences);
     let pair = &Loader::new(in_memory(&sequences), 2, 1, None).step(0).unwrap()[0];
-    let first = kept.of(pair).unwrap();
+    let first = of(&mut kept, pair);
     let threes = Loader::new(in_memory(&sequences), 3, 1, None);
     let three = &threes.step(0).unwrap()[0];
     for _ in 0..2 {
-        let later = kept.of(three).unwrap();
+        let later = of(&mut kept, three);
         for head in 0..NUM_HEADS {
             let (first, later) = (read_by(head, pair, &first), read_by(head, three, &later));
             assert_eq!(first, later.narrow(0, 0, first.size()[0]));
@@ -130,7 +158,7 @@ fn only_what_was_committed_is_there_for_the_next_run() {
     let loader = Loader::new(in_memory(&sequences), 1, 1, None);
     let mut kept = open(folder.path(), &from, &backbone, &sequences);
     for at in 0..4 {
-        kept.of(&loader.step(at).unwrap()[0]).unwrap();
+        let _ = of(&mut kept, &loader.step(at).unwrap()[0]);
         if at == 1 {
             kept.commit().unwrap();
         }
@@ -140,33 +168,34 @@ fn only_what_was_committed_is_there_for_the_next_run() {
     assert_eq!(open(folder.path(), &from, &backbone, &sequences).filled(), 4);
 }
 
-/// The positions of a sequence that the losses read, from the targets of its batch.
-fn read_positions(sequence: &PackedSequence, rule: TargetRule) -> Vec<i64> {
+/// The positions of a sequence that the losses of a rule's heads read, from the targets of its batch.
+fn read_positions(sequence: &PackedSequence, rule: TargetRule) -> Vec<usize> {
     let batch = &Loader::new(in_memory(std::slice::from_ref(sequence)), 1, 1, None).step(0).unwrap()[0];
-    let states = BatchStates::all(Tensor::zeros([1], (Kind::Float, Device::Cpu)));
     let targets = BatchTargets::new(batch, rule, None);
-    let of_head = |head| {
-        let soft = targets.soft_of_head(head, &states);
-        let teachers = if rule.soft { Vec::try_from(&soft.teacher_m).unwrap() } else { vec![] };
-        [Vec::<i64>::try_from(&soft.targets.positions_m).unwrap(), teachers].concat()
+    let of_head = |(head, targets): (usize, &TargetTokens)| {
+        let teachers = targets.positions.iter().filter(|_| rule.soft).map(|t| t + head as i64 + 1);
+        targets.positions.iter().copied().chain(teachers).collect::<Vec<_>>()
     };
-    let positions: std::collections::BTreeSet<i64> = (0..NUM_HEADS).flat_map(of_head).collect();
-    positions.into_iter().collect()
+    let positions: BTreeSet<i64> = targets.by_head.iter().enumerate().flat_map(of_head).collect();
+    positions.into_iter().map(|t| t as usize).collect()
 }
 
 #[test]
-fn the_file_holds_the_positions_that_the_losses_read_and_a_byte_a_sequence() {
+fn the_file_holds_the_positions_that_eight_heads_read_and_a_byte_a_sequence() {
     let (from, backbone) = backbone(Kind::BFloat16);
     let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
     let mut sizes = vec![];
     for rule in [LABELS, SOFT, EVERYWHERE, OF_PREFIX] {
-        let kept = KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), rule).unwrap();
-        let every = |sequence: &PackedSequence| (0..sequence.input_ids.len() as i64).collect();
-        let read_by_rule = |sequence| if rule == OF_PREFIX { every(sequence) } else { read_positions(sequence, rule) };
-        let read: Vec<Vec<i64>> = sequences.iter().map(read_by_rule).collect();
+        let kept = opened(folder.path(), &from, &backbone, &sequences, rule).unwrap();
+        let every = |sequence: &PackedSequence| (0..sequence.input_ids.len()).collect();
+        let eight = TargetRule { num_heads: 8, ..rule };
+        let read_by_rule = |sequence| if rule == OF_PREFIX { every(sequence) } else { read_positions(sequence, eight) };
+        let read: Vec<Vec<usize>> = sequences.iter().map(read_by_rule).collect();
         for (sequence, read) in sequences.iter().zip(&read) {
-            let ours: Vec<i64> = positions_in(sequence, rule).into_iter().map(|t| t as i64).collect();
-            assert_eq!(&ours, read, "{rule:?}");
+            assert_eq!(&positions_in(sequence, rule.of_cache()), read, "{rule:?}");
+            let of_run = if rule == OF_PREFIX { vec![] } else { read_positions(sequence, rule) };
+            assert!(rule == OF_PREFIX || positions_in(sequence, rule) == of_run, "{rule:?}");
+            assert!(of_run.iter().all(|position| read.contains(position)), "{rule:?}");
         }
         let positions = read.concat().len();
         let expected = (positions * 16 * 2 + 2 * sequences.len()) as u64; // rows of bfloat16, and a byte for each data row
@@ -179,16 +208,92 @@ fn the_file_holds_the_positions_that_the_losses_read_and_a_byte_a_sequence() {
 }
 
 #[test]
+fn runs_with_up_to_eight_heads_share_a_file() {
+    let (from, backbone) = backbone(Kind::Float);
+    let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+    let rule = |num_heads| TargetRule { num_heads, ..LABELS };
+    let path = |num_heads| {
+        let kept = opened(folder.path(), &from, &backbone, &sequences, rule(num_heads)).unwrap();
+        kept.path().to_owned()
+    };
+    assert_eq!([2, 5, 8].map(path), [1, 1, 1].map(path));
+    assert_ne!(path(9), path(8));
+    let loader = Loader::new(in_memory(&sequences), 1, 1, None);
+    let mut of_five = opened(folder.path(), &from, &backbone, &sequences, rule(5)).unwrap();
+    assert_eq!(epoch(&mut of_five, &loader, 0), 7);
+    of_five.commit().unwrap();
+    let mut of_two = opened(folder.path(), &from, &backbone, &sequences, rule(2)).unwrap();
+    assert_eq!(epoch(&mut of_two, &loader, 0), 0);
+}
+
+#[test]
+fn another_thread_reads_what_the_run_stored() {
+    let (from, backbone) = backbone(Kind::BFloat16);
+    let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+    let mut kept = open(folder.path(), &from, &backbone, &sequences);
+    let batch = &Loader::new(in_memory(&sequences), 2, 1, None).step(0).unwrap()[0];
+    let (reader, row_ids) = (kept.reader(), batch.row_ids.concat());
+    assert!(reader.read(&row_ids).is_none(), "nothing is stored");
+    let stored_nh = of(&mut kept, batch);
+    let ahead = std::thread::spawn(move || reader.read(&row_ids)).join().unwrap();
+    let kept_m = Tensor::from_slice(&kept.reader().positions(batch));
+    let never = || -> Tensor { panic!("the states were read ahead") };
+    let hidden_mh = kept.of(batch, &kept_m, ahead, never).unwrap();
+    assert_eq!(of_every_position(&hidden_mh, &kept_m, batch.input_ids.len() as i64), stored_nh);
+}
+
+#[test]
+fn a_disk_without_space_for_the_file_is_told_and_left_as_it_was() {
+    let (from, backbone) = backbone(Kind::Float);
+    let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+    let settings =
+        CacheSettings { folder: folder.path(), backbone_folder: from.path(), rule: LABELS, reserved_bytes: 1 << 60 };
+    let full = || KeptStates::open(&settings, &backbone, &in_memory(&sequences));
+    let error = full().unwrap_err();
+    assert!(error.is_full_disk(), "{error}");
+    assert!(error.to_string().contains("1099511627776.0 MiB are left to checkpoints"), "{error}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    // A file that has some rows is read on.
+    let loader = Loader::new(in_memory(&sequences), 1, 1, None);
+    let mut kept = open(folder.path(), &from, &backbone, &sequences);
+    let _ = of(&mut kept, &loader.step(0).unwrap()[0]);
+    kept.commit().unwrap();
+    drop(kept);
+    let mut kept = full().unwrap();
+    assert!(kept.take_notice().is_some() && kept.take_notice().is_none());
+    assert_eq!((kept.filled(), epoch(&mut kept, &loader, 0), epoch(&mut kept, &loader, 1)), (2, 6, 6));
+}
+
+#[test]
+fn a_disk_that_becomes_full_keeps_what_it_has_and_computes_the_rest() {
+    let (from, backbone) = backbone(Kind::Float);
+    let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+    let loader = Loader::new(in_memory(&sequences), 1, 1, None);
+    let mut kept = open(folder.path(), &from, &backbone, &sequences);
+    for at in 0..3 {
+        let _ = of(&mut kept, &loader.step(at).unwrap()[0]);
+    }
+    kept.reserved_bytes = 1 << 60;
+    assert_eq!((epoch(&mut kept, &loader, 1), kept.filled()), (4, 6));
+    assert!(kept.take_notice().is_some());
+    // A batch of stored rows and others.
+    let pairs = Loader::new(in_memory(&sequences), 2, 1, None);
+    assert_eq!(epoch(&mut kept, &pairs, 0), 3);
+    kept.commit().unwrap();
+    drop(kept);
+    assert_eq!(open(folder.path(), &from, &backbone, &sequences).filled(), 6);
+}
+
+#[test]
 fn whatever_decides_a_state_decides_the_file() {
     let (from, float) = backbone(Kind::Float);
     let (_, half) = backbone(Kind::BFloat16);
     let folder = tempfile::tempdir().unwrap();
     let name = |backbone: &Llama, sequences: &[PackedSequence], rule| {
-        let kept = KeptStates::open(folder.path(), backbone, from.path(), &in_memory(sequences), rule).unwrap();
-        kept.path().to_owned()
+        opened(folder.path(), &from, backbone, sequences, rule).unwrap().path().to_owned()
     };
     let mut names = vec![name(&float, &sequences(), LABELS), name(&half, &sequences(), LABELS)];
-    for rule in [TargetRule { num_heads: 1, ..LABELS }, SOFT, EVERYWHERE, OF_PREFIX] {
+    for rule in [TargetRule { num_heads: 9, ..LABELS }, SOFT, EVERYWHERE, OF_PREFIX] {
         names.push(name(&float, &sequences(), rule));
     }
     let changes: [fn(&mut PackedSequence); 3] =
@@ -204,7 +309,7 @@ fn whatever_decides_a_state_decides_the_file() {
     (&weights).write_all(b"!").unwrap();
     names.push(name(&float, &sequences(), LABELS));
     write_atomic(&from.path().join("training_args.bin"), |out| out.write_all(b"not read")).unwrap();
-    let distinct: std::collections::BTreeSet<_> = names.iter().collect();
+    let distinct: BTreeSet<_> = names.iter().collect();
     assert_eq!(distinct.len(), names.len(), "{names:?}");
     assert_eq!(name(&float, &sequences(), LABELS), names[10]);
 }
@@ -214,7 +319,7 @@ fn two_runs_never_fill_one_file() {
     let (from, backbone) = backbone(Kind::Float);
     let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
     let mut first = open(folder.path(), &from, &backbone, &sequences);
-    let second = |rule| KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), rule).map(drop);
+    let second = |rule| opened(folder.path(), &from, &backbone, &sequences, rule).map(drop);
     let error = second(LABELS).unwrap_err();
     assert!(error.to_string().contains("is in use by another run"), "{error}");
     second(SOFT).unwrap(); // a different file
@@ -233,7 +338,7 @@ fn a_file_of_another_size_is_refused() {
     let path = open(folder.path(), &from, &backbone, &sequences).path().to_owned();
     let bytes = fs::metadata(&path).unwrap().len();
     File::options().write(true).open(&path).unwrap().set_len(bytes - 1).unwrap();
-    let error = KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), LABELS).unwrap_err();
+    let error = opened(folder.path(), &from, &backbone, &sequences, LABELS).unwrap_err();
     let expected = format!("has {} bytes, expected {bytes}", bytes - 1);
     assert!(error.to_string().contains(&expected), "{error}");
 }

@@ -1,0 +1,99 @@
+//! Micro batches for training and evaluations, made on a thread while earlier ones are computed.
+
+use std::sync::mpsc::{IntoIter, Sender, SyncSender, channel, sync_channel};
+use std::thread::Scope;
+
+use tch::Device;
+
+use crate::data::loader::Batch;
+use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::heads::token_map::TokenMap;
+use crate::draft::medusa::loss::LossConfig;
+use crate::torch::guard;
+use crate::torch::transfer::HostTensor;
+use crate::train::error::TrainError;
+use crate::train::fed_batch::{FedBatch, PassShape};
+use crate::train::hidden_states::StatesReader;
+use crate::train::target_rule::TargetRule;
+use crate::train::targets::BatchTargets;
+
+/// Adds to batches what their passes read.
+#[derive(Debug)]
+pub struct BatchMaker {
+    rule: TargetRule,
+    /// Of heads with a truncated vocabulary.
+    map: Option<TokenMap>,
+    shape: PassShape,
+    /// Of the cache of hidden states.
+    reader: Option<StatesReader>,
+}
+
+/// Rows to read, and where their states go.
+struct ReadJob {
+    row_ids: Vec<usize>,
+    to: SyncSender<Option<HostTensor>>,
+}
+
+impl BatchMaker {
+    /// For `heads` on a backbone on `device`, which is frozen or not.
+    pub fn new(
+        loss: &LossConfig,
+        heads: &Heads,
+        device: Device,
+        is_frozen: bool,
+        reader: Option<StatesReader>,
+    ) -> Self {
+        let rule = TargetRule::new(loss, heads.shape());
+        let shape = PassShape {
+            device,
+            trains_lm_head: !is_frozen,
+            soft: rule.soft,
+            reads_all: rule.architecture.has_prefix(),
+        };
+        let map = heads.token_map().map(|map| TokenMap::new(map.tokens().to_vec(), Device::Cpu));
+        Self { rule, map, shape, reader }
+    }
+
+    /// Makes one batch.
+    pub fn make(&self, batch: Batch) -> FedBatch {
+        let targets = BatchTargets::new(&batch, self.rule, self.map.as_ref());
+        let kept = self.reader.as_ref().map(|reader| reader.positions(&batch));
+        FedBatch::new(batch, targets, kept.as_deref(), self.shape)
+    }
+
+    /// Makes groups of batches on a thread of `scope`, one group ahead of what is taken, and reads cached states on another, one batch ahead.
+    pub fn feed<'scope>(
+        self,
+        scope: &'scope Scope<'scope, '_>,
+        mut groups: impl Iterator<Item = Result<Vec<Batch>, TrainError>> + Send + 'scope,
+    ) -> IntoIter<Result<Vec<FedBatch>, TrainError>> {
+        let (sender, receiver) = sync_channel(0);
+        let jobs = self.reader.clone().map(|reader| read_ahead(scope, reader));
+        scope.spawn(move || {
+            let make = |batch| self.with_states(self.make(batch), jobs.as_ref());
+            let make_all = |group: Vec<Batch>| guard("making batches", || group.into_iter().map(make).collect());
+            // Ends when the last group is made, or nobody takes them any more.
+            let _ = groups.try_for_each(|group| sender.send(group.and_then(|group| Ok(make_all(group)?))));
+        });
+        receiver.into_iter()
+    }
+
+    fn with_states(&self, batch: FedBatch, jobs: Option<&Sender<ReadJob>>) -> FedBatch {
+        let Some(jobs) = jobs else { return batch };
+        let (to, states) = sync_channel(0);
+        let _ = jobs.send(ReadJob { row_ids: batch.batch.row_ids.concat(), to }); // without a reader, the run reads
+        batch.with_read_ahead(states)
+    }
+}
+
+/// Reads on a thread of `scope`; each job waits until its states are taken.
+fn read_ahead<'scope>(scope: &'scope Scope<'scope, '_>, reader: StatesReader) -> Sender<ReadJob> {
+    let (sender, jobs) = channel();
+    scope.spawn(move || {
+        for ReadJob { row_ids, to } in jobs {
+            let states = guard("reading hidden states", || reader.read(&row_ids));
+            let _ = to.send(states.ok().flatten()); // an error is the run's: it reads again; a batch may also be dropped
+        }
+    });
+    sender
+}
