@@ -9,9 +9,8 @@ use crate::data::loader::Batch;
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::loss::LossConfig;
-use crate::torch::guard;
 use crate::torch::transfer::HostTensor;
-use crate::train::error::TrainError;
+use crate::torch::{TorchPanic, guard};
 use crate::train::fed_batch::{FedBatch, PassShape};
 use crate::train::hidden_states::StatesReader;
 use crate::train::target_rule::TargetRule;
@@ -62,11 +61,11 @@ impl BatchMaker {
     }
 
     /// Makes groups of batches on a thread of `scope`, one group ahead of what is taken, and reads cached states on another, one batch ahead.
-    pub fn feed<'scope>(
+    pub fn feed<'scope, E: From<TorchPanic> + Send + 'scope>(
         self,
         scope: &'scope Scope<'scope, '_>,
-        mut groups: impl Iterator<Item = Result<Vec<Batch>, TrainError>> + Send + 'scope,
-    ) -> IntoIter<Result<Vec<FedBatch>, TrainError>> {
+        mut groups: impl Iterator<Item = Result<Vec<Batch>, E>> + Send + 'scope,
+    ) -> IntoIter<Result<Vec<FedBatch>, E>> {
         let (sender, receiver) = sync_channel(0);
         let jobs = self.reader.clone().map(|reader| read_ahead(scope, reader));
         scope.spawn(move || {
