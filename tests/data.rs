@@ -230,7 +230,7 @@ fn rows_beyond_the_maximal_length_are_cut_and_counted() {
         (report.counts.read, report.counts.split, report.counts.pieces, report.counts.lost_tokens),
         (3, 1, 2, 0)
     );
-    assert!(report.to_string().contains("in 1 file, 1 split into 2 by max_length, 1 without"), "{report}");
+    assert!(report.to_string().contains("in 1 file, 1 longer than max_length, split into 2, 1 without"), "{report}");
 
     let (rows, report) = load(&path, &LoadSettings { long_rows: LongRows::Drop, ..all }).unwrap();
     assert_eq!((rows.len(), report.counts.dropped[&DropReason::TooLong], report.counts.lost_tokens), (1, 1, 20));

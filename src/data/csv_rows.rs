@@ -200,7 +200,7 @@ mod tests {
     #[test]
     fn a_complaint_names_the_row_or_the_column() {
         let read = rows("texts.csv", b"text,id\na,1,2\n\xff,1\nb,3\n", None).unwrap();
-        let expected = "this record and the header differ in their number of fields (3 and 2); a field";
+        let expected = "this record has 3 fields, the header 2; a field";
         assert!(read[0].0 == 1 && read[0].1.as_ref().is_err_and(|error| error.starts_with(expected)), "{read:?}");
         assert_eq!(
             (read[1].0, read[1].1.clone().unwrap_err()),

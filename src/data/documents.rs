@@ -4,7 +4,7 @@ use super::jsonl::{JsonLines, RowText};
 use super::opened::UnpackedText;
 use super::source::SourceError;
 
-/// GPT-2's sign between documents, which corpora in one file kept.
+/// GPT-2's document separator, which corpora in one file kept.
 const BETWEEN: &[u8] = b"<|endoftext|>";
 
 /// The documents of a file that are not blank.

@@ -305,7 +305,7 @@ impl fmt::Display for LoadReport {
         let (rows, files) = (counted(*rows, "row"), counted(self.files.len(), "file"));
         write!(out, "{rows} with {tokens} tokens ({tokens_with_loss} with loss) in {files}")?;
         let mut also = |count: usize, what: &str| if count > 0 { write!(out, ", {count} {what}") } else { Ok(()) };
-        also(self.counts.split, &format!("split into {} by max_length", self.counts.pieces))?;
+        also(self.counts.split, &format!("longer than max_length, split into {}", self.counts.pieces))?;
         also(self.counts.truncated, "cut to max_length")?;
         also(self.counts.without_targets, "without a target")?;
         for (reason, count) in &self.counts.dropped {

@@ -105,8 +105,7 @@ pub enum RowProblem {
     LongRecord,
     /// A record of CSV that is no row of its columns.
     #[error(
-        "this record and the header differ in their number of fields ({got} and {expected}); a field with a comma, a quote or a newline \
-         needs quotes around it"
+        "this record has {got} fields, the header {expected}; a field with a comma, a quote or a newline needs quotes around it"
     )]
     FieldCount { expected: usize, got: usize },
     #[error("not UTF-8 text; convert the file to UTF-8")]
