@@ -12,6 +12,7 @@ pub mod accelerator;
 pub mod allocator;
 pub mod bytes;
 mod cgroup;
+mod dispatcher;
 pub mod dropout;
 mod generator;
 mod guard;

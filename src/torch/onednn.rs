@@ -3,17 +3,14 @@
 //! `mkldnn::_linear_pointwise`), called through the C functions that it exports for compiled models.
 #![expect(unsafe_code, reason = "calls C functions of libtorch_cpu with tensor handles")]
 
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::c_char;
 use std::ptr;
 
 use tch::{Device, Kind, Tensor};
 
-/// A tensor handle of libtorch's C functions.
-type Handle = *mut c_void;
+use super::dispatcher::{self, Handle, Operand};
 
 unsafe extern "C" {
-    fn aoti_torch_new_tensor_handle(tensor: Handle, copy: *mut Handle) -> i32;
-    fn aoti_torch_call_dispatcher(operator: *const c_char, overload: *const c_char, stack: *mut u64) -> i32;
     #[allow(clippy::too_many_arguments)] // libtorch's signature
     fn aoti_torch_cpu__linear_pointwise(
         input: Handle,
@@ -40,18 +37,11 @@ impl PackedWeight {
         if !can(weight_oi) {
             return None;
         }
-        let mut handle: Handle = ptr::null_mut();
-        // SAFETY: a tch tensor's pointer is an at::Tensor*, as the handle is; the callee makes a new reference.
-        let status = unsafe { aoti_torch_new_tensor_handle(weight_oi.as_ptr().cast_mut().cast(), &raw mut handle) };
-        if status != 0 {
-            return None;
-        }
-        let mut stack = [handle as u64, 0]; // the second argument, the batch size, is absent
-        const REORDER: &CStr = c"mkldnn::_reorder_linear_weight";
-        // SAFETY: the operator takes (Tensor, int?) and leaves one tensor on the stack; the dispatcher consumes the handle.
-        let status = unsafe { aoti_torch_call_dispatcher(REORDER.as_ptr(), c"".as_ptr(), stack.as_mut_ptr()) };
-        // SAFETY: on success the slot holds an owned at::Tensor*, which tch may own from here.
-        (status == 0).then(|| Self { packed: unsafe { Tensor::from_ptr(stack[0] as *mut torch_sys::C_tensor) } })
+        // The batch size is absent.
+        let arguments = [Operand::Tensor(weight_oi), Operand::None];
+        // SAFETY: the operator takes (Tensor, int?) and returns a tensor.
+        let packed = unsafe { dispatcher::call(c"mkldnn::_reorder_linear_weight", &arguments) };
+        packed.map(|[packed]| Self { packed })
     }
 
     /// `x·Wᵀ + b`: `[N, I]` to `[N, O]`; `x` of the weight's dtype, contiguous.
