@@ -2,19 +2,20 @@
 
 // B rows, T tokens of a row, N new tokens, S cached and new tokens, H hidden, Q query heads, G key/value heads, D head size,
 // R = Q/G query heads that share a key/value head
-use std::cell::OnceCell;
-
 use tch::{Device, Kind, Tensor};
 
 use crate::model::batch_step::BatchStep;
 use crate::model::block_spec::{HeadShape, NormSpec};
-use crate::model::config::LlamaConfig;
 use crate::model::kv_cache::{LayerCache, RowCache};
 use crate::model::linear::{Linear, LinearGroup};
 use crate::model::lora::Adapters;
 use crate::model::new_tokens::CacheMask;
 use crate::model::norm::norm;
-use crate::model::rope::{Ropes, Rotation, RotationsByKind};
+use crate::model::rope::Rotation;
+use crate::torch::flash_attention;
+
+mod row_mask;
+pub use row_mask::{CAPPED_BLOCK, KindMask, RowMask};
 
 /// Projections of one layer.
 #[derive(Debug)]
@@ -49,12 +50,9 @@ impl Attention {
         let [queries, keys, values] = self.qkv.each(x_bth, [q * d, g * d, g * d], adapters);
         let heads = |x: &Tensor, heads: i64| x.view([b, t, heads, d]);
         let [q_bthd, k_bthd] = self.normed([heads(&queries, q), heads(&keys, g)]);
-        let rotated =
-            |x: &Tensor| rotation.map_or_else(|| x.shallow_clone(), |rotation| rotation.apply(x)).transpose(1, 2);
-        let k_bqtd = repeat_groups(&rotated(&k_bthd), q / g);
-        let v_bqtd = repeat_groups(&heads(&values, g).transpose(1, 2), q / g);
-        let out_bqtd = self.attend_rows(&rotated(&q_bthd), &k_bqtd, &v_bqtd, mask);
-        self.o.forward(&out_bqtd.transpose(1, 2).reshape([b, t, q * d]), adapters)
+        let rotated = |x: &Tensor| rotation.map_or_else(|| x.shallow_clone(), |rotation| rotation.apply(x));
+        let out_bthd = self.attend_rows(&[rotated(&q_bthd), rotated(&k_bthd), heads(&values, g)], mask);
+        self.o.forward(&out_bthd.reshape([b, t, q * d]), adapters)
     }
 
     /// New tokens behind rows of the cache, row after row: `x_nh` `[N, H]` to the same shape. Their keys and values become the rows' pending
@@ -89,8 +87,7 @@ impl Attention {
         }
         let q_qnd = q_nqd.transpose(0, 1);
         let out_qnd = if mask.first_causal {
-            let (k, v) = (repeat_groups(&keys_1gsd, q / g), repeat_groups(&values_1gsd, q / g));
-            self.attend_causal(&q_qnd.unsqueeze(0), &k, &v)
+            self.attend_causal(&q_qnd.unsqueeze(0), &keys_1gsd, &values_1gsd)
         } else {
             // The R query heads of a group are more rows of one attention: keys and values are read once.
             let q_1gnd = q_qnd.reshape([1, g, q / g * n, d]);
@@ -141,45 +138,72 @@ impl Attention {
         })
     }
 
-    /// Whole rows, all `[B, Q, T, D]`.
-    fn attend_rows(&self, q_bqtd: &Tensor, k_bqtd: &Tensor, v_bqtd: &Tensor, rows: &KindMask) -> Tensor {
-        match (rows.block, &rows.mask_b1tt) {
-            (Some(n), _) => self.attend_blocks(q_bqtd, k_bqtd, v_bqtd, rows.of_blocks(n, q_bqtd)),
-            (None, Some(mask)) => {
-                let (mask, scale) = (Some(mask), self.shape.scale);
-                Tensor::scaled_dot_product_attention(q_bqtd, k_bqtd, v_bqtd, mask, 0.0, false, scale, false)
+    /// Whole rows: queries `[B, T, Q, D]`, keys and values `[B, T, G, D]`; returns `[B, T, Q, D]`.
+    fn attend_rows(&self, qkv: &[Tensor; 3], mask: &KindMask) -> Tensor {
+        let q_bthd = &qkv[0];
+        if let Some(pattern) = mask.pattern.as_ref().filter(|_| self.has_flash_attention(q_bthd)) {
+            let [q, k, v] = qkv.each_ref().map(|x_bthd| x_bthd.flatten(0, 1));
+            let segments = pattern.segments(q_bthd.size()[0]);
+            return flash_attention::attend([&q, &k, &v], segments, pattern.window, self.shape.scale).view_as(q_bthd);
+        }
+        let [q, k, v] = qkv.each_ref().map(|x_bthd| x_bthd.transpose(1, 2));
+        self.attend_heads(&q, &k, &v, mask).transpose(1, 2)
+    }
+
+    /// As [`Self::attend_rows`], of queries `[B, Q, T, D]`, keys and values `[B, G, T, D]`, with masks as tensors.
+    fn attend_heads(&self, q_bqtd: &Tensor, k_bgtd: &Tensor, v_bgtd: &Tensor, mask: &KindMask) -> Tensor {
+        let for_each_query_head = || [k_bgtd, v_bgtd].map(|x_bgtd| self.for_each_query_head(x_bgtd));
+        match (mask.block, &mask.pattern) {
+            (None, None) => self.attend_causal(q_bqtd, k_bgtd, v_bgtd),
+            (None, Some(pattern)) => {
+                let [k_bqtd, v_bqtd] = for_each_query_head();
+                self.attend_masked(q_bqtd, &k_bqtd, &v_bqtd, pattern.dense(q_bqtd.kind()))
             }
-            (None, None) => self.attend_causal(q_bqtd, k_bqtd, v_bqtd),
+            (Some(n), _) => self.attend_blocks(q_bqtd, for_each_query_head(), mask.of_blocks(n, q_bqtd)),
         }
     }
 
     /// Whole rows, a block of queries at a time; `masks` as [`KindMask::of_blocks`] makes them.
-    fn attend_blocks(&self, q_bqtd: &Tensor, k_bqtd: &Tensor, v_bqtd: &Tensor, masks: &[Tensor]) -> Tensor {
+    fn attend_blocks(&self, q_bqtd: &Tensor, [k_bqtd, v_bqtd]: [Tensor; 2], masks: &[Tensor]) -> Tensor {
         let mut from = 0;
         let block = |mask: &Tensor| {
             let [.., n, s] = mask.size()[..] else { panic!("[…, N, S], got {mask:?}") };
             let (k, v) = (k_bqtd.narrow(2, 0, s), v_bqtd.narrow(2, 0, s));
             from += n;
-            let q = q_bqtd.narrow(2, from - n, n);
-            match self.shape.softcap {
-                Some(_) => self.attend_capped(&q, &k, &v, Some(mask)),
-                None => {
-                    let (mask, scale) = (Some(mask), self.shape.scale);
-                    Tensor::scaled_dot_product_attention(&q, &k, &v, mask, 0.0, false, scale, false)
-                }
-            }
+            self.attend_masked(&q_bqtd.narrow(2, from - n, n), &k, &v, mask)
         };
         Tensor::cat(&masks.iter().map(block).collect::<Vec<_>>(), 2)
     }
 
-    /// Each token attends to itself and all before it; `[B, Q, T, D]`.
+    /// Under an additive mask, all `[B, Q, …, D]`.
+    fn attend_masked(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Tensor {
+        match self.shape.softcap {
+            Some(_) => self.attend_capped(q, k, v, Some(mask)),
+            None => Tensor::scaled_dot_product_attention(q, k, v, Some(mask), 0.0, false, self.shape.scale, false),
+        }
+    }
+
+    /// Each token attends to itself and all before it: queries `[B, Q, T, D]`, keys and values `[B, G, T, D]`.
     fn attend_causal(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
+        // Flash attention shares keys and values; libtorch's other kernels for GPUs do not, and its kernel for the CPU is slower when it does.
+        let shares = self.has_flash_attention(q);
+        let [k, v] = [k, v].map(|x| if shares { x.shallow_clone() } else { self.for_each_query_head(x) });
         if self.shape.softcap.is_some() {
             let t = q.size()[2];
             let hidden = Tensor::full([t, t], f64::NEG_INFINITY, (q.kind(), q.device())).triu(1);
-            return self.attend_capped(q, k, v, Some(&hidden));
+            return self.attend_capped(q, &k, &v, Some(&hidden));
         }
-        Tensor::scaled_dot_product_attention::<Tensor>(q, k, v, None, 0.0, true, self.shape.scale, false)
+        Tensor::scaled_dot_product_attention::<Tensor>(q, &k, &v, None, 0.0, true, self.shape.scale, shares)
+    }
+
+    /// Whether flash attention runs on these queries; it has no cap.
+    fn has_flash_attention(&self, q: &Tensor) -> bool {
+        self.shape.softcap.is_none() && flash_attention::runs_on(q)
+    }
+
+    /// Keys or values `[B, G, S, D]` to `[B, Q, S, D]`.
+    fn for_each_query_head(&self, x_bgsd: &Tensor) -> Tensor {
+        repeat_groups(x_bgsd, self.shape.q / self.shape.g)
     }
 
     /// Attention under an additive mask, or without one; without autograd.
@@ -220,169 +244,5 @@ fn repeat_groups(x_bgsd: &Tensor, r: i64) -> Tensor {
     x_bgsd.unsqueeze(2).expand([b, g, r, s, d], false).reshape([b, g * r, s, d])
 }
 
-/// A mask that is true where a token is seen, as 0 there and -inf elsewhere.
-fn additive(mask: &Tensor, kind: Kind) -> Tensor {
-    Tensor::zeros(mask.size(), (kind, mask.device())).masked_fill(&mask.logical_not(), f64::NEG_INFINITY)
-}
-
-/// Which tokens of whole rows attend to which, and the position of each token.
-#[derive(Debug)]
-pub struct RowMask {
-    /// By kind of layer.
-    kinds: Vec<KindMask>,
-    /// `[T]` or `[B, T]`, float32.
-    positions: Tensor,
-}
-
-/// Which tokens of whole rows attend to which, in the layers of one kind.
-#[derive(Debug)]
-pub struct KindMask {
-    /// `[B, 1, T, T]` bool; absent = causal.
-    mask_b1tt: Option<Tensor>,
-    /// Queries of a block, if attention runs a block of queries at a time.
-    block: Option<i64>,
-    /// What [`KindMask::of_blocks`] returns; made by the first layer.
-    block_masks: OnceCell<Vec<Tensor>>,
-}
-
-/// Queries of a block where libtorch's causal kernel would compute the upper triangle too: on the CPU, up to its block of
-/// [`KERNEL_KEYS`].
-const CAUSAL_BLOCK: i64 = 64;
-/// Keys that libtorch's CPU kernel treats at once.
-const KERNEL_KEYS: i64 = 512;
-/// Queries of a block of capped attention, whose scores are a tensor `[B, Q, N, S]`.
-pub const CAPPED_BLOCK: i64 = 128;
-
-impl RowMask {
-    /// Each row is one text; padding at its right end is seen by nothing before it.
-    pub fn causal(t: i64, config: &LlamaConfig, device: Device) -> Self {
-        let positions = Tensor::arange(t, (Kind::Float, device));
-        let by_blocks = device == Device::Cpu && (CAUSAL_BLOCK + 1..=KERNEL_KEYS).contains(&t);
-        let causal = by_blocks.then_some(CAUSAL_BLOCK);
-        let capped = capped_block(config);
-        let of_window = |window: Option<i64>| match window.filter(|&w| w < t) {
-            Some(window) => KindMask::bool(&within_window(&positions.unsqueeze(0), window), capped),
-            None => KindMask { mask_b1tt: None, block: capped.or(causal), block_masks: OnceCell::new() },
-        };
-        Self { kinds: config.layer_kinds().windows().into_iter().map(of_window).collect(), positions }
-    }
-
-    /// Each row holds several texts (segments) that do not see each other; positions restart with each.
-    /// `segment_lengths[b]` sums to at most `t`; what is left of a row is padding.
-    pub fn packed(segment_lengths: &[Vec<usize>], t: i64, config: &LlamaConfig, device: Device) -> Self {
-        if segment_lengths.iter().all(|row| row.len() == 1) {
-            return Self::causal(t, config, device);
-        }
-        let b = segment_lengths.len() as i64;
-        let layouts = segment_lengths.iter().map(|row| segment_layout(row, t));
-        let (segments, positions): (Vec<_>, Vec<_>) = layouts.unzip();
-        let tensor = |rows: Vec<Vec<f32>>| Tensor::from_slice(&rows.concat()).view([b, t]).to_device(device);
-        let (segments_bt, positions_bt) = (tensor(segments), tensor(positions));
-        let same_btt = segments_bt.unsqueeze(2).eq_tensor(&segments_bt.unsqueeze(1));
-        let capped = capped_block(config);
-        let of_window = |window: Option<i64>| {
-            KindMask::bool(&within_window(&positions_bt, window.unwrap_or(t)).logical_and(&same_btt), capped)
-        };
-        let kinds = config.layer_kinds().windows().into_iter().map(of_window).collect();
-        Self { kinds, positions: positions_bt }
-    }
-
-    pub(super) fn rotations(&self, ropes: &Ropes) -> RotationsByKind {
-        ropes.at(&self.positions)
-    }
-
-    /// The mask of the layers of one kind.
-    pub(super) fn of(&self, kind: usize) -> &KindMask {
-        &self.kinds[kind]
-    }
-}
-
-impl KindMask {
-    /// From `[B, T, T]`, true where a token is seen.
-    fn bool(sees_btt: &Tensor, block: Option<i64>) -> Self {
-        Self { mask_b1tt: Some(sees_btt.unsqueeze(1)), block, block_masks: OnceCell::new() }
-    }
-
-    /// The masks of the blocks of `n` queries of `q_bqtd`, each with the keys up to its end: `[N, S]` or `[B, 1, N, S]`, 0 or -inf, in the
-    /// queries' dtype.
-    fn of_blocks(&self, n: i64, q_bqtd: &Tensor) -> &[Tensor] {
-        let t = q_bqtd.size()[2];
-        let block = |from: i64| {
-            let end = t.min(from + n);
-            match &self.mask_b1tt {
-                Some(mask) => additive(&mask.narrow(2, from, end - from).narrow(3, 0, end), q_bqtd.kind()),
-                None => {
-                    let options = (q_bqtd.kind(), q_bqtd.device());
-                    Tensor::full([end - from, end], f64::NEG_INFINITY, options).triu(from + 1)
-                }
-            }
-        };
-        let blocks = || (0..t).step_by(usize::try_from(n).expect("above 0")).map(block).collect();
-        self.block_masks.get_or_init(blocks)
-    }
-}
-
-/// [`CAPPED_BLOCK`] if the backbone caps attention's scores.
-fn capped_block(config: &LlamaConfig) -> Option<i64> {
-    config.block().heads.softcap.map(|_| CAPPED_BLOCK)
-}
-
-/// Segment number and position in it for each of `t` tokens; padding is one more segment.
-fn segment_layout(lengths: &[usize], t: i64) -> (Vec<f32>, Vec<f32>) {
-    let room = usize::try_from(t).expect("a length is not negative");
-    let padding = room - lengths.iter().sum::<usize>();
-    let all = lengths.iter().copied().chain([padding]).enumerate();
-    all.flat_map(|(segment, length)| (0..length).map(move |position| (segment as f32, position as f32))).unzip()
-}
-
-/// `[B, T]` positions to `[B, T, T]` bool: a query sees keys at its own position and up to `window` - 1 before.
-fn within_window(positions_bt: &Tensor, window: i64) -> Tensor {
-    let distance_btt = positions_bt.unsqueeze(2) - positions_bt.unsqueeze(1);
-    distance_btt.ge(0).logical_and(&distance_btt.lt(window))
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::torch::Generator;
-
-    const T: i64 = 2 * CAPPED_BLOCK + 37;
-
-    /// Attention and the gradients of queries, keys and values.
-    fn with_gradients(attend: impl Fn(&[Tensor; 3]) -> Tensor, shape: HeadShape) -> [Tensor; 4] {
-        let mut random = Generator::seeded(3);
-        let of_heads = [2, shape.q, T, shape.d];
-        let inputs: [Tensor; 3] = std::array::from_fn(|_| {
-            (random.normal(&of_heads, (Kind::Double, Device::Cpu)) * 3.0).set_requires_grad(true)
-        });
-        let out = attend(&inputs);
-        (&out * random.normal(&of_heads, (Kind::Double, Device::Cpu))).sum(Kind::Double).backward();
-        let [q, k, v] = inputs.map(|input| input.grad());
-        [out.detach(), q, k, v]
-    }
-
-    #[test]
-    fn capped_attention_in_blocks_equals_attention_over_all_keys() {
-        let families = LlamaConfig::tiny_of_each_family();
-        let config = families.into_iter().find(|config| config.block().heads.softcap.is_some()).expect("Gemma 2");
-        let shape = config.block().heads;
-        let o = Linear::dense(Tensor::zeros([0, 0], (Kind::Double, Device::Cpu)), None);
-        let attention = Attention { qkv: LinearGroup::separate(vec![]), o, shape, query_key_norm: None };
-        let causal = RowMask::causal(T, &config, Device::Cpu);
-        let packed = RowMask::packed(&[vec![150, 90], vec![200]], T, &config, Device::Cpu);
-        assert!(causal.kinds.iter().any(|kind| kind.mask_b1tt.is_some()), "a window cuts");
-        assert!(causal.kinds.iter().any(|kind| kind.mask_b1tt.is_none()), "some layers have no window");
-        for mask in causal.kinds.iter().chain(&packed.kinds) {
-            assert_eq!(mask.block, Some(CAPPED_BLOCK));
-            let lower = || Tensor::ones([T, T], (Kind::Bool, Device::Cpu)).tril(0);
-            let sees = mask.mask_b1tt.as_ref().map_or_else(lower, Tensor::shallow_clone);
-            let all = additive(&sees, Kind::Double);
-            let whole = with_gradients(|[q, k, v]| attention.attend_capped(q, k, v, Some(&all)), shape);
-            let blocks = with_gradients(|[q, k, v]| attention.attend_rows(q, k, v, mask), shape);
-            for (whole, blocks) in whole.iter().zip(&blocks) {
-                let difference = (whole - blocks).abs().max().double_value(&[]);
-                assert!(difference < 1e-12, "{difference}");
-            }
-        }
-    }
-}
+mod tests;

@@ -19,6 +19,7 @@ pub mod llama;
 pub mod loading;
 pub mod logits;
 pub mod lora;
+mod mask;
 pub mod new_tokens;
 mod norm;
 pub mod peft;

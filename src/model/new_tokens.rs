@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::cpu::attention::SeenTokens;
 use crate::model::config::LlamaConfig;
+use crate::model::mask::readable;
 use crate::model::rope::{Ropes, RotationsByKind};
 use crate::torch::upload;
 
@@ -143,7 +144,7 @@ impl NewTokens {
             *buffer = Some(self.right_aligned_mask(kind, len.max(2 * room).max(512)));
         }
         let mask = buffer.as_ref().expect("just made");
-        mask.narrow(1, mask.size()[1] - n - len, len + n)
+        readable(&mask.narrow(1, mask.size()[1] - n - len, len + n))
     }
 
     /// Columns: `room` committed tokens, the last of which is at position -1 relative to offset 0, then the new ones.

@@ -8,6 +8,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use tch::{Device, Kind, Tensor};
+
 /// State of libtorch's CUDA half in this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Accelerator {
@@ -44,6 +46,17 @@ pub fn open() -> &'static Accelerator {
             Err(why) => Accelerator::CpuOnly(why),
         }
     })
+}
+
+/// Whether a device is an NVIDIA GPU of compute capability 8.0 (Ampere) or higher: only those store the product of bfloat16 matrices in
+/// float32, which this tries on the first device that it is asked about. A process uses one.
+pub fn is_ampere(device: Device) -> bool {
+    static IS_AMPERE: OnceLock<bool> = OnceLock::new();
+    let stores_float32 = || {
+        let matrix = Tensor::zeros([16, 16], (Kind::BFloat16, device));
+        matrix.f_mm_dtype(&matrix, Kind::Float).is_ok()
+    };
+    device.is_cuda() && *IS_AMPERE.get_or_init(stores_float32)
 }
 
 /// Whether `MEDUSA_CUDA` switches CUDA off.

@@ -14,6 +14,7 @@ pub mod bytes;
 mod cgroup;
 mod dispatcher;
 pub mod dropout;
+pub mod flash_attention;
 mod generator;
 mod guard;
 pub mod loss_scale;

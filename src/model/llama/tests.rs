@@ -1,7 +1,10 @@
 //! Caches, trees and packed rows against whole rows; the CPU's own kernels against libtorch's operations.
 
 use super::*;
+use crate::model::adapters::attach_new;
+use crate::model::backward::Keep;
 use crate::torch::Generator;
+use crate::torch::flash_attention::emulation::emulated;
 
 fn config(sliding_window: Option<i64>) -> LlamaConfig {
     LlamaConfig { sliding_window, ..LlamaConfig::tiny() }
@@ -79,6 +82,39 @@ fn packed_texts_do_not_see_each_other() {
             let expected = llama.hidden_states(&tokens.narrow(1, from, length), &alone, Adapters::Off);
             let difference = largest_difference(&packed.narrow(1, from, length), &expected);
             assert!(difference < 1e-9, "{}: {difference}", llama.config.model_type);
+        }
+    }
+}
+
+/// The hidden states of packed rows and the gradients of adapters, as Medusa-2 computes them.
+fn trained_on_packed_rows(llama: &Llama, keep: Keep) -> Vec<Tensor> {
+    let tokens = Generator::seeded(16).integers(50, &[2, 20]);
+    let rows = RowMask::packed(&[vec![9, 8], vec![20]], 20, &llama.config, Device::Cpu);
+    let (hidden, tape) = llama.forward_kept(&tokens, rows, Adapters::Training { seed: 4 }, keep);
+    let trained = (0..llama.parts()).map(|part| llama.trained_in(part));
+    let sums: Vec<Vec<Tensor>> =
+        trained.map(|of_part| of_part.iter().map(|(_, tensor)| tensor.detach().zeros_like()).collect()).collect();
+    let into: Vec<Vec<&Tensor>> = sums.iter().map(|of_part| of_part.iter().collect()).collect();
+    tape.backward(&Generator::seeded(17).normal(&hidden.size(), (Kind::Double, Device::Cpu)), &into);
+    sums.into_iter().flatten().chain([hidden]).collect()
+}
+
+#[test]
+fn flash_attention_changes_neither_hidden_states_nor_gradients_of_packed_rows() {
+    for config in LlamaConfig::tiny_of_each_family().into_iter().chain([config(Some(6))]) {
+        let mut llama = Llama::random(config, Kind::Double, Device::Cpu, 2);
+        attach_new(&mut llama, &toml::from_str("rank = 2\nalpha = 4\ndropout = 0.1").unwrap(), 3);
+        for (_, tensor) in (0..llama.parts()).flat_map(|part| llama.trained_in(part)) {
+            let noise = Generator::seeded(5).normal_like(tensor) * 0.1;
+            let _ = tch::no_grad(|| tensor.shallow_clone().g_add_(&noise));
+        }
+        for keep in [Keep::Everything, Keep::Inputs] {
+            let expected = trained_on_packed_rows(&llama, keep);
+            let got = emulated(|| trained_on_packed_rows(&llama, keep));
+            for (expected, got) in expected.iter().zip(&got) {
+                let (difference, largest) = (largest_difference(expected, got), expected.abs().max().double_value(&[]));
+                assert!(difference < 1e-6 * largest, "{}: {difference} of {largest}", llama.config.model_type);
+            }
         }
     }
 }

@@ -1,0 +1,107 @@
+//! Causal attention within segments of a row, by libtorch's flash attention for NVIDIA GPUs: no mask, and keys and values are shared by the
+//! query heads of a group. libtorch offers it as the operator `_flash_attention_forward`, for which tch has no function.
+#![expect(unsafe_code, reason = "calls an operator through the dispatcher")]
+
+// N tokens of all segments, Q query heads, G key/value heads, D head size, S segments
+use tch::{Device, Kind, Tensor};
+
+use super::dispatcher::{self, Operand};
+use super::{accelerator, upload};
+
+/// The largest head size that its kernels are compiled for; a head size is a multiple of [`HEAD_STEP`].
+const LARGEST_HEAD: i64 = 256;
+const HEAD_STEP: i64 = 8;
+
+/// Where the segments of flattened rows begin and end.
+#[derive(Debug)]
+pub struct Segments {
+    /// `[S + 1]` int32: the first token of each, and the end of the last.
+    bounds: Tensor,
+    /// Tokens of the longest.
+    longest: i64,
+}
+
+impl Segments {
+    /// Of these lengths, one after the other; empty ones are left out.
+    ///
+    /// # Panics
+    /// If they have 2³¹ tokens or more together.
+    pub fn new(lengths: &[i64], device: Device) -> Self {
+        let mut bounds = vec![0];
+        let mut end = 0;
+        for length in lengths.iter().filter(|&&length| length > 0) {
+            end += length;
+            bounds.push(i32::try_from(end).expect("below 2^31 tokens"));
+        }
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        Self { bounds: upload(&bounds, device), longest }
+    }
+}
+
+/// Whether the kernels run on queries `[…, D]`: 16 bits, on a GPU of compute capability 8.0 or higher.
+pub fn runs_on(queries: &Tensor) -> bool {
+    let d = queries.size().last().copied().unwrap_or(0);
+    let fits = d % HEAD_STEP == 0 && d <= LARGEST_HEAD && matches!(queries.kind(), Kind::Half | Kind::BFloat16);
+    fits && accelerator::is_ampere(queries.device()) || is_emulated()
+}
+
+/// Attention of each token to itself and to those before it in its segment, within the sliding window if there is one, with autograd.
+/// Queries are `[N, Q, D]`, keys and values `[N, G, D]`; returns `[N, Q, D]`.
+///
+/// # Panics
+/// If the operator fails. libtorch has printed why; if memory is short, the panic is libtorch's.
+pub fn attend([q_nqd, k_ngd, v_ngd]: [&Tensor; 3], segments: &Segments, window: Option<i64>, scale: f64) -> Tensor {
+    let (bounds, longest) = (Operand::Tensor(&segments.bounds), Operand::Int(segments.longest));
+    let behind = Operand::Int(window.map_or(-1, |window| window - 1));
+    let arguments = [
+        Operand::Tensor(q_nqd),
+        Operand::Tensor(k_ngd),
+        Operand::Tensor(v_ngd),
+        Operand::Some(&bounds), // of queries
+        Operand::Some(&bounds), // of keys
+        longest,
+        longest,
+        Operand::Float(0.0),  // dropout
+        Operand::Bool(true),  // causal
+        Operand::Bool(false), // returns no mask
+        Operand::Some(&Operand::Float(scale)),
+        Operand::Some(&behind),
+        Operand::None, // tokens ahead: causal
+        Operand::None, // lengths of keys: those of the bounds
+        Operand::None, // ALiBi
+    ];
+    // SAFETY: the arguments of the schema in libtorch 2.11, which the emulation's kernel unpacks; it returns five tensors.
+    let results = unsafe { dispatcher::call::<5>(c"aten::_flash_attention_forward", &arguments) };
+    let Some([out_nqd, ..]) = results else {
+        drop(q_nqd.empty_like()); // as large as the operator's output: fails with libtorch's error if memory is short
+        panic!("libtorch's flash attention of {q_nqd:?} failed");
+    };
+    out_nqd
+}
+
+#[cfg(not(test))]
+const fn is_emulated() -> bool {
+    false
+}
+
+#[cfg(test)]
+pub(crate) mod emulation;
+#[cfg(test)]
+use emulation::is_emulated;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_begin_where_texts_do_and_empty_ones_are_left_out() {
+        let Segments { bounds, longest } = Segments::new(&[3, 0, 2, 0], Device::Cpu);
+        assert_eq!((bounds.kind(), longest), (Kind::Int, 3));
+        assert_eq!(Vec::<i32>::try_from(&bounds).unwrap(), [0, 3, 5]);
+    }
+
+    #[test]
+    fn it_runs_on_no_cpu() {
+        assert!(!runs_on(&Tensor::zeros([4, 2, 64], (Kind::BFloat16, Device::Cpu))));
+    }
+}
