@@ -21,6 +21,7 @@ pub mod loss_scale;
 pub mod memory;
 pub mod onednn;
 pub mod optim;
+pub mod products;
 pub mod transfer;
 mod upload;
 

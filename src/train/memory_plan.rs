@@ -5,7 +5,7 @@
 // MLP, I inputs and O outputs of a linear layer, V vocabulary, R rank, e bytes of a number in the backbone's dtype
 use serde::Serialize;
 
-use crate::draft::medusa::fused_loss::CHUNK_LOGITS;
+use crate::draft::medusa::fused_loss::chunk_rows;
 use crate::draft::medusa::heads::HeadsShape;
 use crate::model::attention::CAPPED_BLOCK;
 use crate::model::block_spec::{BlockLinears, LinearSpec, NormKind, NormPlaces, NormSpec};
@@ -248,10 +248,6 @@ impl Workload<'_> {
         // tanh(scores), the softmax in float32, and its cast.
         let scores = self.capped_scores();
         kept.extend(scores.iter().flat_map(|&block| [(2, block * e), (u64::from(e < F32), block * F32)]));
-        // libtorch's attention keeps its mask; capped attention has one mask for all layers.
-        if scores.is_empty() && (self.masked || self.some_window_cuts()) {
-            kept.push((1, n * self.length * e));
-        }
         match self.trained.lora() {
             Some(lora) => kept.extend(self.kept_of_adapters(lora)),
             // Inputs of the linear layers, and of the products with the norms' weights.
@@ -295,9 +291,20 @@ impl Workload<'_> {
         self.capped_scores().iter().sum::<u64>() / (self.rows * self.query_heads()).max(1) * rows * kinds * self.element
     }
 
-    fn some_window_cuts(&self) -> bool {
-        let cuts = |window: Option<i64>| window.is_some_and(|window| window.unsigned_abs() < self.length);
-        self.config.layer_kinds().windows().into_iter().any(cuts)
+    /// Masks of packed rows and of windows that cut, for each kind of layer. Flash attention, which runs in 16 bits on a GPU, has none, and
+    /// capped attention its own.
+    fn masks(&self) -> u64 {
+        if self.config.block().heads.softcap.is_some() || !self.on_host && self.element < F32 {
+            return 0;
+        }
+        let cuts = |window: &Option<i64>| window.is_some_and(|window| window.unsigned_abs() < self.length);
+        let windows = self.config.layer_kinds().windows();
+        let [rows, kinds] = if self.masked {
+            [self.rows, windows.len() as u64]
+        } else {
+            [1, windows.iter().filter(|w| cuts(w)).count() as u64]
+        };
+        rows * kinds * self.length * self.length * self.element
     }
 
     fn kept_of_adapters(&self, lora: &LoraConfig) -> KeptTensors {
@@ -362,22 +369,24 @@ impl Workload<'_> {
     /// The largest tensors of one head's loss that exist at the same time.
     fn logits(&self) -> u64 {
         let (n, e, [h, ..], v) = (self.positions(), self.element, self.widths(), self.draft_vocabulary());
-        let chunk = (CHUNK_LOGITS.unsigned_abs() / v.max(1)).clamp(1, n.max(1)) * v;
+        let chunk = chunk_rows(v.cast_signed(), self.on_host).unsigned_abs().clamp(1, n.max(1)) * v;
         let teacher = self.trained.has_teacher() || self.soft_targets;
         // Logits and a comparison with the target's logit; for a teacher also its logits and the logarithm of the
         // ratio.
         let float32 = if teacher { 4 } else { 2 };
         let cast = e < F32;
-        // The comparison also has a mask of a byte per logit.
-        let chunks = [(float32, chunk * F32), (1, chunk), (if cast { 2 } else { 0 }, chunk * e)];
+        // The comparison also has a mask of a byte per logit. In 16 bits: the product and the gradient; a GPU stores the product in float32.
+        let in_16_bits = if self.on_host { 2 } else { 1 };
+        let chunks = [(float32, chunk * F32), (1, chunk), (if cast { in_16_bits } else { 0 }, chunk * e)];
         // Selected states, the blocks' output, its gradient, and the tensors that autograd keeps for a block.
         let layers = self.heads.medusa_num_layers as u64;
         let rows = [(3 + 3 * layers, n * h * e), (if self.heads_drop { 2 * layers } else { 0 }, n * h * e)];
         // The weight that is trained: W2, or the LM head of a backbone that is trained itself.
         let is_trained = self.heads.vocab_size > 0 || self.is_direct();
         let inner = if self.heads.w2_rank > 0 { self.heads.w2_rank.unsigned_abs() } else { h };
-        // That weight in the backbone's dtype, and its gradient of one chunk before and after the cast.
-        let trained_weight = if is_trained && cast { v * inner * (2 * e + F32) } else { 0 };
+        // That weight in the backbone's dtype, and on the CPU its gradient of one chunk before and after the cast.
+        let of_chunk = if self.on_host { e + F32 } else { 0 };
+        let trained_weight = if is_trained && cast { v * inner * (e + of_chunk) } else { 0 };
         // The teacher's copy of trained weights, or of the rows of a truncated vocabulary.
         let copied = (self.is_direct() && cast) || self.is_truncated();
         let teacher_weight = if self.soft_targets && copied { v * h * e } else { 0 };
@@ -422,7 +431,7 @@ impl Workload<'_> {
 
     /// Temporaries of one layer: in a forward pass that keeps nothing, and in the backward pass.
     fn layer_at_once(&self) -> u64 {
-        let passing = self.passing() + self.capped_masks();
+        let passing = self.passing() + self.capped_masks() + self.masks();
         if !self.is_joint() {
             let largest = self.linears().all().map(LinearSpec::numel).max().unwrap_or(0);
             let dequantised = if self.quantization.is_some() { largest * self.element } else { 0 };

@@ -12,15 +12,19 @@ use crate::model::llama::Llama;
 use crate::model::logits::{logits_of, slope_of};
 use crate::model::lora::{Adapter, Adapters};
 use crate::torch::loss_scale::LossScale;
-use crate::torch::onednn;
+use crate::torch::products::Float32Products;
 use crate::tree::cross_validation::TOP_K;
 
 /// Accuracies are counted for the top 1 to the top 5 guesses.
 pub const TOP: usize = 5;
 
-/// Most logits per chunk: 16 MiB in float32. Blocks of 32 MiB and more are returned to the system whenever they are freed, and
-/// zeroed page by page when they are allocated again.
-pub const CHUNK_LOGITS: i64 = 4 << 20;
+/// Rows whose logits over a vocabulary are computed at once. On the CPU: logits of 16 MiB in float32, because blocks of 32 MiB and more are
+/// returned to the system whenever they are freed, and zeroed page by page when they are allocated again; but not fewer rows than a product
+/// needs to be worth reading the weights and their gradients. On a GPU: logits of 1 GiB.
+pub fn chunk_rows(vocabulary: i64, on_host: bool) -> i64 {
+    let [logits, fewest] = if on_host { [4 << 20, 128] } else { [1 << 28, 1] };
+    (logits / vocabulary.max(1)).max(fewest)
+}
 
 /// Logits that are read twice while they are in a core's cache: 256 KiB in float32.
 const CACHED_LOGITS: i64 = 1 << 16;
@@ -94,12 +98,14 @@ pub struct OutputLayer<'m> {
     logits: LogitSpec,
     /// The tokens that have logits, `[N]` int64; `None` for all.
     tokens_n: Option<&'m Tensor>,
+    products: Float32Products,
 }
 
 impl<'m> OutputLayer<'m> {
     /// A weight `[V, H]` without an adapter.
     pub fn plain(weight_vh: &'m Tensor) -> Self {
-        Self { weight_vh, bias_v: None, adapter: None, logits: LogitSpec::default(), tokens_n: None }
+        let products = Float32Products::on(weight_vh.device());
+        Self { weight_vh, bias_v: None, adapter: None, logits: LogitSpec::default(), tokens_n: None, products }
     }
 
     /// The head's own W2, with its bias if it has one; `None` if the head uses the backbone's lm_head.
@@ -116,7 +122,7 @@ impl<'m> OutputLayer<'m> {
         let weight_vh = lm_head.dense_weight().expect("a backbone loaded for training has a plain lm_head");
         let adapter = lm_head.adapter().filter(|_| adapters != Adapters::Off);
         let adapter = adapter.map(|adapter| (adapter, adapters));
-        Self { weight_vh, bias_v: None, adapter, logits: backbone.config.family.logits, tokens_n: None }
+        Self { adapter, logits: backbone.config.family.logits, ..Self::plain(weight_vh) }
     }
 
     /// The same layer, as a teacher with the logits of these tokens only.
@@ -127,11 +133,8 @@ impl<'m> OutputLayer<'m> {
 
     /// `[C, V]`, float32, of its inputs `[C, H]` and, for the adapter's B, `[C, R]`.
     fn logits(&self, weights: &CastWeights, x_ch: &Tensor, down_cr: Option<&Tensor>) -> Tensor {
-        let mut logits_cv = onednn::linear(x_ch, &weights.weight_vh);
-        if let (Some(down_cr), Some(b_vr)) = (down_cr, &weights.b_vr) {
-            let _ = logits_cv.addmm_(down_cr, &b_vr.tr());
-        }
-        let mut logits_cv = logits_cv.to_kind(Kind::Float);
+        let adapted = down_cr.zip(weights.b_vr.as_ref()).map(|(down_cr, b_vr)| [down_cr, b_vr]);
+        let mut logits_cv = self.products.linear([x_ch, &weights.weight_vh], adapted);
         if let Some(bias_v) = &weights.bias_v {
             logits_cv += bias_v;
         }
@@ -271,7 +274,7 @@ impl<'m> Projection<'m> {
     fn for_each_chunk(&self, mut work: impl FnMut(&Chunk, &CastWeights)) {
         let (m, v) = (self.x_mh.size()[0], self.output.weight_vh.size()[0]);
         let weights = CastWeights::new(&self.output, self.x_mh.kind());
-        let count = (CHUNK_LOGITS / v).max(1);
+        let count = chunk_rows(v, self.x_mh.device() == Device::Cpu);
         for from in (0..m).step_by(usize::try_from(count).expect("a chunk is above 0")) {
             work(&Chunk { of: self, from, count: count.min(m - from) }, &weights);
         }
@@ -360,9 +363,10 @@ impl Chunk<'_> {
         let of_logits = LossScale::fixed(x_ch.kind(), DLOGITS_SCALE, dlogits_cv);
         let dlogits_cv = of_logits.cast(dlogits_cv);
         let through = |weight: &Tensor| of_logits.undo(dlogits_cv.matmul(weight)) * scale;
+        let products = self.of.output.products;
         let add_to = |sum: &Tensor, input: &Tensor| match input.kind() {
-            Kind::Half => add_scaled_product(sum, (&dlogits_cv.tr(), &of_logits), input, scale),
-            _ => add_product(sum, &dlogits_cv.tr(), &(input * scale)),
+            Kind::Half => add_scaled_product(products, sum, (&dlogits_cv.tr(), &of_logits), input, scale),
+            _ => products.add(sum, &dlogits_cv.tr(), &(input * scale)),
         };
         self.rows(&self.of.dx_mh).copy_(&through(&weights.weight_vh));
         if let Some(dw_vh) = into.weight_vh {
@@ -514,17 +518,17 @@ fn ranks_of_all(logits_cv: &Tensor, target_c1: &Tensor, tokens_c1: &Tensor) -> T
     logits_cv.gt_tensor_out(&threshold_cv, &threshold_cv).sum_dim_intlist(1, false, Kind::Float)
 }
 
-/// `sum += a·b`, in float32 whatever the dtype of `a` and `b`.
-fn add_product(sum: &Tensor, a: &Tensor, b: &Tensor) {
-    let mut sum = sum.shallow_clone();
-    let _ = if a.kind() == sum.kind() { sum.addmm_(a, b) } else { sum.g_add_(&a.matmul(b).to_kind(Kind::Float)) };
-}
-
 /// `sum += scale·a·b` in float16: the product cannot overflow, and `scale` is applied in float32.
-fn add_scaled_product(sum: &Tensor, (a_vc, of_a): (&Tensor, &LossScale), b_ch: &Tensor, scale: f64) {
+fn add_scaled_product(
+    products: Float32Products,
+    sum: &Tensor,
+    (a_vc, of_a): (&Tensor, &LossScale),
+    b_ch: &Tensor,
+    scale: f64,
+) {
     let largest_a = Tensor::from(DLOGITS_SCALE as f32);
     let of_b = LossScale::for_sums(Kind::Half, &[b_ch], b_ch.size()[0], &largest_a);
-    let product = of_b.undo(of_a.undo(a_vc.matmul(&of_b.cast(b_ch))));
+    let product = of_b.undo(of_a.undo(products.of(a_vc, &of_b.cast(b_ch))));
     let _ = sum.shallow_clone().g_add_(&(product * scale));
 }
 
