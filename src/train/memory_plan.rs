@@ -390,8 +390,9 @@ impl Workload<'_> {
         // The teacher's copy of trained weights, or of the rows of a truncated vocabulary.
         let copied = (self.is_direct() && cast) || self.is_truncated();
         let teacher_weight = if self.soft_targets && copied { v * h * e } else { 0 };
-        // oneDNN reorders W2 for many rows: measured for 131, but not for 15.
-        let reordered = if self.on_host && chunk / v >= 64 { v * h * e } else { 0 };
+        // oneDNN reorders W2, or the teacher's weight, for many rows: measured for 131, but not for 15.
+        let widest = if teacher { h } else { inner };
+        let reordered = if self.on_host && chunk / v >= 64 { v * widest * e } else { 0 };
         let input = self.input_of_sequential_head();
         self.allocated(chunks.into_iter().chain(rows).chain(input)) + trained_weight + teacher_weight + reordered
     }
