@@ -4,6 +4,7 @@
 mod acceptance;
 mod backbone;
 mod bad_input;
+mod batch_attention;
 mod bench;
 mod big_data;
 mod calibrate;

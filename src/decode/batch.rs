@@ -15,10 +15,15 @@ use super::request::{Generation, Request};
 use super::sequence::Sequence;
 use super::step::{Drafting, Stepper};
 use crate::draft::Drafter;
-use crate::engine::Engine;
 use crate::engine::sample::Sampler;
+use crate::engine::{Engine, PromptPass};
 use crate::torch::{TorchPanic, guard};
 use crate::tree::accept::Acceptance;
+
+/// From so many tokens on, a pass on a GPU is bound by arithmetic: with fewer it takes about as long, to read the weights.
+const TOKENS_WORTH_A_PASS: usize = 512;
+/// One of so many texts of a batch may wait for others, so that their prompts share a pass.
+const SHARE_THAT_WAITS: usize = 8;
 
 /// A text's key, and what came of it: [`DecodeError::NotFinite`] where no token could be chosen.
 pub type Ended = (usize, Result<Generation, DecodeError>);
@@ -116,6 +121,9 @@ impl<'a> SequenceBatch<'a> {
 
     /// Runs what the cache lacks of waiting texts, as many as it has rows for.
     fn begin_waiting(&mut self) -> Result<(), TorchPanic> {
+        if self.more_will_wait() {
+            return Ok(());
+        }
         while !self.waiting.is_empty() && self.sequences.len() < self.size.get() {
             let first = self.sequences.len();
             let count = self.waiting.len().min(self.size.get() - first);
@@ -137,6 +145,15 @@ impl<'a> SequenceBatch<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Whether so few tokens wait that a pass over them would take as long as one over more, and others will join them: a batch without room
+    /// has a caller with more texts. Meanwhile at most one row of [`SHARE_THAT_WAITS`] is empty.
+    fn more_will_wait(&self) -> bool {
+        let is_several = matches!(self.stepper.engine().prompt_pass(), PromptPass::OfSeveral { .. });
+        let few = self.waiting.len() * SHARE_THAT_WAITS < self.size.get();
+        let tokens: usize = self.waiting.iter().map(|(_, sequence)| sequence.computed().len()).sum();
+        is_several && few && tokens < TOKENS_WORTH_A_PASS && !self.sequences.is_empty() && !self.has_room()
     }
 
     /// Runs the sequences from `first` on, which have no rows yet.
@@ -216,9 +233,9 @@ mod tests {
     use crate::draft::model::{Guessing, ModelGuesser};
     use crate::draft::ngram::NgramDrafter;
     use crate::draft::recycling::RecyclingDrafter;
+    use crate::engine::RowTokens;
     use crate::engine::sample::{Sampling, Stream};
     use crate::engine::tch::TchEngine;
-    use crate::engine::{PromptPass, RowTokens};
     use crate::formats::tree::DynamicTree;
     use crate::model::config::LlamaConfig;
     use crate::model::kv_cache::KvCache;
@@ -339,6 +356,59 @@ mod tests {
                     assert_eq!(told(&run(&mut batch, temperature, &wanted)), told(&one_by_one), "passes of {tokens}");
                 }
             }
+        }
+    }
+
+    /// Rows that become free one by one are filled in groups, and the last texts do not wait.
+    #[test]
+    fn prompts_wait_for_each_other_while_there_are_more() {
+        let llama = backbone(None, vec![], 4);
+        let wanted: Vec<Wanted> = (0..80).map(|key| Wanted::new(key, 1 + key * 13 % 40)).collect();
+        let whole = decode(&llama, 0.8, 6, &wanted);
+        let engine = TchEngine::for_batches(&llama).with_prompts_together(NonZeroUsize::new(4096).unwrap());
+        let engine = Counted { engine, passes: Cell::new(0), steps: Cell::new(0) };
+        let mut batch = SequenceBatch::new(Box::new(&engine), None, NonZeroUsize::new(24).unwrap());
+        assert_eq!(told(&run(&mut batch, 0.8, &wanted)), told(&whole));
+        let (passes, steps) = (engine.passes.get(), engine.steps.get());
+        let fewest = whole.iter().map(|text| text.new_ids.len()).sum::<usize>().div_ceil(24);
+        assert!((4..=20).contains(&passes), "{passes} passes over 80 prompts");
+        assert!(steps < 2 * fewest, "{steps} steps, at least {fewest}");
+    }
+
+    /// Counts its passes.
+    #[derive(Debug)]
+    struct Counted<'a> {
+        engine: TchEngine<'a>,
+        /// Over prompts.
+        passes: Cell<usize>,
+        steps: Cell<usize>,
+    }
+
+    impl Engine for &Counted<'_> {
+        fn name(&self) -> &'static str {
+            self.engine.name()
+        }
+
+        fn backbone(&self) -> &Llama {
+            self.engine.backbone()
+        }
+
+        fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
+            self.passes.set(self.passes.get() + 1);
+            self.engine.extend(cache, tokens_n, batch)
+        }
+
+        fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
+            self.steps.set(self.steps.get() + 1);
+            self.engine.extend_all(cache, tokens_b, token)
+        }
+
+        fn prompt_pass(&self) -> PromptPass {
+            self.engine.prompt_pass()
+        }
+
+        fn logits(&self, hidden_nh: &Tensor) -> Tensor {
+            self.engine.logits(hidden_nh)
         }
     }
 

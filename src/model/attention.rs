@@ -4,6 +4,7 @@
 // R = Q/G query heads that share a key/value head
 use tch::{Device, Kind, Tensor};
 
+use crate::fused::batch_attention::BatchAttention;
 use crate::model::batch_step::BatchStep;
 use crate::model::block_spec::{HeadShape, NormSpec};
 use crate::model::kv_cache::{LayerCache, RowCache};
@@ -105,13 +106,24 @@ impl Attention {
         (step, kind): (&BatchStep, usize),
         cache: &LayerCache,
     ) -> Tensor {
-        let HeadShape { q, g, d, .. } = self.shape;
+        let HeadShape { q, d, .. } = self.shape;
         let qkv_phd = self.queries_keys_values(x_ph, rotation);
         let qkv_bhd = qkv_phd.narrow(0, 0, step.rows);
+        let out_bi = self.attend_batch(&qkv_bhd, step, kind, cache).reshape([step.rows, q * d]);
+        self.o.forward(&step.with_spare_rows(&out_bi), Adapters::Off)
+    }
+
+    /// Writes keys and values of `[B, Q + 2G, D]` to the cache; returns what the queries attend to, `[B, …]` of Q·D numbers.
+    fn attend_batch(&self, qkv_bhd: &Tensor, step: &BatchStep, kind: usize, cache: &LayerCache) -> Tensor {
+        let HeadShape { q, g, d, scale, softcap } = self.shape;
+        let (cache_bgsd, window) = (&cache.both_bgsd, step.window(kind));
+        let on_gpu = BatchAttention { qkv_bhd, cache_bgsd, lengths_b: &step.lengths_b, scale, window };
+        if let Some(out_bqd) = softcap.is_none().then(|| on_gpu.run()).flatten() {
+            return out_bqd;
+        }
         let [keys_bgsd, values_bgsd] = cache.write(&qkv_bhd.narrow(1, q, 2 * g), step);
         let q_bgrd = qkv_bhd.narrow(1, 0, q).view([step.rows, g, q / g, d]);
-        let out_bgrd = self.attend(&q_bgrd, &keys_bgsd, &values_bgsd, Some(step.mask_b11s(kind)));
-        self.o.forward(&step.with_spare_rows(&out_bgrd.reshape([step.rows, q * d])), Adapters::Off)
+        self.attend(&q_bgrd, &keys_bgsd, &values_bgsd, Some(step.mask_b11s(kind)))
     }
 
     /// Queries, keys and values of new tokens, normed and rotated: `[N, H]` to `[N, Q + 2G, D]`.

@@ -1,6 +1,8 @@
 //! A decoding step with one new token for each row of a cache: positions, masks, and where the new keys and values are written.
 
 // B rows, P rows of a product, G key/value heads, S room for tokens, D head size
+use std::cell::OnceCell;
+
 use tch::{Device, Kind, Tensor};
 
 use crate::model::rope::{Ropes, RotationsByKind};
@@ -26,8 +28,14 @@ pub struct BatchStep {
     positions_p: Tensor,
     /// `[B·2G]` int64: where the new keys and values go in [`LayerCache::flat_nd`].
     pub(super) at_n: Tensor,
-    /// By kind of layer, `[B, 1, 1, S]`: 0 where a row sees its token, else -inf.
-    masks_b11s: Vec<Tensor>,
+    /// `[B]` int64: committed tokens of each row.
+    pub(super) lengths_b: Tensor,
+    /// By kind of layer.
+    windows: Vec<Option<i64>>,
+    /// Of keys and values.
+    kind: Kind,
+    /// By kind of layer, see [`BatchStep::mask_b11s`].
+    masks_b11s: Vec<OnceCell<Tensor>>,
 }
 
 impl BatchStep {
@@ -50,7 +58,10 @@ impl BatchStep {
             read,
             positions_p: padded(&lengths_b.to_kind(Kind::Float), product_rows),
             at_n: upload(&at, device),
-            masks_b11s: windows.iter().map(|&window| mask(&lengths_b, read, window, kind)).collect(),
+            lengths_b,
+            windows: windows.to_vec(),
+            kind,
+            masks_b11s: windows.iter().map(|_| OnceCell::new()).collect(),
         }
     }
 
@@ -59,9 +70,14 @@ impl BatchStep {
         ropes.at(&self.positions_p)
     }
 
-    /// The mask of the layers of one kind.
+    /// The mask of the layers of one kind, `[B, 1, 1, S]`: 0 where a row sees its token, else -inf. Made when it is first asked for.
     pub(super) fn mask_b11s(&self, kind: usize) -> &Tensor {
-        &self.masks_b11s[kind]
+        self.masks_b11s[kind].get_or_init(|| mask(&self.lengths_b, self.read, self.windows[kind], self.kind))
+    }
+
+    /// The sliding window of the layers of one kind.
+    pub(super) fn window(&self, kind: usize) -> Option<i64> {
+        self.windows[kind]
     }
 
     /// `[B, …]` to `[P, …]`: spare rows of zeros.

@@ -42,6 +42,8 @@ pub struct CacheBytes<'c> {
 #[derive(Debug)]
 pub struct LayerCache {
     rows: Vec<RowCache>,
+    /// `[B, 2G, S, D]`: keys, then values.
+    pub(super) both_bgsd: Tensor,
     /// `[B·2G·S, D]`.
     flat_nd: Tensor,
     /// `[B, G, S, D]`.
@@ -272,7 +274,8 @@ fn layer_views(all: &Tensor) -> Vec<LayerCache> {
             keys_1gsd: keys_bgsd.narrow(0, row, 1),
             values_1gsd: values_bgsd.narrow(0, row, 1),
         };
-        LayerCache { rows: (0..b).map(row).collect(), flat_nd: both_bgsd.view([-1, d]), keys_bgsd, values_bgsd }
+        let (rows, flat_nd) = ((0..b).map(row).collect(), both_bgsd.view([-1, d]));
+        LayerCache { rows, both_bgsd, flat_nd, keys_bgsd, values_bgsd }
     };
     (0..l).map(layer).collect()
 }

@@ -52,13 +52,15 @@ pub enum Program {
     Dropout,
     /// Rotary embedding and the gate of the MLP in a pass of libtorch.
     Pass,
+    /// Attention of a decoding step of many texts.
+    BatchAttention,
 }
 
 /// Compiled in front of each file.
 pub const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
 /// Name and source of each file, in the order of [`Program::ALL`].
-const FILES: [(&str, &str); 11] = [
+const FILES: [(&str, &str); 12] = [
     ("rows.cu", include_str!("kernels/rows.cu")),
     ("rope_append.cu", include_str!("kernels/rope_append.cu")),
     ("linear.cu", include_str!("kernels/linear.cu")),
@@ -70,10 +72,11 @@ const FILES: [(&str, &str); 11] = [
     ("dequantize.cu", include_str!("kernels/dequantize.cu")),
     ("dropout.cu", include_str!("kernels/dropout.cu")),
     ("pass.cu", include_str!("kernels/pass.cu")),
+    ("batch_attention.cu", include_str!("kernels/batch_attention.cu")),
 ];
 
 impl Program {
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Rows,
         Self::RopeAppend,
         Self::Linear,
@@ -85,6 +88,7 @@ impl Program {
         Self::Dequantize,
         Self::Dropout,
         Self::Pass,
+        Self::BatchAttention,
     ];
 
     /// The files of the CUDA engine's steps.
@@ -92,7 +96,7 @@ impl Program {
         [Self::Rows, Self::RopeAppend, Self::Linear, Self::TreeAttention, Self::Choose, Self::Accept, Self::Sequential];
 
     /// The files of single operations on tensors, which [`fused`](crate::fused) launches.
-    pub const OF_TENSORS: [Self; 4] = [Self::Optim, Self::Dequantize, Self::Dropout, Self::Pass];
+    pub const OF_TENSORS: [Self; 5] = [Self::Optim, Self::Dequantize, Self::Dropout, Self::Pass, Self::BatchAttention];
 
     /// The file name.
     pub fn file(self) -> &'static str {
@@ -195,6 +199,8 @@ mod tests {
         assert_eq!(names(Program::Dequantize), ["nf4_weight", "int8_weight"]);
         assert_eq!(names(Program::Dropout), ["dropout_mask"]);
         assert_eq!(names(Program::Pass), ["rotate", "silu_up"]);
+        let of_heads = |d: i64| [1, 2, 4, 8].map(|share| format!("batch_attention_{d}x{share}"));
+        assert_eq!(names(Program::BatchAttention), [of_heads(64), of_heads(128)].concat());
         let linear = names(Program::Linear);
         assert_eq!(linear[..4], LINEAR_FEW.map(|few| few.name));
         assert_eq!(linear[4], "res_block");
