@@ -15,6 +15,7 @@ use medusa::decode::step::Drafting;
 use medusa::nvidia::device;
 use medusa::torch::guard;
 
+mod fused;
 mod hydra;
 mod kernels;
 mod loops;
@@ -47,6 +48,8 @@ enum GpuCheck {
     Brief,
     /// Hydra heads, from the smallest tree on: kernels beside their oracle, greedy texts, times of steps.
     Hydra,
+    /// The kernels of training beside libtorch's calls: distances and times.
+    Fused,
     /// Greedy texts of the GPU's loop and of libtorch's, which may differ only at near ties.
     Loops,
     /// Times of steps of Llama 2 7B's shape, and of a copy.
@@ -85,6 +88,7 @@ fn run(part: GpuCheck, common: &CommonFlags) -> anyhow::Result<()> {
             }
             GpuCheck::Hydra => hydra::check(on),
             GpuCheck::Loops => loops::texts(on),
+            GpuCheck::Fused => fused::beside_libtorch(on, fused::SIZES),
             GpuCheck::Steps => steps::time(on),
             GpuCheck::Endurance => steps::endure(on),
             GpuCheck::ProfilePlain => profile::steps(on, Drafting::Off),

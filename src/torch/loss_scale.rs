@@ -55,7 +55,12 @@ impl LossScale {
 
 /// The largest absolute value, a float32 scalar; NaN if one element is, so that the checks of a step find it.
 fn largest(tensor: &Tensor) -> Tensor {
-    if tensor.numel() == 0 { Tensor::from(0f32) } else { tensor.detach().abs().max().to_kind(Kind::Float) }
+    if tensor.numel() == 0 {
+        return Tensor::from(0f32);
+    }
+    // In one pass and without a tensor of absolute values.
+    let (least, most) = tensor.detach().aminmax(None, false);
+    most.maximum(&-least).to_kind(Kind::Float)
 }
 
 #[cfg(test)]

@@ -43,6 +43,14 @@ INLINE Range range_of(const Entry& entry, u64 chunk) {
     return {from, end < entry.count ? end : entry.count};
 }
 
+// A pointer read from the table: the compiler is told that it is in device memory.
+template <typename T> INLINE T* from_table(const void* pointer) {
+#ifndef ON_CPU
+    __builtin_assume(__isGlobal(pointer));
+#endif
+    return (T*)pointer;
+}
+
 INLINE bool is_aligned(const void* pointer) { return (u64)pointer % 16 == 0; }
 
 INLINE void load4(float (&x)[4], const float* from) {
@@ -79,15 +87,17 @@ KERNEL(256) adamw(const Entry* table, int entries, float scale, float first_weig
     const Update update = {scale, first_weight, beta2, second_weight, second_correction, eps};
     const Entry entry = table[entry_of(table, entries, blockIdx.x)];
     const Range range = range_of(entry, blockIdx.x);
-    float* const first = (float*)entry.first;
-    float* const second = (float*)entry.second;
+    float* const values = from_table<float>(entry.value);
+    float* const gradients = from_table<float>(entry.gradient);
+    float* const first = from_table<float>(entry.first);
+    float* const second = from_table<float>(entry.second);
     u64 rest = range.from;
-    if (is_aligned(entry.value) && is_aligned(entry.gradient) && is_aligned(first) && is_aligned(second)) {
+    if (is_aligned(values) && is_aligned(gradients) && is_aligned(first) && is_aligned(second)) {
         rest = range.from + (range.end - range.from) / 4 * 4;
         for (u64 i = range.from + threadIdx.x * 4; i < rest; i += blockDim.x * 4) {
             float value[4], gradient[4], m[4], v[4];
-            load4(value, entry.value + i);
-            load4(gradient, entry.gradient + i);
+            load4(value, values + i);
+            load4(gradient, gradients + i);
             load4(m, first + i);
             load4(v, second + i);
 #pragma unroll
@@ -95,15 +105,15 @@ KERNEL(256) adamw(const Entry* table, int entries, float scale, float first_weig
                 adamw_number(value[j], gradient[j], m[j], v[j], update, entry.decay, entry.step_size);
                 gradient[j] = 0.0f;
             }
-            store4(entry.value + i, value);
-            store4(entry.gradient + i, gradient);
+            store4(values + i, value);
+            store4(gradients + i, gradient);
             store4(first + i, m);
             store4(second + i, v);
         }
     }
     for (u64 i = rest + threadIdx.x; i < range.end; i += blockDim.x) {
-        adamw_number(entry.value[i], entry.gradient[i], first[i], second[i], update, entry.decay, entry.step_size);
-        entry.gradient[i] = 0.0f;
+        adamw_number(values[i], gradients[i], first[i], second[i], update, entry.decay, entry.step_size);
+        gradients[i] = 0.0f;
     }
 }
 
@@ -167,6 +177,7 @@ KERNEL(256) adamw_8bit(const Entry* table, int entries, const float* signed_map,
     maps[1][threadIdx.x] = unsigned_map[threadIdx.x];
     __syncthreads();
     const Update update = {scale, first_weight, beta2, second_weight, second_correction, eps};
+    // A reference: with a copy of the entry or its pointers in registers, others are spilled.
     const Entry& entry = table[entry_of(table, entries, blockIdx.x)];
     const Range range = range_of(entry, blockIdx.x);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
@@ -202,18 +213,19 @@ KERNEL(256) squares(const Entry* table, int entries, double* partial) {
     SHARED double scratch[256 / WARP];
     const Entry entry = table[entry_of(table, entries, blockIdx.x)];
     const Range range = range_of(entry, blockIdx.x);
+    const float* const gradients = from_table<const float>(entry.gradient);
     float sum = 0.0f;  // of up to 64 squares
     u64 rest = range.from;
-    if (is_aligned(entry.gradient)) {
+    if (is_aligned(gradients)) {
         rest = range.from + (range.end - range.from) / 4 * 4;
         for (u64 i = range.from + threadIdx.x * 4; i < rest; i += blockDim.x * 4) {
             float gradient[4];
-            load4(gradient, entry.gradient + i);
+            load4(gradient, gradients + i);
 #pragma unroll
             for (int j = 0; j < 4; j++) sum += gradient[j] * gradient[j];
         }
     }
-    for (u64 i = rest + threadIdx.x; i < range.end; i += blockDim.x) sum += entry.gradient[i] * entry.gradient[i];
+    for (u64 i = rest + threadIdx.x; i < range.end; i += blockDim.x) sum += gradients[i] * gradients[i];
     const double total = block_sum((double)sum, scratch);
     if (threadIdx.x == 0) partial[blockIdx.x] = total;
 }
@@ -234,17 +246,18 @@ KERNEL(256) first_not_finite(const Entry* table, int entries, int* first_broken)
     const int at = entry_of(table, entries, blockIdx.x);
     const Entry entry = table[at];
     const Range range = range_of(entry, blockIdx.x);
+    const float* const values = from_table<const float>(entry.value);
     bool broken = false;
     u64 rest = range.from;
-    if (is_aligned(entry.value)) {
+    if (is_aligned(values)) {
         rest = range.from + (range.end - range.from) / 4 * 4;
         for (u64 i = range.from + threadIdx.x * 4; i < rest; i += blockDim.x * 4) {
             float value[4];
-            load4(value, entry.value + i);
+            load4(value, values + i);
 #pragma unroll
             for (int j = 0; j < 4; j++) broken = broken || !is_finite(value[j]);
         }
     }
-    for (u64 i = rest + threadIdx.x; i < range.end; i += blockDim.x) broken = broken || !is_finite(entry.value[i]);
+    for (u64 i = rest + threadIdx.x; i < range.end; i += blockDim.x) broken = broken || !is_finite(values[i]);
     if (broken) atomicMin(first_broken, at);
 }
