@@ -168,6 +168,37 @@ fn the_launches_of_an_optimizer_step_do_not_grow_with_the_parameters() {
     assert_eq!(optim::update(&mut optimizer, &all(&mixed), 0.1, 1.0).launches.len(), 2);
 }
 
+/// Launches by libtorch for each further slice of 131,072 numbers.
+#[cfg(target_arch = "x86_64")]
+fn launches_a_slice(work: impl Fn(Parameter)) -> usize {
+    use crate::launches::calls::CallRecorder;
+    let launches = |slices: i64| {
+        let parameter = Parameter::new("w", &normal(0, &[slices, 1 << 17]));
+        let recorder = CallRecorder::new();
+        work(parameter);
+        recorder.so_far().values().sum::<usize>()
+    };
+    launches(3) - launches(2)
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn libtorch_launches_more_for_every_slice() {
+    let update = |name| {
+        launches_a_slice(move |mut parameter| {
+            let mut optimizer = optimizer(name, 0.9, std::slice::from_ref(&parameter));
+            optimizer.step([&mut parameter], 0.1, 1.0);
+        })
+    };
+    let counted = [
+        update(OptimizerName::AdamW),
+        update(OptimizerName::AdamW8bit),
+        launches_a_slice(|parameter| assert!(adamw::gradient_norm([&parameter]) == 0.0)),
+        launches_a_slice(|parameter| assert!(adamw::first_not_finite(&[&parameter]).is_none())),
+    ];
+    assert_eq!(counted, [12, 42, 2, 2]);
+}
+
 #[test]
 fn nf4_weights_are_the_numbers_of_libtorch() {
     let (memory, tables) = (Memory::default(), Tables::new(Device::Cpu));

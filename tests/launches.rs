@@ -18,7 +18,7 @@ use tch::{Device, Kind};
 
 use super::small_run::SmallRun;
 
-mod calls;
+pub(crate) mod calls;
 
 use calls::CallRecorder;
 

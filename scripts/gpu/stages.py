@@ -21,8 +21,8 @@ STAGES = {
     "smoke": {"versions": 20, "mask": 20, "brief": 50},
     "engine": {"kernels": 110, "loops": 45, "hydra": 40, "steps": 85, "endurance": 30, "transformers": 40},
     "profile": {"profile-plain": 45, "profile-tree": 45},
-    "training": {"backbone": 40, "medusa1": 65, "peer": 65, "medusa2": 60},
-    "distill": {"backbone": 40, "distill": 90, "transformers-batch": 50},
+    "training": {"fused": 20, "backbone": 40, "medusa1": 60, "peer": 60, "medusa2": 60},
+    "distill": {"backbone": 40, "distill": 80, "transformers-batch": 50},
     "texts": {"train-tiny": 60, "choose-tree": 35, "bench": 30},
     "sanitizers": {"memcheck": 180, "racecheck": 180, "synccheck": 120},
 }
@@ -34,6 +34,7 @@ AFTER_FAILURE = {
     "mask": "torch's own attention fails on this GPU: compare torch and driver versions with docs/gpu.md",
     "brief": "run the stage sanitizers: it names the kernel and the address",
     "kernels": "run the stage sanitizers, then the kernel with the largest distance alone",
+    "fused": "the operation with the largest distance names the kernel: nothing that is trained with it is right",
     "loops": "decode with --engine tch: if that is right, one of the kernels is wrong",
     "profile-plain": "ncu needs permission to read counters (ERR_NVGPUCTRPERM: run as root)",
     "medusa1": "lower micro_batch_size in scripts/gpu/trained.py, or take a GPU with 80 GB",

@@ -82,6 +82,12 @@ def kernels(lines, _):
     return title + markdown(("shape", "nodes", "context", "acceptance", "distances"), rows)
 
 
+def fused(lines, _):
+    rows = [(line["operation"], f"{line['distance']:.1e}", f"{line['kernel_ms']:.2f}", f"{line['libtorch_ms']:.2f}", f"{line['gb_per_s']:.0f}") for line in lines]
+    title = ["## Kernels of training and libtorch's calls", "", "Distances are relative to the largest number.", ""]
+    return title + markdown(("operation", "distance", "kernel, ms", "libtorch, ms", "kernel, GB/s"), rows) if rows else []
+
+
 def libtorch(lines, _):
     return [text for line in lines for text in (f"In float32, libtorch's loop makes {'the same text' if line['same'] else 'ANOTHER text'} of {line['tokens']} tokens with a tree and without.", "")]
 
@@ -196,6 +202,7 @@ SECTIONS = {
     "versions": versions,
     "mask": mask,
     "kernels": kernels,
+    "fused": fused,
     "libtorch": libtorch,
     "loops": loops,
     "hydra_texts": hydra_texts,
