@@ -7,13 +7,16 @@ use super::kernels;
 use crate::nvidia::kernels::Program;
 use crate::nvidia::launch::{Argument, Launch, blocks};
 use crate::torch::dropout::{MaskStream, mask};
+use crate::torch::rehearsal;
 
 /// Numbers that a block draws: 32 in each of 256 threads.
 const NUMBERS: i64 = 8192;
 
 /// Sets a fraction `p` of `x` to 0 and scales the rest by 1/(1 - p). Each `stream` of a seed has its own mask, see [`mask`].
 pub fn dropout(x: &Tensor, p: f64, seed: u64, stream: u64) -> Tensor {
-    let Some(kernels) = kernels(x.device(), x.kind()) else { return x * mask(x, p, seed, stream) };
+    let Some(kernels) = kernels(x.device(), x.kind()) else {
+        return x * rehearsal::in_place_of(&["dropout_mask"], || mask(x, p, seed, stream));
+    };
     let mask = Tensor::empty(x.size(), (x.kind(), x.device()));
     if mask.numel() > 0 {
         kernels.launch(&draw(&mask, &MaskStream::new(p, seed, stream)));

@@ -6,8 +6,10 @@ use tch::{Device, Kind, Tensor};
 use super::{TensorKernels, kernels};
 use crate::nvidia::kernels::Program;
 use crate::nvidia::launch::{Argument, Launch, address, float, floats, size, tensor};
+use crate::torch::optim::OptimizerName;
 use crate::torch::optim::adamw::{self, AdamW, Moment, Parameter, Update};
 use crate::torch::optim::blockwise::DynamicMap;
+use crate::torch::rehearsal;
 use crate::torch::upload;
 
 /// Numbers that a block treats: `CHUNK` in optim.cu.
@@ -30,24 +32,38 @@ pub fn step(optimizer: &mut AdamW, parameters: &mut [&mut Parameter], rate: f64,
             let parameters: Vec<&Parameter> = parameters.iter().map(|parameter| &**parameter).collect();
             run(kernels, &update(optimizer, &parameters, rate, scale));
         }
-        None => optimizer.step(parameters.iter_mut().map(|parameter| &mut **parameter), rate, scale),
+        None => rehearsal::in_place_of(launches_of_update(optimizer), || {
+            optimizer.step(parameters.iter_mut().map(|parameter| &mut **parameter), rate, scale);
+        }),
     }
 }
 
-/// The Euclidean norm over all gradients, as [`adamw::gradient_norm`].
-pub fn gradient_norm(parameters: &[&Parameter]) -> f64 {
+/// What [`update`] launches, and the copies of its tables.
+fn launches_of_update(optimizer: &AdamW) -> &'static [&'static str] {
+    match optimizer.name() {
+        OptimizerName::AdamW => &["upload", "adamw"],
+        OptimizerName::AdamW8bit => &["upload", "adamw", "upload", "adamw_8bit"],
+    }
+}
+
+/// The Euclidean norm over all gradients, as [`adamw::gradient_norm`], `[1]` float64 on their device.
+pub fn gradient_norm(parameters: &[&Parameter]) -> Tensor {
     let Some(kernels) = on_device(parameters.first().copied()) else {
-        return adamw::gradient_norm(parameters.iter().copied());
+        let launches = ["upload", "zeros", "zeros", "squares", "norm_of_squares"];
+        let norm = rehearsal::in_place_of(&launches, || adamw::gradient_norm(parameters.iter().copied()));
+        return Tensor::from_slice(&[norm]);
     };
     let (work, norm) = norm(parameters);
     run(kernels, &work);
-    norm.double_value(&[0])
+    norm
 }
 
 /// The first parameter with a value that is not finite, as [`adamw::first_not_finite`].
 pub fn first_not_finite(parameters: &[&Parameter]) -> Option<usize> {
     let Some(kernels) = on_device(parameters.first().copied()) else {
-        return adamw::first_not_finite(parameters);
+        return rehearsal::in_place_of(&["upload", "full", "first_not_finite", "read"], || {
+            adamw::first_not_finite(parameters)
+        });
     };
     let (work, first) = finite(parameters);
     run(kernels, &work);

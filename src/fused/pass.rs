@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 use super::{TensorKernels, kernels};
 use crate::nvidia::kernels::Program;
 use crate::nvidia::launch::{Argument, Launch, blocks, elements, size};
+use crate::torch::rehearsal;
 
 /// Threads of a block, with 8 numbers each.
 const THREADS: i64 = 256;
@@ -33,6 +34,11 @@ pub fn gated(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
     let y = tch::no_grad(|| Tensor::empty(gate.size(), (gate.kind(), gate.device())));
     kernels.launch(&silu_up(gate, up, &y)?);
     Some(y)
+}
+
+/// What libtorch computes in place of a kernel, which would run for 16-bit tensors without a gradient.
+pub fn without_kernel(name: &'static str, x: &Tensor, compute: impl FnOnce() -> Tensor) -> Tensor {
+    if x.kind() == Kind::Float || x.requires_grad() { compute() } else { rehearsal::in_place_of(&[name], compute) }
 }
 
 /// The kernels for 16-bit tensors without a gradient and with at least one number.

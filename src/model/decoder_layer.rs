@@ -75,7 +75,9 @@ impl DecoderLayer {
     fn mlp(&self, x: &Tensor, block: &BlockSpec, adapters: Adapters) -> Tensor {
         let [gate, up] = self.gate_up.each(x, [block.mlp.width; 2], adapters);
         let product = match block.mlp.activation {
-            Activation::Silu => pass::gated(&gate, &up).unwrap_or_else(|| gate.silu() * up),
+            Activation::Silu => {
+                pass::gated(&gate, &up).unwrap_or_else(|| pass::without_kernel("silu_up", &gate, || gate.silu() * &up))
+            }
             Activation::GeluTanh => gate.gelu("tanh") * up,
         };
         self.down.forward(&product, adapters)

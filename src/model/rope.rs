@@ -83,7 +83,8 @@ impl Rope {
 impl Rotation {
     /// Rotates the first R numbers of heads, `[…, heads, D]`.
     pub fn apply(&self, x: &Tensor) -> Tensor {
-        pass::rotated(x, &self.cos, &self.signed_sin).unwrap_or_else(|| self.apply_by_libtorch(x))
+        pass::rotated(x, &self.cos, &self.signed_sin)
+            .unwrap_or_else(|| pass::without_kernel("rotate", x, || self.apply_by_libtorch(x)))
     }
 
     /// As [`Rotation::apply`], by libtorch's calls, which autograd follows.

@@ -22,6 +22,7 @@ pub mod memory;
 pub mod onednn;
 pub mod optim;
 pub mod products;
+pub mod rehearsal;
 pub mod transfer;
 mod upload;
 

@@ -10,6 +10,7 @@ use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::loss::LossConfig;
 use crate::dtype::Dtype;
 use crate::fused::optim::{first_not_finite, gradient_norm};
+use crate::torch::rehearsal;
 use crate::train::backbone_pass::{BackbonePass, LmEvaluation, TrainingBackbone};
 use crate::train::fed_batch::{DeviceBatch, FedBatch};
 use crate::train::head_states::HeadStates;
@@ -127,8 +128,10 @@ pub fn train_step(
         inputs.backward(&pass, state);
         pass.backward(state);
     }
-    let metrics = sums.finish(weights.lambda0, batches.iter().map(|batch| batch.batch.tokens() as u64).sum());
-    let grad_norm = gradient_norm(&state.all());
+    // The only time that a step waits for the device: whether the update is made depends on the norm.
+    let read = sums.read(Some(&gradient_norm(&state.all())));
+    let metrics = sums.finish(&read, weights.lambda0, batches.iter().map(|batch| batch.batch.tokens() as u64).sum());
+    let grad_norm = read.grad_norm.expect("it was read");
     backbone.settle()?;
     check_numbers(state.step + 1, &metrics, grad_norm, batches, backbone.dtype())?;
     // As in torch.nn.utils.clip_grad_norm_.
@@ -202,7 +205,7 @@ pub fn evaluate<E: From<StepError>>(
             }
         }
     }
-    Ok(StepMetrics { tokens_per_step: rows.tokens_per_step(), ..sums.finish(lambda0, tokens) })
+    Ok(StepMetrics { tokens_per_step: rows.tokens_per_step(), ..sums.finish(&sums.read(None), lambda0, tokens) })
 }
 
 /// Sums over micro batches; they stay on the device until [`MetricSums::finish`].
@@ -291,12 +294,11 @@ impl MetricSums {
         SoftObjective { lm_head, teacher_nh: &pass.hidden_nh, labels, backbone }
     }
 
-    fn finish(self, lambda0: f64, tokens: u64) -> StepMetrics {
-        let read = ReadSums::new(&self);
+    fn finish(&self, read: &ReadSums, lambda0: f64, tokens: u64) -> StepMetrics {
         let mean = |sum: f64, count: usize| (count > 0).then(|| sum / count as f64);
         let of_lm = |sum: Option<f64>| sum.and_then(|sum| mean(sum, self.lm_count));
         let (lm_loss, cross_entropy) = (of_lm(read.lm_loss), of_lm(read.lm_cross_entropy));
-        let losses = self.head_losses(&read);
+        let losses = self.head_losses(read);
         let weighted: f64 =
             losses.iter().enumerate().map(|(head, l)| self.config.weight(head) * l.unwrap_or(0.0)).sum();
         let top = |(hits, count): (&[f64; TOP], &TargetCount)| {
@@ -334,23 +336,28 @@ struct ReadSums {
     hits: Vec<[f64; TOP]>,
     lm_loss: Option<f64>,
     lm_cross_entropy: Option<f64>,
+    grad_norm: Option<f64>,
 }
 
-impl ReadSums {
-    /// Waits for the device once, for all sums together.
-    fn new(sums: &MetricSums) -> Self {
-        let heads = || sums.by_head.iter();
+impl MetricSums {
+    /// Copies all sums, and the norm of the gradients, to the host in one transfer.
+    fn read(&self, grad_norm: Option<&Tensor>) -> ReadSums {
+        let heads = || self.by_head.iter();
         let scalars = heads().map(|head| &head.loss).chain(heads().map(|head| &head.divergence));
-        let scalars: Vec<&Tensor> = scalars.chain(&sums.lm_loss).chain(&sums.lm_cross_entropy).collect();
+        let scalars: Vec<&Tensor> = scalars.chain(&self.lm_loss).chain(&self.lm_cross_entropy).collect();
         let hits = Tensor::cat(&heads().map(|head| &head.hits).collect::<Vec<_>>(), 0).to_kind(Kind::Double);
-        let all = Tensor::cat(&[Tensor::stack(&scalars, 0), hits], 0);
-        let all: Vec<f64> = Vec::try_from(&all).expect("a float64 vector");
-        let (mut scalars, hits) = (all[..scalars.len()].iter().copied(), &all[scalars.len()..]);
-        let mut of_heads = || scalars.by_ref().take(sums.by_head.len()).collect();
+        let all =
+            Tensor::cat(&[&Tensor::stack(&scalars, 0), &hits].into_iter().chain(grad_norm).collect::<Vec<_>>(), 0);
+        let all: Vec<f64> = rehearsal::in_place_of(&["read"], || Vec::try_from(&all)).expect("a float64 vector");
+        let (scalars, rest) = all.split_at(scalars.len());
+        let (hits, grad_norm) = rest.as_chunks();
+        let mut scalars = scalars.iter().copied();
+        let mut of_heads = || scalars.by_ref().take(self.by_head.len()).collect();
         let (cross_entropies, divergences) = (of_heads(), of_heads());
-        let lm_loss = sums.lm_loss.as_ref().and_then(|_| scalars.next());
-        let lm_cross_entropy = sums.lm_cross_entropy.as_ref().and_then(|_| scalars.next());
-        Self { cross_entropies, divergences, hits: hits.as_chunks().0.to_vec(), lm_loss, lm_cross_entropy }
+        let lm_loss = self.lm_loss.as_ref().and_then(|_| scalars.next());
+        let lm_cross_entropy = self.lm_cross_entropy.as_ref().and_then(|_| scalars.next());
+        let (hits, grad_norm) = (hits.to_vec(), grad_norm.first().copied());
+        ReadSums { cross_entropies, divergences, hits, lm_loss, lm_cross_entropy, grad_norm }
     }
 }
 

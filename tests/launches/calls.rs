@@ -1,4 +1,4 @@
-//! Counts libtorch's operator calls on this thread, through the hook of its profiler (`at::addThreadLocalCallback` in
+//! Counts on this thread what a GPU would launch: the calls of libtorch's operators, through the hook of its profiler (`at::addThreadLocalCallback` in
 //! ATen/record_function.h of libtorch 2.11.0).
 #![expect(unsafe_code, reason = "calls C++ functions of libtorch")]
 
@@ -6,6 +6,8 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::marker::PhantomData;
+
+use medusa::torch::rehearsal;
 
 /// `at::RecordFunction`, which is asked for its name.
 type RecordFunction = c_void;
@@ -48,7 +50,7 @@ extern "C" fn start(context: *mut *mut c_void, function: *const RecordFunction) 
     // SAFETY: a function that starts has a name, which ends with 0.
     let name = unsafe { CStr::from_ptr(name_of(function)) }.to_string_lossy();
     RECORDED.with_borrow_mut(|recorded| {
-        let launches = launches(&name) && !recorded.running.contains(&true);
+        let launches = launches(&name) && !recorded.running.contains(&true) && !rehearsal::is_in_place();
         if launches {
             *recorded.by_name.entry(name.into_owned()).or_default() += 1;
         }
@@ -73,6 +75,7 @@ pub(crate) struct CallRecorder {
 impl CallRecorder {
     pub(crate) fn new() -> Self {
         RECORDED.take();
+        rehearsal::begin();
         let callback = Callback {
             start,
             end,
@@ -86,9 +89,13 @@ impl CallRecorder {
         Self { handle: unsafe { add_thread_local_callback(callback) }, _stays: PhantomData }
     }
 
-    /// The operators that were called and launch a kernel on a GPU, by name.
+    /// What a GPU would have launched so far, by name: libtorch's operators, and the kernels whose place an oracle took.
     pub(crate) fn so_far(&self) -> BTreeMap<String, usize> {
-        RECORDED.with_borrow(|recorded| recorded.by_name.clone())
+        let mut by_name = RECORDED.with_borrow(|recorded| recorded.by_name.clone());
+        for name in rehearsal::launches() {
+            *by_name.entry(name.to_owned()).or_default() += 1;
+        }
+        by_name
     }
 }
 

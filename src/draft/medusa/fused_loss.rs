@@ -13,6 +13,7 @@ use crate::model::logits::{logits_of, slope_of};
 use crate::model::lora::{Adapter, Adapters};
 use crate::torch::loss_scale::LossScale;
 use crate::torch::products::Float32Products;
+use crate::torch::rehearsal;
 use crate::tree::cross_validation::TOP_K;
 
 /// Accuracies are counted for the top 1 to the top 5 guesses.
@@ -483,7 +484,7 @@ fn softmax(logits_cv: Tensor) -> (Tensor, Tensor) {
 /// Rank of each row's target among its logits, `[C]` float32, 0 for the best guess; exact below `top`, and at least `top` elsewhere. Among
 /// equal logits, which are common after rounding to 16 bits, the lower token comes first, as in argmax.
 pub fn ranks(logits_cv: &Tensor, target_c1: &Tensor, tokens_c1: &Tensor, top: usize) -> Tensor {
-    if logits_cv.device() != Device::Cpu {
+    if rehearsal::is_gpu(logits_cv.device()) {
         return ranks_of_all(logits_cv, target_c1, tokens_c1); // reading which targets are tied would wait for the device
     }
     let [above_c, at_or_above_c] = counts(logits_cv, target_c1);
