@@ -21,7 +21,7 @@ use super::small_run::{Ended, SmallRun};
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// The Hub's `config.json`, with the keys that matter here.
-fn config_of(model: &str) -> Value {
+pub(crate) fn config_of(model: &str) -> Value {
     let llama = |hidden: u32, ffn: u32, layers: u32, heads: u32, context: u32| {
         json!({"model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 32000, "rms_norm_eps": 1e-5,

@@ -35,6 +35,7 @@ mod launches;
 mod layering;
 mod losses;
 mod memory_plan;
+mod memory_table;
 mod packing;
 mod panicking_libraries;
 mod paper_recipes;

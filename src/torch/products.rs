@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{accelerator, onednn};
+use super::{accelerator, onednn, rehearsal};
 
 /// How such a product is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,7 +22,7 @@ impl Float32Products {
     /// `a·b` in float32; the matrices have one dtype.
     pub fn of(self, a: &Tensor, b: &Tensor) -> Tensor {
         match self {
-            Self::Cast => a.matmul(b).to_kind(Kind::Float),
+            Self::Cast => rehearsal::in_place_of(&["aten::mm.dtype"], || a.matmul(b).to_kind(Kind::Float)),
             Self::Stored => a.mm_dtype(b, Kind::Float),
         }
     }
@@ -32,7 +32,9 @@ impl Float32Products {
         let mut sum = sum.shallow_clone();
         let _ = match self {
             _ if a.kind() == Kind::Float => sum.addmm_(a, b),
-            Self::Cast => sum.g_add_(&self.of(a, b)),
+            Self::Cast => {
+                rehearsal::in_place_of(&["aten::addmm.dtype_out"], || sum.g_add_(&a.matmul(b).to_kind(Kind::Float)))
+            }
             Self::Stored => sum.addmm_dtype_out(&sum, a, b, Kind::Float),
         };
     }
@@ -42,11 +44,14 @@ impl Float32Products {
         let [x_ni, weight_oi] = x;
         match self {
             Self::Cast => {
-                let mut sum = onednn::linear(x_ni, weight_oi);
-                if let Some([y_nr, weight_or]) = y {
-                    let _ = sum.addmm_(y_nr, &weight_or.tr());
-                }
-                sum.to_kind(Kind::Float)
+                let launches = ["aten::mm.dtype", "aten::addmm.dtype_out"];
+                rehearsal::in_place_of(&launches[..1 + usize::from(y.is_some())], || {
+                    let mut sum = onednn::linear(x_ni, weight_oi);
+                    if let Some([y_nr, weight_or]) = y {
+                        let _ = sum.addmm_(y_nr, &weight_or.tr());
+                    }
+                    sum.to_kind(Kind::Float)
+                })
             }
             Self::Stored => {
                 let sum = self.of(x_ni, &weight_oi.tr());

@@ -9,7 +9,7 @@ use crate::model::config::LlamaConfig;
 use crate::model::mask::{additive, readable};
 use crate::model::rope::{Ropes, RotationsByKind};
 use crate::torch::flash_attention::Segments;
-use crate::torch::upload;
+use crate::torch::{rehearsal, upload};
 
 /// Queries of a block where libtorch's causal kernel would compute the upper triangle too: on the CPU, up to its block of
 /// [`KERNEL_KEYS`].
@@ -58,7 +58,7 @@ impl RowMask {
     /// Each row is one text; padding at its right end is seen by nothing before it.
     pub fn causal(t: i64, config: &LlamaConfig, device: Device) -> Self {
         let positions = Tensor::arange(t, (Kind::Float, device));
-        let by_blocks = device == Device::Cpu && (CAUSAL_BLOCK + 1..=KERNEL_KEYS).contains(&t);
+        let by_blocks = !rehearsal::is_gpu(device) && (CAUSAL_BLOCK + 1..=KERNEL_KEYS).contains(&t);
         let causal = by_blocks.then_some(CAUSAL_BLOCK);
         let capped = capped_block(config);
         let of_window = |window: Option<i64>| match window.filter(|&w| w < t) {
