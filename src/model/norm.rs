@@ -5,7 +5,8 @@ use tch::{Kind, Tensor};
 
 use crate::model::block_spec::{NormKind, NormSpec};
 
-/// A norm over the last axis; statistics in float32, as transformers computes them.
+/// A norm over the last axis; statistics in float32, as transformers computes them. On a GPU libtorch launches one kernel for it, and one or two for
+/// its gradients, if weight and input have one dtype, as here.
 pub(super) fn norm(x: &Tensor, weight_h: &Tensor, NormSpec { kind, eps, .. }: NormSpec) -> Tensor {
     match kind {
         NormKind::Rms if weight_h.kind() == x.kind() => x.rms_norm(weight_h.size(), Some(weight_h), eps),
