@@ -127,7 +127,7 @@ fn optimizer(on: Device, FusedSizes { hidden, vocab, .. }: FusedSizes, name: Opt
     let mut farthest = 0f64;
     let clip = |norm: f64| (1.0 / (norm + 1e-6)).min(1.0); // as in training; timed gradients are 0
     let mut step = |ours: &mut [Parameter]| {
-        let norm = optim::gradient_norm(&ours.iter().collect::<Vec<_>>());
+        let norm = optim::gradient_norm(&ours.iter().collect::<Vec<_>>()).double_value(&[0]);
         optim::step(&mut kernels, &mut ours.iter_mut().collect::<Vec<_>>(), 0.01, clip(norm));
         norm
     };
