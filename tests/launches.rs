@@ -1,5 +1,6 @@
 //! How many kernels one optimizer step launches on a GPU, counted on the CPU: benches/results/launches-2026-11-23.md.
 
+#![expect(clippy::print_stdout, reason = "the counts; shown with --nocapture")]
 #![cfg(target_arch = "x86_64")] // `calls` relies on how C++ returns a pointer there
 
 use std::collections::BTreeMap;

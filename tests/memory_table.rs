@@ -1,4 +1,5 @@
 //! The table of planned memory in docs/training.md is the one that the plans give for published models.
+#![expect(clippy::print_stdout, reason = "the table for the page; shown with --nocapture")]
 
 use std::num::NonZeroUsize;
 use std::path::Path;
