@@ -20,10 +20,10 @@ use crate::tree::cross_validation::TOP_K;
 pub const TOP: usize = 5;
 
 /// Rows whose logits over a vocabulary are computed at once. On the CPU: logits of 16 MiB in float32, because blocks of 32 MiB and more are
-/// returned to the system whenever they are freed, and zeroed page by page when they are allocated again; but not fewer rows than a product
-/// needs to be worth reading the weights and their gradients. On a GPU: logits of 1 GiB.
+/// returned to the system whenever they are freed, and zeroed page by page when they are allocated again; but not fewer rows than make up for
+/// reading the weights and adding to their gradients. On a GPU: logits of 1 GiB.
 pub fn chunk_rows(vocabulary: i64, on_host: bool) -> i64 {
-    let [logits, fewest] = if on_host { [4 << 20, 128] } else { [1 << 28, 1] };
+    let [logits, fewest] = if on_host { [4 << 20, 256] } else { [1 << 28, 1] };
     (logits / vocabulary.max(1)).max(fewest)
 }
 

@@ -62,7 +62,7 @@ fn heads_with(layers: usize, shared_lm_head: bool, truncated: Option<usize>, bac
     heads
 }
 
-/// 600 targets with 40,000 logits each are six chunks.
+/// 600 targets with 40,000 logits each are three chunks.
 fn targets() -> Targets {
     let mut generator = Generator::seeded(2);
     targets_of(generator.permutation(700).narrow(0, 0, 600), generator.integers(40_000, &[600]))
@@ -70,6 +70,13 @@ fn targets() -> Targets {
 
 fn targets_of(positions_m: Tensor, tokens_m: Tensor) -> Targets {
     Targets { positions_m, tokens_m, previous_mj: None }
+}
+
+#[test]
+fn chunks_have_rows_enough_on_the_cpu_and_a_gibibyte_of_logits_on_a_gpu() {
+    let rows = |on_host| [512, 32_000, 128_000].map(|vocabulary| chunk_rows(vocabulary, on_host));
+    assert_eq!(rows(true), [8192, 256, 256]);
+    assert_eq!(rows(false), [524_288, 8388, 2097]);
 }
 
 #[test]
