@@ -1,5 +1,6 @@
 //! Step times at Llama 2 7B's shape, and memory over many steps.
 
+use std::collections::HashSet;
 use std::time::Instant;
 
 use medusa::cli::print_json;
@@ -22,6 +23,7 @@ pub(crate) fn time(on: Device) -> anyhow::Result<()> {
     print_json(&json!({"check": "copy", "gigabytes_per_second": copied, "read_gigabytes_per_second": read}))?;
     let llama = backbone(llama_7b(), Kind::BFloat16, on);
     let heads = heads(&llama);
+    let mut told = HashSet::new();
     for nodes in [1, 8, 16, 32, 64, 128] {
         let (tree, drafting) = (tree(nodes.max(2))?, if nodes == 1 { Drafting::Off } else { Drafting::On });
         let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
@@ -29,6 +31,11 @@ pub(crate) fn time(on: Device) -> anyhow::Result<()> {
         let mut engine =
             DeviceLoop::on_gpu(&llama, Some((&medusa.on_device(), Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
         let start_seconds = started.elapsed().as_secs_f64();
+        for timed in engine.engine().ops().timed_products() {
+            if told.insert(timed.product) {
+                print_json(&json!({"check": "products", "product": timed.product, "ways": timed.ways}))?;
+            }
+        }
         for context in [128, 1024, 4096] {
             let ids = prompt(context, llama.config.vocab_size);
             let mut decode = |tokens| engine.decode(drafting, &Request::greedy(&ids, tokens), &mut go_on());

@@ -1,4 +1,4 @@
-//! Caches the fastest kernel of each matrix product on disk, per GPU and driver.
+//! Caches the times of each matrix product's kernels on disk, per GPU and driver.
 
 use std::collections::HashMap;
 use std::io::Write as _;
@@ -18,18 +18,30 @@ pub(super) fn kernels_folder() -> Option<PathBuf> {
     files::user_cache().map(|folder| folder.join("cuda"))
 }
 
-/// The fastest implementation of each timed product.
+/// The implementations of each timed product.
 #[derive(Debug, Default)]
 pub struct Choices {
-    ways: HashMap<Product, Way>,
+    /// Fastest first.
+    ways: HashMap<Product, Vec<TimedWay>>,
     /// The cache file; `None` without a cache folder.
     file: Option<PathBuf>,
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-struct TimedProduct {
-    product: Product,
-    way: Way,
+/// The time of one implementation of a product.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct TimedWay {
+    pub way: Way,
+    pub microseconds: f32,
+    /// Speed at which it reads its weights.
+    pub gigabytes_per_second: f32,
+}
+
+/// A product with the times of its implementations.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TimedProduct {
+    pub product: Product,
+    /// Fastest first.
+    pub ways: Vec<TimedWay>,
 }
 
 impl Choices {
@@ -51,30 +63,42 @@ impl Choices {
     fn open(file: Option<PathBuf>) -> Self {
         let read = |path: &Path| serde_json::from_str::<Vec<TimedProduct>>(&std::fs::read_to_string(path).ok()?).ok();
         let timed = file.as_deref().and_then(read).unwrap_or_default();
-        Self { ways: timed.into_iter().map(|timed| (timed.product, timed.way)).collect(), file }
+        Self { ways: timed.into_iter().map(|timed| (timed.product, timed.ways)).collect(), file }
     }
 
     /// Whether a product was timed and its fastest implementation is still among `ways`.
     pub fn has(&self, product: Product, ways: &[Way]) -> bool {
-        self.ways.get(&product).is_some_and(|way| ways.contains(way))
+        self.fastest(product).is_some_and(|way| ways.contains(&way))
+    }
+
+    fn fastest(&self, product: Product) -> Option<Way> {
+        Some(self.ways.get(&product)?.first()?.way)
     }
 
     /// The fastest implementation of a product, or the default if it was not timed.
     pub fn way(&self, product: Product) -> Way {
-        self.ways.get(&product).copied().unwrap_or_else(|| Way::untimed(product))
+        self.fastest(product).unwrap_or_else(|| Way::untimed(product))
     }
 
-    /// Records the fastest implementation of a product.
-    pub fn keep(&mut self, product: Product, way: Way) {
-        self.ways.insert(product, way);
+    /// Records the times of a product's implementations.
+    pub fn keep(&mut self, product: Product, mut ways: Vec<TimedWay>) {
+        ways.sort_by(|a, b| a.microseconds.total_cmp(&b.microseconds));
+        self.ways.insert(product, ways);
     }
 
-    /// Writes the cache file. It only saves a second at the next start, so a failure to write it is ignored.
+    /// All times, in the order of the products' sizes.
+    pub fn timed(&self) -> Vec<TimedProduct> {
+        let of = |(&product, ways): (&Product, &Vec<TimedWay>)| TimedProduct { product, ways: ways.clone() };
+        let mut timed: Vec<TimedProduct> = self.ways.iter().map(of).collect();
+        timed.sort_by_key(|timed| timed.product);
+        timed
+    }
+
+    /// Writes the cache file. It only saves seconds at the next start, so a failure to write it is ignored.
     pub fn save(&self) {
         let Some(file) = &self.file else { return };
-        let timed: Vec<TimedProduct> = self.ways.iter().map(|(&product, &way)| TimedProduct { product, way }).collect();
         let written = file.parent().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| {
-            let text = serde_json::to_string(&timed)?;
+            let text = serde_json::to_string(&self.timed())?;
             files::write_atomic(file, |out| out.write_all(text.as_bytes()))
         });
         drop(written);
@@ -93,10 +117,14 @@ mod tests {
         let mut choices = Choices::open(Some(file.clone()));
         let ways = [Way::CublasLt { algorithm: 2 }];
         assert!(!choices.has(product(1), &ways));
-        choices.keep(product(1), Way::CublasLt { algorithm: 2 });
-        choices.keep(product(9), Way::Tile { height: 64, width: 16 });
+        let timed = |way, microseconds| TimedWay { way, microseconds, gigabytes_per_second: 1e3 / microseconds };
+        let [slow, fast] = [timed(Way::Few { most: 1 }, 2.5), timed(Way::CublasLt { algorithm: 2 }, 2.0)];
+        choices.keep(product(9), vec![timed(Way::Tile { height: 64, width: 16 }, 7.0)]);
+        choices.keep(product(1), vec![slow, fast]);
         choices.save();
         let again = Choices::open(Some(file.clone()));
+        assert_eq!(again.timed(), choices.timed());
+        assert_eq!(again.timed()[0], TimedProduct { product: product(1), ways: vec![fast, slow] });
         assert_eq!(again.way(product(1)), Way::CublasLt { algorithm: 2 });
         assert_eq!(again.way(product(9)), Way::Tile { height: 64, width: 16 });
         assert_eq!(again.way(product(2)), Way::untimed(product(2)));

@@ -23,9 +23,12 @@ use super::kernels::{FEW_COLUMNS, LINEAR_FEW, LINEAR_TILES, Program};
 use super::launch::{Argument, Launch, blocks, eighths, elements, floats, size};
 
 /// Number of cublasLt algorithms that are tried per product.
-pub(super) const TRIED: usize = 4;
+pub(super) const TRIED: usize = 16;
 /// Size of cublasLt's workspace.
 pub const WORKSPACE_BYTES: i64 = 32 << 20;
+
+/// How algorithms that split K may add their parts: in float32, in the workspace. The other schemes add them in y's dtype.
+static REDUCTIONS: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
 
 /// Alignment of addresses in bytes, also of single rows. By default, cublasLt would assume 256.
 static ALIGNMENT: u32 = 16;
@@ -37,7 +40,7 @@ const ALIGNMENTS: [sys::cublasLtMatmulPreferenceAttributes_t; 4] = [
 ];
 
 /// `y_nm = x_nk · w_mkᵀ`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Product {
     /// N.
     pub rows: i64,
@@ -273,6 +276,12 @@ impl CublasLt {
                 sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                 (&raw const bytes).cast(),
                 size_of_val(&bytes),
+            )?;
+            result::set_matmul_pref_attribute(
+                preference,
+                sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                (&raw const REDUCTIONS).cast(),
+                size_of_val(&REDUCTIONS),
             )?;
             for attribute in ALIGNMENTS {
                 let (alignment, size) = ((&raw const ALIGNMENT).cast(), size_of_val(&ALIGNMENT));

@@ -1,11 +1,11 @@
 //! Runs launches on a GPU, with the loaded kernels and the fastest kernel of each product.
 
-use cudarc::driver::sys;
+use cudarc::driver::{CudaEvent, CudaGraph, sys};
 use tch::{Device, Kind, Tensor};
 
 use crate::torch::Generator;
 
-use super::choices::Choices;
+use super::choices::{Choices, TimedProduct, TimedWay};
 use super::device::Gpu;
 use super::error::GpuError;
 use super::functions::Functions;
@@ -17,8 +17,8 @@ use super::launch::Launch;
 /// Bytes of weights of one shape that a product is timed with, one weight after the other: more than a GPU's cache holds. Small
 /// backbones have fewer, part of which stays in the cache during timing, as it does during decoding.
 const TIMED_BYTES: usize = 256 << 20;
-/// Timed rounds over these weights.
-const TIMED_ROUNDS: usize = 3;
+/// Timed rounds over these weights; their median counts.
+const SAMPLES: usize = 7;
 
 /// A GPU with its kernels loaded and its products timed.
 #[derive(Debug)]
@@ -112,8 +112,12 @@ impl Launcher {
         }
     }
 
-    /// Times the implementations of those products that were not timed before on this kind of GPU, and caches the fastest of
-    /// each. Overwrites the inputs with random numbers.
+    /// The times of all implementations that were timed on this kind of GPU.
+    pub fn timed_products(&self) -> Vec<TimedProduct> {
+        self.choices.timed()
+    }
+
+    /// Times the implementations of those products that were not timed before on this kind of GPU, and caches their times. Overwrites the inputs with random numbers.
     ///
     /// # Errors
     /// A device error.
@@ -128,8 +132,8 @@ impl Launcher {
             }
             needed.x_nk.shallow_clone().copy_(&Generator::seeded(0).normal_like(&needed.x_nk));
             self.gpu.wait_for_torch();
-            let way = self.fastest(&ways, needed)?;
-            self.choices.keep(of(needed), way);
+            let timed = self.timed_ways(&ways, needed)?;
+            self.choices.keep(of(needed), timed);
             is_new = true;
         }
         if is_new {
@@ -138,35 +142,39 @@ impl Launcher {
         Ok(())
     }
 
-    fn fastest(&self, ways: &[Way], needed: &ProductBuffers) -> Result<Way, GpuError> {
-        let mut best = (f32::INFINITY, ways[0]);
-        for &way in ways {
-            let milliseconds = match (way, self.milliseconds(way, needed)) {
-                (Way::CublasLt { .. }, Err(_)) => continue, // recommended by cublasLt, but refused: the own kernels remain
-                (_, timed) => timed?,
-            };
-            if milliseconds < best.0 {
-                best = (milliseconds, way);
-            }
-        }
-        Ok(best.1)
+    fn timed_ways(&self, ways: &[Way], needed: &ProductBuffers) -> Result<Vec<TimedWay>, GpuError> {
+        let timed = ways.iter().filter_map(|&way| match (way, self.timed(way, needed)) {
+            (Way::CublasLt { .. }, Err(_)) => None, // recommended by cublasLt, but refused: the own kernels remain
+            (_, timed) => Some(timed),
+        });
+        timed.collect()
     }
 
-    /// Milliseconds for all rounds, replayed from a CUDA graph like a decoding step, so that the host's launch overhead does not
-    /// count. One warm-up round is not timed.
-    fn milliseconds(&self, way: Way, needed: &ProductBuffers) -> Result<f32, GpuError> {
-        let failed = || GpuError::failed("timing a product");
-        let bytes = |w_mk: &Tensor| w_mk.numel() * w_mk.kind().elt_size_in_bytes();
-        let count = (TIMED_BYTES / bytes(&needed.weights_mk[0]) + 1).min(needed.weights_mk.len());
+    /// Times one implementation in a CUDA graph, like a decoding step, so that the host's launch overhead does not count.
+    fn timed(&self, way: Way, needed: &ProductBuffers) -> Result<TimedWay, GpuError> {
+        let bytes = needed.weights_mk[0].numel() * needed.weights_mk[0].kind().elt_size_in_bytes();
+        let count = (TIMED_BYTES / bytes + 1).min(needed.weights_mk.len());
         let weights = &needed.weights_mk[..count];
         let round = || weights.iter().try_for_each(|w_mk| self.linear(way, &needed.x_nk, w_mk, &needed.y_nm));
-        round()?;
-        let recorded = graph::record(&self.gpu, round)?;
-        let event = || self.gpu.stream.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed());
-        let from = event()?;
-        (0..TIMED_ROUNDS).try_for_each(|_| recorded.launch()).map_err(failed())?;
-        let to = event()?;
+        round()?; // what is created on first use cannot be created while a graph is recorded
+        let milliseconds = self.median_milliseconds(&graph::record(&self.gpu, round)?)?;
+        let microseconds = milliseconds * 1e3 / count as f32;
+        Ok(TimedWay { way, microseconds, gigabytes_per_second: bytes as f32 / microseconds / 1e3 })
+    }
+
+    /// The median time of [`SAMPLES`] launches of a graph, after one that is not timed. All are queued at once, so that none waits for
+    /// the host.
+    fn median_milliseconds(&self, recorded: &CudaGraph) -> Result<f32, GpuError> {
+        let failed = || GpuError::failed("timing a product");
+        let events = (0..=SAMPLES).map(|_| {
+            recorded.launch()?;
+            self.gpu.stream.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT))
+        });
+        let events: Vec<CudaEvent> = events.collect::<Result<_, _>>().map_err(failed())?;
         self.gpu.wait()?;
-        from.elapsed_ms(&to).map_err(failed())
+        let times = events.windows(2).map(|pair| pair[0].elapsed_ms(&pair[1]));
+        let mut times: Vec<f32> = times.collect::<Result<_, _>>().map_err(failed())?;
+        times.sort_by(f32::total_cmp);
+        Ok(times[SAMPLES / 2])
     }
 }

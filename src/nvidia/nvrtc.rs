@@ -10,7 +10,7 @@ use cudarc::nvrtc::{result, sys};
 use sha2::{Digest, Sha256};
 
 use super::kernels::{KernelDtype, Program};
-use super::libraries::{self, NVRTC, NVRTC_BUILTINS};
+use super::libraries::{self, NVRTC};
 use crate::files;
 
 /// Why kernels could not be compiled.
@@ -86,8 +86,12 @@ impl Compiler {
     /// # Errors
     /// [`CompileError::Missing`], [`CompileError::Version`].
     pub fn open(folder: Option<PathBuf>) -> Result<Self, CompileError> {
-        let opened = match libraries::folder().join(NVRTC).exists() {
-            true => [NVRTC_BUILTINS, NVRTC].into_iter().try_for_each(libraries::preload),
+        let beside = libraries::folder();
+        let opened = match beside.join(NVRTC).exists() {
+            true => {
+                let builtins = libraries::nvrtc_builtins(&beside);
+                builtins.iter().map(String::as_str).chain([NVRTC]).try_for_each(libraries::preload)
+            }
             false => Err("it is not beside libtorch".to_owned()),
         };
         // SAFETY: only tries to open the library.

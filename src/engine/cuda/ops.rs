@@ -17,6 +17,7 @@ use super::shape::Shape;
 use super::target::LaunchTarget;
 use crate::model::block_spec::BlockSpec;
 use crate::model::config::LlamaConfig;
+use crate::nvidia::choices::TimedProduct;
 use crate::nvidia::gemm::Product;
 use crate::nvidia::launcher::ProductBuffers;
 use crate::tree::accept::TypicalAcceptance;
@@ -136,6 +137,11 @@ impl Ops {
             Self::Oracle => Ok(()),
             Self::Kernels(kernels) | Self::Beside(kernels, _) => kernels.target.time(products),
         }
+    }
+
+    /// The times of the matrix products' implementations; empty on a target that does not time them.
+    pub fn timed_products(&self) -> Vec<TimedProduct> {
+        self.target().map_or(vec![], LaunchTarget::timed_products)
     }
 
     /// Invalidates recorded steps after buffers have moved.

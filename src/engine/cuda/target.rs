@@ -7,6 +7,7 @@ use tch::{Device, Tensor};
 
 use super::error::CudaResult;
 use super::rule::StepKey;
+use crate::nvidia::choices::TimedProduct;
 use crate::nvidia::device::Gpu;
 use crate::nvidia::gemm::{Product, Way};
 use crate::nvidia::graph::GraphCache;
@@ -44,6 +45,11 @@ pub trait LaunchTarget: fmt::Debug {
     /// A device error.
     fn linear(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> CudaResult {
         self.launch(&way.launch(x_nk, w_mk, y_nm))
+    }
+
+    /// The times of the products' implementations.
+    fn timed_products(&self) -> Vec<TimedProduct> {
+        vec![]
     }
 
     /// Times those products that were not timed before on this kind of device.
@@ -136,6 +142,10 @@ impl LaunchTarget for GpuTarget {
 
     fn linear(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> CudaResult {
         Ok(self.launcher.linear(way, x_nk, w_mk, y_nm)?)
+    }
+
+    fn timed_products(&self) -> Vec<TimedProduct> {
+        self.launcher.timed_products()
     }
 
     fn time(&mut self, products: &[ProductBuffers]) -> CudaResult {
