@@ -525,7 +525,7 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
     let mut engine = device_loop(&llama, medusa, ops).expect("it can decode this");
     engine.decode(Drafting::On, &request(&[1, 2], 3), &mut go_on()).expect("a text");
     let found = engine.engine().ops().distances();
-    for kernel in ["embed", "rope_append", "tree_attention", "linear 1", "linear 32x16", "walk", "compact", "fill_tree"]
+    for kernel in ["embed", "rope_append", "tree_attention", "linear 1/4", "linear 32x16", "walk", "compact", "fill_tree"]
     {
         assert!(found.contains_key(kernel), "{kernel} of {found:?}");
     }

@@ -118,7 +118,7 @@ mod tests {
         let ways = [Way::CublasLt { algorithm: 2 }];
         assert!(!choices.has(product(1), &ways));
         let timed = |way, microseconds| TimedWay { way, microseconds, gigabytes_per_second: 1e3 / microseconds };
-        let [slow, fast] = [timed(Way::Few { most: 1 }, 2.5), timed(Way::CublasLt { algorithm: 2 }, 2.0)];
+        let [slow, fast] = [timed(Way::Few { most: 1, split: 1 }, 2.5), timed(Way::CublasLt { algorithm: 2 }, 2.0)];
         choices.keep(product(9), vec![timed(Way::Tile { height: 64, width: 16 }, 7.0)]);
         choices.keep(product(1), vec![slow, fast]);
         choices.save();

@@ -68,10 +68,12 @@ impl Product {
 
     /// The own kernels that can hold its rows.
     pub fn own_ways(&self) -> Vec<Way> {
-        let few = LINEAR_FEW.iter().find(|few| few.most >= self.rows).map(|few| Way::Few { most: few.most });
+        let most = LINEAR_FEW.iter().map(|few| few.most).find(|&most| most >= self.rows);
+        let few = LINEAR_FEW.iter().filter(|few| Some(few.most) == most);
+        let few = few.map(|few| Way::Few { most: few.most, split: few.split });
         let width = LINEAR_TILES.iter().map(|tile| tile.width).find(|&width| width >= self.rows);
         let tiles = LINEAR_TILES.iter().filter(|tile| Some(tile.width) == width);
-        few.into_iter().chain(tiles.map(|tile| Way::Tile { height: tile.height, width: tile.width })).collect()
+        few.chain(tiles.map(|tile| Way::Tile { height: tile.height, width: tile.width })).collect()
     }
 }
 
@@ -80,7 +82,11 @@ impl Product {
 #[serde(rename_all = "snake_case")]
 pub enum Way {
     /// The own kernel for at most `most` rows.
-    Few { most: i64 },
+    Few {
+        most: i64,
+        /// Warps that share the columns of y.
+        split: i64,
+    },
     /// The own kernel on tensor cores.
     Tile {
         /// Rows of the weight per block.
@@ -98,7 +104,7 @@ pub enum Way {
 impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Few { most } => write!(f, "{most}"),
+            Self::Few { most, split } => write!(f, "{most}/{split}"),
             Self::Tile { height, width } => write!(f, "{height}x{width}"),
             Self::CublasLt { algorithm } => write!(f, "cublasLt {algorithm}"),
         }
@@ -121,10 +127,10 @@ impl Way {
         let arguments =
             vec![elements(x_nk), elements(w_mk), y, size(n), size(m), eighths(k), Argument::Int(to_float32.into())];
         match self {
-            Self::Few { most } => {
-                let few = LINEAR_FEW.into_iter().find(|few| few.most == most && most >= n);
+            Self::Few { most, split } => {
+                let few = LINEAR_FEW.into_iter().find(|few| (few.most, few.split) == (most, split) && most >= n);
                 let name = few.expect("one of the own ways").name;
-                Launch::new(Program::Linear, name, [blocks(m, FEW_COLUMNS), 1, 1], 256, arguments)
+                Launch::new(Program::Linear, name, [blocks(m, FEW_COLUMNS / split), 1, 1], 256, arguments)
             }
             Self::Tile { height, width } => {
                 let mut tiles = LINEAR_TILES.into_iter();
@@ -335,13 +341,18 @@ mod tests {
     fn a_product_is_tried_with_the_smallest_kernels_that_hold_its_rows() {
         let ways = |rows| Product { rows, outputs: 4096, inputs: 4096, to_float32: false }.ways();
         assert_eq!(
-            ways(3)[..3],
-            [Way::Few { most: 4 }, Way::Tile { height: 32, width: 16 }, Way::Tile { height: 64, width: 16 }]
+            ways(3)[..4],
+            [
+                Way::Few { most: 4, split: 1 },
+                Way::Few { most: 4, split: 4 },
+                Way::Tile { height: 32, width: 16 },
+                Way::Tile { height: 64, width: 16 }
+            ]
         );
         assert_eq!(ways(64)[..2], [Way::Tile { height: 32, width: 64 }, Way::Tile { height: 64, width: 64 }]);
-        assert_eq!((ways(1).len(), ways(9).len()), (3 + TRIED, 2 + TRIED));
+        assert_eq!((ways(1).len(), ways(9).len()), (6 + TRIED, 2 + TRIED));
         let odd = Product { rows: 1, outputs: 32001, inputs: 4096, to_float32: true }.ways();
-        assert_eq!(odd.len(), 3, "of no multiple of 16 bytes, the second row of logits is cublasLt's no more: {odd:?}");
+        assert_eq!(odd.len(), 6, "of no multiple of 16 bytes, the second row of logits is cublasLt's no more: {odd:?}");
         let product = Product { rows: 64, outputs: 8, inputs: 8, to_float32: true };
         assert_eq!(Way::untimed(product), Way::Tile { height: 32, width: 64 });
     }

@@ -112,7 +112,9 @@ impl Program {
         let launched = self.text().split("\nKERNEL(").skip(1).filter_map(|rest| rest.split_once(") "));
         let plain = launched.map(|(_, rest)| rest.split('(').next().unwrap_or_default());
         match self {
-            Self::Linear => plain.chain(LINEAR_TILES.iter().map(|tile| tile.name)).collect(),
+            Self::Linear => {
+                plain.chain(LINEAR_FEW.map(|few| few.name)).chain(LINEAR_TILES.map(|tile| tile.name)).collect()
+            }
             _ => plain.collect(),
         }
     }
@@ -134,8 +136,10 @@ impl Program {
     }
 }
 
-/// Columns of y per block, in products with few rows and in ResBlocks.
-pub const FEW_COLUMNS: i64 = 32;
+/// Columns of y per block, in products with few rows whose columns are not split.
+pub(super) const FEW_COLUMNS: i64 = 32;
+/// Columns of y per block of a ResBlock.
+pub const BLOCK_COLUMNS: i64 = 8;
 
 /// A kernel for products with few rows.
 #[derive(Debug, Clone, Copy)]
@@ -143,15 +147,27 @@ pub(super) struct LinearFew {
     pub(super) name: &'static str,
     /// Largest number of rows of x.
     pub(super) most: i64,
+    /// Number of warps that share the columns of y.
+    pub(super) split: i64,
 }
 
-const fn few(name: &'static str, most: i64) -> LinearFew {
-    LinearFew { name, most }
+const fn few(name: &'static str, most: i64, split: i64) -> LinearFew {
+    LinearFew { name, most, split }
 }
 
 /// The kernels in linear.cu, in its order.
-pub(super) const LINEAR_FEW: [LinearFew; 4] =
-    [few("linear_1", 1), few("linear_2", 2), few("linear_4", 4), few("linear_8", 8)];
+pub(super) const LINEAR_FEW: [LinearFew; 10] = [
+    few("linear_1_1", 1, 1),
+    few("linear_1_2", 1, 2),
+    few("linear_1_4", 1, 4),
+    few("linear_1_8", 1, 8),
+    few("linear_2_1", 2, 1),
+    few("linear_2_4", 2, 4),
+    few("linear_4_1", 4, 1),
+    few("linear_4_4", 4, 4),
+    few("linear_8_1", 8, 1),
+    few("linear_8_4", 8, 4),
+];
 
 /// A kernel for products with many rows.
 #[derive(Debug, Clone, Copy)]
@@ -201,17 +217,15 @@ mod tests {
         assert_eq!(names(Program::Pass), ["rotate", "silu_up"]);
         let of_heads = |d: i64| [1, 2, 4, 8].map(|share| format!("batch_attention_{d}x{share}"));
         assert_eq!(names(Program::BatchAttention), [of_heads(64), of_heads(128)].concat());
-        let linear = names(Program::Linear);
-        assert_eq!(linear[..4], LINEAR_FEW.map(|few| few.name));
-        assert_eq!(linear[4], "res_block");
-        for few in LINEAR_FEW {
-            assert!(Program::Linear.text().contains(&format!("{{\n    linear_few<{}>(", few.most)), "{few:?}");
-            assert_eq!(few.name, format!("linear_{}", few.most));
+        assert_eq!(names(Program::Linear).len(), 1 + LINEAR_FEW.len() + LINEAR_TILES.len());
+        assert_eq!(names(Program::Linear)[0], "res_block");
+        for LinearFew { name, most, split } in LINEAR_FEW {
+            assert!(Program::Linear.text().contains(&format!("\nLINEAR_FEW({most}, {split})")), "{name}");
+            assert_eq!(name, format!("linear_{most}_{split}"));
         }
-        let tiles: Vec<String> = LINEAR_TILES.iter().map(|tile| format!("({}, {})", tile.height, tile.width)).collect();
-        for (tile, name) in tiles.iter().zip(&linear[5..]) {
-            assert!(Program::Linear.text().contains(&format!("\nLINEAR_TILE{tile}")), "{tile}");
-            assert_eq!(*name, format!("linear_{}", tile[1..tile.len() - 1].replace(", ", "x")));
+        for LinearTile { name, height, width } in LINEAR_TILES {
+            assert!(Program::Linear.text().contains(&format!("\nLINEAR_TILE({height}, {width})")), "{name}");
+            assert_eq!(name, format!("linear_{height}x{width}"));
         }
     }
 }

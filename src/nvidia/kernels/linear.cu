@@ -8,93 +8,123 @@ INLINE void store_number(void* y, size_t at, float number, int as_float) {
     else ((element*)y)[at] = to_element(number);
 }
 
-#define COLUMNS 4  // columns of y per warp
+#define COLUMNS 4    // columns of y per group of warps
+#define FEW_WARPS 8  // warps per block
 
-// sums[c][r] = x[r]·w[first + c] for one warp, complete in every lane. Rows past the last one count as zero; columns past the
-// last one repeat it and must not be used.
+// The group of SPLIT warps that a warp belongs to, counted over all blocks.
+template <int SPLIT> INLINE int few_group() { return blockIdx.x * (FEW_WARPS / SPLIT) + threadIdx.x / WARP / SPLIT; }
+
+// 16 bytes of each weight row of a group; zeros behind the end of the rows.
+INLINE void fetch_weights(uint4 (&weights)[COLUMNS], const element* const (&columns)[COLUMNS], int at, int k) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) weights[c] = stream16(columns[c] + at, at < k);
+}
+
+// sums[c][r] += row r times weights of column c.
 template <int ROWS>
-INLINE void few_rows(float (&sums)[COLUMNS][ROWS], const element* x, const element* w, int first, int n, int m, int k) {
-    const int lane = threadIdx.x % WARP;
-    const element* columns[COLUMNS];
+INLINE void multiply_few(float (&sums)[COLUMNS][ROWS], const uint4 (&rows)[ROWS], const uint4 (&weights)[COLUMNS]) {
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-        columns[c] = w + (size_t)min(first + c, m - 1) * k;
+    for (int r = 0; r < ROWS; r++) {
+        float numbers[8];
+        unpack8(numbers, rows[r]);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) sums[c][r] = 0.0f;
-    }
-#pragma unroll 2
-    for (int i = lane * 8; i < k; i += WARP * 8) {
-        uint4 weights[COLUMNS];
+        for (int c = 0; c < COLUMNS; c++) {
+            float factors[8];
+            unpack8(factors, weights[c]);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) weights[c] = stream16(columns[c] + i);
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (r >= n) continue;
-            float numbers[8];
-            unpack8(numbers, load16(x + (size_t)r * k + i));
-#pragma unroll
-            for (int c = 0; c < COLUMNS; c++) {
-                float factors[8];
-                unpack8(factors, weights[c]);
-#pragma unroll
-                for (int j = 0; j < 8; j++) sums[c][r] += numbers[j] * factors[j];
-            }
+            for (int j = 0; j < 8; j++) sums[c][r] += numbers[j] * factors[j];
         }
-    }
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) sums[c][r] = warp_sum(sums[c][r]);
     }
 }
 
-// Up to ROWS rows: x [n, K], w [M, K], y [n, M]. A warp computes four columns of y and reads their weights side by side.
-template <int ROWS>
-INLINE void linear_few(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
-    const int first = (blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP) * COLUMNS, lane = threadIdx.x % WARP;
-    if (first >= m) return;
-    float sums[COLUMNS][ROWS];
-    few_rows<ROWS>(sums, x, w, first, n, m, k);
-    // Lane c·ROWS + r writes sums[c][r].
-    const int row = lane % ROWS, column = first + lane / ROWS;
+// Products of four columns with ROWS rows of x, the last of which repeat row n - 1 if n is smaller. The columns belong to a group of
+// SPLIT warps: of K, each warp reads every SPLIT-th run of 256 numbers, and their sums are added in the order of the warps. Weights are
+// loaded one run before they are multiplied, so that four to eight loads of every thread are under way at any time. Lane c·ROWS + r of a
+// group's first warp returns row r times column c. All threads of the block call this; parts holds FEW_WARPS·WARP numbers.
+template <int ROWS, int SPLIT>
+INLINE float few_rows(const element* x, const element* const (&columns)[COLUMNS], int n, int k, float* parts) {
+    constexpr int STRIDE = SPLIT * WARP * 8;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, begin = (warp % SPLIT * WARP + lane) * 8;
+    uint4 weights[2][COLUMNS];
+    fetch_weights(weights[0], columns, begin, k);
+    float sums[COLUMNS][ROWS] = {};
+    for (int from = 0; from < k; from += 2 * STRIDE) {  // as many iterations for every lane
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int at = from + half * STRIDE + begin;
+            uint4 rows[ROWS];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                rows[r] = make_uint4(0, 0, 0, 0);
+                if (at < k) rows[r] = load16(x + (size_t)min(r, n - 1) * k + at);
+            }
+            fetch_weights(weights[1 - half], columns, at + STRIDE, k);
+            multiply_few(sums, rows, weights[half]);
+        }
+    }
     float sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) sum = lane == c * ROWS + r ? sums[c][r] : sum;
+        for (int r = 0; r < ROWS; r++) {
+            const float whole = warp_sum(sums[c][r]);
+            sum = lane == c * ROWS + r ? whole : sum;
+        }
     }
-    if (lane < COLUMNS * ROWS && row < n && column < m) store_number(y, (size_t)row * m + column, sum, as_float);
+    if (SPLIT == 1) return sum;
+    parts[threadIdx.x] = sum;
+    __syncthreads();
+#pragma unroll
+    for (int other = 1; other < SPLIT; other++) sum += parts[(threadIdx.x + other * WARP) % (FEW_WARPS * WARP)];
+    return sum;
 }
 
-// Grid M/32 rounded up, 256 threads.
-KERNEL(256) linear_1(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
-    linear_few<1>(x, w, y, n, m, k, as_float);
+// Up to ROWS rows: x [n, K], w [M, K], y [n, M].
+template <int ROWS, int SPLIT>
+INLINE void linear_few(const element* x, const element* w, void* y, int n, int m, int k, int as_float, float* parts) {
+    const int first = few_group<SPLIT>() * COLUMNS, lane = threadIdx.x % WARP;
+    const element* columns[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) columns[c] = w + (size_t)min(first + c, m - 1) * k;
+    const float sum = few_rows<ROWS, SPLIT>(x, columns, n, k, parts);
+    const int row = lane % ROWS, column = first + lane / ROWS;
+    const bool is_first_warp = threadIdx.x / WARP % SPLIT == 0;
+    if (is_first_warp && lane < COLUMNS * ROWS && row < n && column < m) store_number(y, (size_t)row * m + column, sum, as_float);
 }
-KERNEL(256) linear_2(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
-    linear_few<2>(x, w, y, n, m, k, as_float);
-}
-KERNEL(256) linear_4(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
-    linear_few<4>(x, w, y, n, m, k, as_float);
-}
-KERNEL(256) linear_8(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
-    linear_few<8>(x, w, y, n, m, k, as_float);
-}
+
+// linear_RxS: up to R rows, the columns split over S warps. Grid (M / (32/S) rounded up), 256 threads.
+#define LINEAR_FEW(rows, split)                                                                                                 \
+    KERNEL(256) linear_##rows##_##split(const element* x, const element* w, void* y, int n, int m, int k, int as_float) { \
+        SHARED float parts[FEW_WARPS * WARP];                                                                              \
+        linear_few<rows, split>(x, w, y, n, m, k, as_float, parts);                                                        \
+    }
+LINEAR_FEW(1, 1)
+LINEAR_FEW(1, 2)
+LINEAR_FEW(1, 4)
+LINEAR_FEW(1, 8)
+LINEAR_FEW(2, 1)
+LINEAR_FEW(2, 4)
+LINEAR_FEW(4, 1)
+LINEAR_FEW(4, 4)
+LINEAR_FEW(8, 1)
+LINEAR_FEW(8, 4)
+
+#define BLOCK_SPLIT 4  // warps that share columns of a ResBlock
 
 // A ResBlock of every head (paper section 2.1.1): y[k] = x[k] + SiLU(w[k]·x[k] + b[k]). x is [K, H]; with `state`, all heads read
-// row LAST of x [N, H] instead. w [K, H, H], b and y [K, H]. Grid (H/32 rounded up, K), 256 threads.
+// row LAST of x [N, H] instead. w [K, H, H], b and y [K, H]. Grid (H/8 rounded up, K), 256 threads.
 KERNEL(256) res_block(const element* x, const int* state, const element* w, const element* b, element* y, int h) {
-    const int first = (blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP) * COLUMNS, lane = threadIdx.x % WARP;
-    if (first >= h) return;
+    SHARED float parts[FEW_WARPS * WARP];
+    const int first = few_group<BLOCK_SPLIT>() * COLUMNS, lane = threadIdx.x % WARP;
     const size_t head = blockIdx.y;
-    x += (state ? (size_t)state[LAST] : head) * h;
-    float sums[COLUMNS][1];
-    few_rows<1>(sums, x, w + head * h * h, first, 1, h, h);
+    const element* columns[COLUMNS];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-        if (lane == c && first + c < h) {
-            const float inner = sums[c][0] + to_float(b[head * h + first + c]);
-            y[head * h + first + c] = to_element(to_float(x[first + c]) + silu(inner));
-        }
+    for (int c = 0; c < COLUMNS; c++) columns[c] = w + (head * h + min(first + c, h - 1)) * h;
+    x += (state ? (size_t)state[LAST] : head) * h;
+    const float sum = few_rows<1, BLOCK_SPLIT>(x, columns, 1, h, parts);
+    const int column = first + lane;
+    if (threadIdx.x / WARP % BLOCK_SPLIT == 0 && lane < COLUMNS && column < h) {
+        y[head * h + column] = to_element(to_float(x[column]) + silu(sum + to_float(b[head * h + column])));
     }
 }
 
