@@ -58,7 +58,12 @@ impl Case {
     }
 
     fn run(&self, launches: &[Launch]) {
-        self.emulator(128).run_all(launches, self.order);
+        self.run_with(128, launches);
+    }
+
+    fn run_with(&self, head_size: i64, launches: &[Launch]) {
+        let hidden = self.memory.hidden();
+        launches.iter().for_each(|launch| self.emulator(head_size).run(launch, self.order, &hidden));
     }
 
     fn rng(&self) -> ChaCha8Rng {
@@ -68,6 +73,11 @@ impl Case {
     /// Normal numbers with standard deviation 1, in the case's dtype.
     fn normal(&self, size: &[i64]) -> Tensor {
         self.memory.tensor(&self.gaussian(size).to_kind(self.kind))
+    }
+
+    /// Like [`Case::normal`], for weights.
+    fn weights(&self, size: &[i64]) -> Tensor {
+        self.memory.weights(&self.gaussian(size).to_kind(self.kind))
     }
 
     fn floats(&self, size: &[i64]) -> Tensor {
@@ -237,7 +247,7 @@ fn bias_norms_and_positions_go_into_queries_and_keys_and_both_into_the_cache() {
         let [q_got, q_expected] = both(case, &case.output(&[n, q, d]));
         let [kv_got, kv_expected] = both(case, &case.normal(&[2, g, room, d]));
         let launch = launches::rope_append(&qkv_nh, places, inputs, &q_got, &kv_got);
-        case.emulator(d).run(&launch, case.order);
+        case.run_with(d, &[launch]);
         oracle::rope_append(&qkv_nh, places, inputs, &q_expected, &kv_expected);
         // The sum of squares in another order may round a normed number, of size up to 8, to its other neighbour.
         let scale = if has_norms { 32.0 } else { 1e-3 };
@@ -264,7 +274,7 @@ fn check_attention(case: &Case, [n, context, q, g, d]: [i64; 5], window: Option<
     let [got, expected] = both(case, &case.output(&[n, q, d]));
     let scale = (d as f64).powf(-0.5);
     let launches = launches::tree_attention(&q_nqd, &kv_2gsd, places, (scale, window), &parts, &got);
-    case.emulator(d).run_all(&launches, case.order);
+    case.run_with(d, &launches);
     oracle::tree_attention(&q_nqd, &kv_2gsd, places, scale, window, &expected);
     // Probabilities are rounded before their product with values of size 1: sums of up to thousands of errors of either
     // sign.
@@ -294,7 +304,7 @@ fn products_are_those_of_every_row_and_weight() {
         if m > 1000 && ![1, 8, 9, 64, 65, 128].contains(&n) {
             return;
         }
-        let (x_nk, w_mk) = (case.normal(&[n, k]), case.normal(&[m, k]));
+        let (x_nk, w_mk) = (case.normal(&[n, k]), case.weights(&[m, k]));
         let of = Product { rows: n, outputs: m, inputs: k, to_float32: true };
         // Every own kernel that supports the rows, writing float32 and the case's dtype in turn.
         for (way, kind) in
@@ -319,7 +329,7 @@ fn heads_read_the_last_accepted_row_or_their_own() {
         let state = case.state(9);
         state::write(&state, Slot::Last, 6);
         let (hidden_nh, x_kh) = (case.normal(&[7, h]), case.normal(&[k, h]));
-        let (w_khh, b_kh) = (case.normal(&[k, h, h]), case.normal(&[k, h]));
+        let (w_khh, b_kh) = (case.weights(&[k, h, h]), case.normal(&[k, h]));
         for input in [BlockInput::Last { hidden_nh: &hidden_nh, state: &state }, BlockInput::Rows(&x_kh)] {
             let [got, expected] = both(case, &case.output(&[k, h]));
             case.run(&[launches::res_block(input, &w_khh, &b_kh, &got)]);
@@ -544,6 +554,11 @@ fn what_was_accepted_stays_and_the_next_tree_is_filled() {
 
 /// Runs a kernel in the emulator in both orders of threads: `OUT[thread]`, or the error.
 fn of_kernel(body: &str, threads: u32, shared_bytes: u32) -> [Result<Vec<i64>, String>; 2] {
+    of_whole_kernel(&format!("begin(); {body}"), threads, shared_bytes)
+}
+
+/// Like [`of_kernel`], of a kernel that waits for the kernels before it by itself.
+fn of_whole_kernel(body: &str, threads: u32, shared_bytes: u32) -> [Result<Vec<i64>, String>; 2] {
     let memory = Memory::default();
     let source = format!(
         "#define ELEMENT_BF16
@@ -561,7 +576,7 @@ KERNEL(64) probe(int* out) {{ {body} }}
             shared_bytes,
             arguments: vec![Argument::Pointer(out.data_ptr() as u64)],
         };
-        emulator::run(&source, &["probe"], &launch, order)?;
+        emulator::run(&source, &["probe"], &launch, order, &memory.hidden())?;
         Ok(Vec::try_from(out.to_kind(Kind::Int64)).expect("one axis"))
     })
 }
@@ -584,6 +599,17 @@ fn the_emulator_finds_what_a_gpu_would_not_forgive() {
     ];
     for (body, words) in faults {
         for outcome in of_kernel(body, 64, 1024) {
+            assert!(outcome.as_ref().is_err_and(|error| error.contains(words)), "{body}: {outcome:?}");
+        }
+    }
+    let early = [
+        ("out[threadIdx.x] = 1; begin();", "before it has waited"),
+        ("LAUNCHED_SHARED(room); copy16_async(room, out, true); begin(); wait_copies<0>();", "before it has waited"),
+        ("if (threadIdx.x > 3) return; begin();", "waits for ever at await_inputs"),
+        ("start_next();", "ends without waiting for the kernels before it"),
+    ];
+    for (body, words) in early {
+        for outcome in of_whole_kernel(body, 64, 1024) {
             assert!(outcome.as_ref().is_err_and(|error| error.contains(words)), "{body}: {outcome:?}");
         }
     }

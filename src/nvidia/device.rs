@@ -27,6 +27,8 @@ pub struct Gpu {
     pub name: String,
     /// The architecture that kernels are compiled for, such as `sm_90a`.
     pub arch: String,
+    /// Whether a kernel may start before the one before it has ended (programmatic dependent launch).
+    pub overlaps_kernels: bool,
 }
 
 /// Checks whether this machine has a GPU that can decode, without touching it.
@@ -104,7 +106,7 @@ impl Gpu {
         // track. They would break a capture.
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(failed("making a stream"))?;
-        Ok(Self { context, stream, name, arch: arch(major, minor) })
+        Ok(Self { context, stream, name, arch: arch(major, minor), overlaps_kernels: major >= 9 })
     }
 
     /// Makes the GPU's context current on this thread. cudarc does so by itself, but raw calls need it, because libtorch leaves

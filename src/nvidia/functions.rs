@@ -2,9 +2,11 @@
 #![expect(unsafe_code, reason = "a kernel is given raw addresses")]
 
 use std::collections::{HashMap, HashSet};
+use std::ffi::c_void;
+use std::ptr::null_mut;
 use std::sync::{Mutex, PoisonError};
 
-use cudarc::driver::{CudaFunction, CudaStream, LaunchConfig, PushKernelArg, sys};
+use cudarc::driver::{CudaFunction, CudaStream, sys};
 use cudarc::nvrtc::Ptx;
 
 use super::choices::kernels_folder;
@@ -23,6 +25,8 @@ pub struct Functions {
     by_kernel: HashMap<Kernel, CudaFunction>,
     /// Kernels whose shared memory limit was raised: done once, so that no attribute is set while a step is captured.
     raised: Mutex<HashSet<Kernel>>,
+    /// Whether the GPU can start a kernel before the one before it has ended (programmatic dependent launch).
+    overlaps_kernels: bool,
 }
 
 impl Functions {
@@ -44,7 +48,7 @@ impl Functions {
                 by_kernel.insert(Kernel { program, name }, function);
             }
         }
-        Ok(Self { by_kernel, raised: Mutex::default() })
+        Ok(Self { by_kernel, raised: Mutex::default(), overlaps_kernels: gpu.overlaps_kernels })
     }
 
     /// The kernel of a launch, allowed to use as much shared memory as it asks for.
@@ -67,25 +71,50 @@ impl Functions {
     /// # Errors
     /// [`GpuError::Failed`].
     pub fn launch(&self, launch: &Launch, stream: &CudaStream) -> Result<(), GpuError> {
-        let mut builder = stream.launch_builder(self.prepared(launch)?);
-        for argument in &launch.arguments {
-            match argument {
-                Argument::Pointer(number) => builder.arg(number),
-                Argument::Int(number) => builder.arg(number),
-                Argument::Long(number) => builder.arg(number),
-                Argument::Float(number) => builder.arg(number),
-                Argument::Double(number) => builder.arg(number),
-            };
-        }
-        let [x, y, z] = launch.grid;
-        let config = LaunchConfig {
-            grid_dim: (x, y, z),
-            block_dim: (launch.threads, 1, 1),
-            shared_mem_bytes: launch.shared_bytes,
+        let function = self.prepared(launch)?;
+        stream.context().bind_to_thread().map_err(GpuError::failed("entering its context"))?;
+        let mut arguments: Vec<*mut c_void> = launch.arguments.iter().map(Argument::address).collect();
+        let mut overlap = overlapping();
+        let config = self.config(launch, stream, &mut overlap);
+        // SAFETY: the arguments were made for this kernel (see the constructors of `Launch`), and the driver copies them and the attribute
+        // during the call. Their tensors live as long as the CUDA engine; on libtorch's stream, their memory is given to no other tensor
+        // before the kernel has run.
+        let launched = unsafe {
+            sys::cuLaunchKernelEx(&raw const config, function.cu_function(), arguments.as_mut_ptr(), null_mut())
         };
-        // SAFETY: the arguments were made for this kernel (see the constructors of `Launch`). Their tensors live as long as the
-        // CUDA engine; on libtorch's stream, their memory is given to no other tensor before the kernel has run.
-        let launched = unsafe { builder.launch(config) };
-        launched.map(|_| ()).map_err(GpuError::failed(launch.kernel.name))
+        launched.result().map_err(GpuError::failed(launch.kernel.name))
+    }
+
+    /// The launch in the driver's form. Where the GPU can, a kernel of a step may start before the one before it has ended: these kernels
+    /// wait for their inputs by themselves (`await_inputs` in prelude.cu).
+    fn config(
+        &self,
+        launch: &Launch,
+        stream: &CudaStream,
+        overlap: &mut sys::CUlaunchAttribute,
+    ) -> sys::CUlaunchConfig {
+        let [x, y, z] = launch.grid;
+        let awaits_inputs = Program::OF_STEPS.contains(&launch.kernel.program);
+        sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: launch.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: launch.shared_bytes,
+            hStream: stream.cu_stream(),
+            attrs: overlap,
+            numAttrs: (self.overlaps_kernels && awaits_inputs).into(),
+        }
+    }
+}
+
+/// The attribute that lets a kernel start before the one before it has ended.
+fn overlapping() -> sys::CUlaunchAttribute {
+    sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
     }
 }

@@ -3,7 +3,8 @@
 // Blocks run one after another. The threads of a block are fibers, of which one runs at a time. Every warp collective checks that all of
 // its lanes reach the same one, and __syncthreads that all threads do; otherwise the launch ends with an error. To expose a missing
 // barrier or wait, shared memory is poisoned before each block, an asynchronous copy poisons its destination and takes place as late as
-// allowed (at the wait), and the order of blocks and threads can be reversed. Buffers end at an inaccessible page, so that an access past
+// allowed (at the wait), and the order of blocks and threads can be reversed. Until all threads of a block have waited for the kernels
+// before theirs, memory that is hidden (everything except weights) is inaccessible, and a thread of a step's kernel that ends without waiting is an error. Buffers end at an inaccessible page, so that an access past
 // their end is reported with the kernel's name, the block and the thread. 16-byte accesses must be aligned.
 #pragma once
 
@@ -58,6 +59,13 @@ struct Fiber {
     Index thread;
     std::vector<Copy> copies;
     int group;
+    bool awaited;
+};
+
+// Memory that is inaccessible until await_inputs.
+struct Hidden {
+    char* begin;
+    size_t bytes;
 };
 
 // A synchronization point of a warp or of the block.
@@ -90,6 +98,14 @@ static char error[512];
 static const char* kernel_name;
 static void (*body)(void*);
 static void* body_data;
+static const Hidden* hidden;
+static unsigned hidden_count;
+static bool must_await;
+
+static void show(bool accessible) {
+    for (unsigned i = 0; i < hidden_count; i++)
+        mprotect(hidden[i].begin, hidden[i].bytes, accessible ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
 
 static int thread_number() { return (int)(now - fibers.data()); }
 
@@ -107,6 +123,7 @@ static void run_fiber() {
         for (const Copy& copy : now->copies) {
             if (copy.real) fail("ends with a copy that it never waited for", "");
         }
+        if (!now->awaited) fail("ends without waiting for the kernels before it", "");
         now->done = true;
         progress++;
         next_fiber();
@@ -195,6 +212,11 @@ static bool is_shared(const void* pointer) {
 static void on_fault(int, siginfo_t* info, void*) {
     char detail[64];
     snprintf(detail, sizeof detail, "%p", info->si_addr);
+    const char* at = (const char*)info->si_addr;
+    for (unsigned i = 0; i < hidden_count; i++) {
+        if (now && !now->awaited && at >= hidden[i].begin && at < hidden[i].begin + hidden[i].bytes)
+            fail("touches memory of a step before it has waited for the kernels before it, at ", detail);
+    }
     fail("touches memory that is not its own, at ", detail);
 }
 
@@ -240,6 +262,7 @@ static void begin_block(unsigned threads) {
     for (Warp& warp : warps) warp.meeting = Meeting{32, 0, 0, ""};
     for (Fiber& fiber : fibers) {
         fiber.done = false;
+        fiber.awaited = !must_await;
         fiber.copies.clear();
         fiber.group = 0;
     }
@@ -267,8 +290,10 @@ static const char* run(const char* name, const unsigned* grid, unsigned threads,
         const unsigned at = backwards ? blocks - 1 - block : block;
         block_index = Index{at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
         begin_block(threads);
+        show(false);
         const int came_back = _setjmp(outside);
         if (came_back == 0) resume(&fibers[backwards ? threads - 1 : 0]);
+        show(true);
         if (came_back == 1) return error;
     }
     return nullptr;
@@ -284,7 +309,7 @@ template <typename... A> struct Call {
 
 template <typename... A>
 static const char* launch(const char* name, void (*kernel)(A...), const unsigned* grid, unsigned threads, unsigned shared, void** arguments,
-                          unsigned count, bool from_the_last) {
+                          unsigned count, bool from_the_last, const Hidden* until_awaited, unsigned ranges, bool awaits) {
     static Call<A...> call;
     if (count != sizeof...(A)) {
         snprintf(error, sizeof error, "%s: takes %zu arguments, got %u", name, sizeof...(A), count);
@@ -293,6 +318,9 @@ static const char* launch(const char* name, void (*kernel)(A...), const unsigned
     call = {kernel, arguments};
     body = call.enter;
     body_data = &call;
+    hidden = until_awaited;
+    hidden_count = ranges;
+    must_await = awaits;
     return run(name, grid, threads, shared, from_the_last);
 }
 
@@ -407,6 +435,12 @@ static void load_matrices(unsigned (&m)[4], const void* row, bool transposed) {
 static inline void __syncthreads() { emulator::meet(emulator::everyone, "__syncthreads"); }
 static inline void __syncwarp() { emulator::meet(emulator::warps[emulator::thread_number() / 32].meeting, "__syncwarp"); }
 static inline void __threadfence_system() {}
+static inline void start_next() {}
+static inline void await_inputs() {
+    emulator::now->awaited = true;
+    if (emulator::everyone.arrived + 1 == emulator::everyone.expected) emulator::show(true);
+    emulator::meet(emulator::everyone, "await_inputs");
+}
 template <typename T> static T __shfl_xor_sync(unsigned lanes, T x, int step) {
     return emulator::shuffle("__shfl_xor_sync", lanes, x, emulator::lane() ^ step);
 }
@@ -463,6 +497,7 @@ static inline void store16(void* to, uint4 bytes) {
 static inline void copy16_async(void* shared, const void* from, bool real) {
     emulator::check_aligned(shared);
     emulator::check_aligned(from);
+    if (real) (void)*(const volatile char*)from;  // must be accessible now, even though it is read later
     if (!emulator::is_shared(shared)) emulator::fail("copies to what is not shared memory", "");
     memset(shared, 0xff, 16);
     emulator::now->copies.push_back({shared, from, real, emulator::now->group});

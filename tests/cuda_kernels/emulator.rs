@@ -13,14 +13,32 @@ use libloading::Library;
 use medusa::engine::cuda::error::CudaError;
 use medusa::engine::cuda::target::LaunchTarget;
 use medusa::files;
-use medusa::nvidia::kernels::KernelDtype;
+use medusa::nvidia::kernels::{KernelDtype, Program};
 use medusa::nvidia::launch::Launch;
 use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
 const TESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/cuda_kernels");
 
-type Entry = unsafe extern "C" fn(*const c_uint, c_uint, c_uint, *mut *mut c_void, c_uint, bool) -> *const c_char;
+type Entry = unsafe extern "C" fn(
+    *const c_uint,
+    c_uint,
+    c_uint,
+    *mut *mut c_void,
+    c_uint,
+    bool,
+    *const Hidden,
+    c_uint,
+    bool,
+) -> *const c_char;
+
+/// Memory that a kernel must not touch before it has waited for the kernels before it.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Hidden {
+    begin: *mut c_void,
+    bytes: usize,
+}
 
 /// The order in which blocks and threads run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -50,7 +68,7 @@ impl LaunchTarget for EmulatedTarget {
 
     fn launch(&self, launch: &Launch) -> Result<(), CudaError> {
         if self.broken != Some(launch.kernel.name) {
-            self.emulator.run(launch, Order::Forwards);
+            self.emulator.run(launch, Order::Forwards, &[]);
         }
         Ok(())
     }
@@ -61,20 +79,26 @@ static LIBRARIES: Mutex<Option<HashMap<PathBuf, Library>>> = Mutex::new(None);
 
 impl Emulator {
     /// Panics if the launch fails.
-    pub(crate) fn run(self, launch: &Launch, order: Order) {
+    pub(crate) fn run(self, launch: &Launch, order: Order, hidden: &[Hidden]) {
         let source = launch.kernel.program.source(self.element, self.head_size);
         let kernels = launch.kernel.program.kernels();
-        let result = run(&source, &kernels, launch, order);
+        let result = run(&source, &kernels, launch, order, hidden);
         result.unwrap_or_else(|error| panic!("{error}\n{launch:?}"));
     }
 
     pub(crate) fn run_all(self, launches: &[Launch], order: Order) {
-        launches.iter().for_each(|launch| self.run(launch, order));
+        launches.iter().for_each(|launch| self.run(launch, order, &[]));
     }
 }
 
 /// Runs a launch of one of `source`'s `kernels`.
-pub(crate) fn run(source: &str, kernels: &[&str], launch: &Launch, order: Order) -> Result<(), String> {
+pub(crate) fn run(
+    source: &str,
+    kernels: &[&str],
+    launch: &Launch,
+    order: Order,
+    hidden: &[Hidden],
+) -> Result<(), String> {
     let path = build(source, kernels);
     let mut libraries = LIBRARIES.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let library = libraries.get_or_insert_default().entry(path).or_insert_with_key(|path| {
@@ -87,9 +111,11 @@ pub(crate) fn run(source: &str, kernels: &[&str], launch: &Launch, order: Order)
     // types, and tensors live until the launch returns.
     let error = unsafe {
         let entry = library.get::<Entry>(name.as_bytes()).unwrap_or_else(|error| panic!("{name}: {error}"));
-        let count = arguments.len() as c_uint;
-        let backwards = order == Order::Backwards;
-        entry(launch.grid.as_ptr(), launch.threads, launch.shared_bytes, arguments.as_mut_ptr(), count, backwards)
+        let [count, ranges] = [arguments.len(), hidden.len()].map(|length| length as c_uint);
+        let (arguments, backwards) = (arguments.as_mut_ptr(), order == Order::Backwards);
+        let (grid, threads, shared) = (launch.grid.as_ptr(), launch.threads, launch.shared_bytes);
+        let awaits = Program::OF_STEPS.contains(&launch.kernel.program);
+        entry(grid, threads, shared, arguments, count, backwards, hidden.as_ptr(), ranges, awaits)
     };
     if error.is_null() {
         return Ok(());
@@ -105,8 +131,9 @@ fn build(source: &str, kernels: &[&str]) -> PathBuf {
     let entry = |kernel: &&str| {
         format!(
             "extern \"C\" const char* launch_{kernel}(const unsigned* grid, unsigned threads, unsigned shared, void** arguments, \
-             unsigned count, bool backwards) {{\n    \
-             return emulator::launch(\"{kernel}\", {kernel}, grid, threads, shared, arguments, count, backwards);\n}}\n"
+             unsigned count, bool backwards, const emulator::Hidden* hidden, unsigned ranges, bool awaits) {{\n    \
+             return emulator::launch(\"{kernel}\", {kernel}, grid, threads, shared, arguments, count, backwards, hidden, ranges, \
+             awaits);\n}}\n"
         )
     };
     let defines = source.lines().take_while(|line| line.starts_with("#define")).map(|line| format!("{line}\n"));
@@ -136,7 +163,9 @@ fn compile(source: &str, library: &Path) {
 /// Memory of a test: each tensor ends at an inaccessible page, except for up to 15 bytes that align its beginning.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
-    mapped: RefCell<Vec<(*mut c_void, usize)>>,
+    mapped: RefCell<Vec<Hidden>>,
+    /// Addresses of tensors that are weights.
+    weights: RefCell<Vec<*mut c_void>>,
 }
 
 const PAGE: usize = 4096;
@@ -149,6 +178,23 @@ impl Memory {
         tensor
     }
 
+    /// A copy of a tensor that kernels may read before they have waited for the kernels before them.
+    pub(crate) fn weights(&self, of: &Tensor) -> Tensor {
+        let tensor = self.tensor(of);
+        self.weights.borrow_mut().push(tensor.data_ptr());
+        tensor
+    }
+
+    /// All tensors except weights.
+    pub(crate) fn hidden(&self) -> Vec<Hidden> {
+        let weights = self.weights.borrow();
+        let is_weight = |of: &Hidden| {
+            let end = of.begin.wrapping_byte_add(of.bytes);
+            weights.iter().any(|at| (of.begin..end).contains(at))
+        };
+        self.mapped.borrow().iter().filter(|of| !is_weight(of)).copied().collect()
+    }
+
     /// Filled with bytes 0xff: NaN or -1.
     pub(crate) fn poisoned(&self, size: &[i64], kind: Kind) -> Tensor {
         let bytes = usize::try_from(size.iter().product::<i64>()).expect("a size") * kind.elt_size_in_bytes();
@@ -159,7 +205,7 @@ impl Memory {
             let base = libc::mmap(std::ptr::null_mut(), room + PAGE, access, flags, -1, 0);
             assert_ne!(base, libc::MAP_FAILED, "memory for a test");
             assert_eq!(libc::mprotect(base.byte_add(room), PAGE, libc::PROT_NONE), 0);
-            self.mapped.borrow_mut().push((base, room + PAGE));
+            self.mapped.borrow_mut().push(Hidden { begin: base, bytes: room });
             base.cast::<u8>().write_bytes(0xff, room);
             base.cast::<u8>().add(room - bytes.next_multiple_of(16))
         };
@@ -171,9 +217,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        for (base, bytes) in self.mapped.borrow().iter() {
-            // SAFETY: mapped above and unmapped once.
-            unsafe { libc::munmap(*base, *bytes) };
+        for Hidden { begin, bytes } in self.mapped.borrow().iter() {
+            // SAFETY: mapped above, with a page behind it, and unmapped once.
+            unsafe { libc::munmap(*begin, bytes + PAGE) };
         }
     }
 }

@@ -16,6 +16,7 @@ INLINE void set_accepted(int* path, const int* from_root, int count, int next, i
 // token after each node, speculative sampling if it is drawn. One block, 128 threads: each thread finds the successor of its
 // node.
 KERNEL(128) walk(const int* tokens, const int* chosen, const int* children, int* path, int* state, int n) {
+    begin();
     SHARED int token[MAX_NODES], after[MAX_NODES], steps[MAX_NODES];
     const int node = threadIdx.x;
     if (node < n) token[node] = tokens[node];
@@ -42,6 +43,7 @@ KERNEL(128) walk(const int* tokens, const int* chosen, const int* children, int*
 // float64 and start at the root, as on the host. One block, 128 threads: one thread per node, level after level.
 KERNEL(128) typical(const float* log_p, const float* entropy, const int* parents, const int* depths, const int* best, int* path,
                     int* state, int n, int levels, double threshold, double alpha) {
+    begin();
     SHARED double sum[MAX_NODES];
     SHARED int depth[MAX_NODES], parent[MAX_NODES];  // depth -1: not accepted
     SHARED int steps[MAX_NODES];
@@ -77,6 +79,7 @@ KERNEL(128) typical(const float* log_p, const float* entropy, const int* parents
 // so a row only moves down and never onto one that is still to be read: eight rows are read, then written, then the next eight. A
 // thread moves the same 16 bytes of every row. Grid planes·D/8 / 128 rounded up, 128 threads.
 KERNEL(128) compact(element* cache, const int* path, const int* state, int planes, int room, int d) {
+    begin();
     const int chunks = d / 8, at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at / chunks >= planes) return;
     const int count = state[ACCEPTED];
@@ -98,6 +101,7 @@ KERNEL(128) compact(element* cache, const int* path, const int* state, int plane
 // tokens]. The steps done are written last, after a fence, so that a host that polls the row sees it complete. One block, 128
 // threads.
 KERNEL(128) advance(const int* path, const int* tokens, int* state, int* results, int ring, int width) {
+    begin();
     const int count = state[ACCEPTED], step = state[STEP];
     volatile int* row = results + (size_t)(step % ring) * (3 + width);
     for (int i = threadIdx.x; i < count && i < width; i += blockDim.x) row[3 + i] = tokens[path[i]];
@@ -116,6 +120,7 @@ KERNEL(128) advance(const int* path, const int* tokens, int* state, int* results
 // Writes the tokens of the next step's nodes: the root holds NEXT, a node of depth d > 0 guess guesses[n] of head d - 1, from ids
 // [K, P]. One block, 128 threads.
 KERNEL(128) fill_tree(const int* ids, const int* depths, const int* guesses, const int* state, int* tokens, int n, int p) {
+    begin();
     const int node = threadIdx.x;
     if (node < n) tokens[node] = node == 0 ? state[NEXT] : ids[(depths[node] - 1) * p + guesses[node]];
 }

@@ -36,6 +36,7 @@ INLINE Ranked block_first(Ranked x, Ranked* scratch) {
 
 // best[n] = id of the largest of logits[n, V]; -1 if that is infinite or any is NaN. Grid N, 1024 threads.
 KERNEL(THREADS) best(const float* logits, int* best_out, int v) {
+    begin();
     SHARED Ranked scratch[WARPS];
     const float* row = logits + (size_t)blockIdx.x * v;
     Ranked first = none();
@@ -71,6 +72,7 @@ template <typename Take> INLINE void in_order(const Ranked* kept, int count, int
 // The first p of each slice of a row: logits [K, V] to parts [K, slices, p]. bias [V], which may be null, is added to every row. Grid
 // (V/SLICE rounded up, K), 256 threads.
 KERNEL(256) top_guesses_part(const float* logits, const element* bias, Ranked* parts, int v, int p) {
+    begin();
     SHARED Ranked kept[SLICE];
     SHARED Ranked scratch[WARPS];
     const int begin = blockIdx.x * SLICE, count = min(SLICE, v - begin);
@@ -84,6 +86,7 @@ KERNEL(256) top_guesses_part(const float* logits, const element* bias, Ranked* p
 }
 // The first p of all slices: ids [K, p]. Grid K, 256 threads, slices·p at most SLICE.
 KERNEL(256) top_guesses_merge(const Ranked* parts, int* ids, int v, int slices, int p) {
+    begin();
     SHARED Ranked kept[SLICE];
     SHARED Ranked scratch[WARPS];
     for (int i = threadIdx.x; i < slices * p; i += blockDim.x) kept[i] = parts[(size_t)blockIdx.x * slices * p + i];
@@ -103,6 +106,7 @@ INLINE float row_max(const float* row, int v, float* scratch) {
 // row and not used. Sums are float64. Grid N, 1024 threads.
 KERNEL(THREADS) posterior(const float* logits, const int* tokens, const int* children, float* log_p, float* entropy, int v,
                           float temperature) {
+    begin();
     SHARED float scratch[WARPS];
     SHARED double sums[WARPS];
     const int node = blockIdx.x;
@@ -184,6 +188,7 @@ INLINE Border nucleus(const Softmax& softmax, int v, double top_p, double* sums)
 // uniforms[(CONTEXT + depth + 1) % count]. Each warp handles one range of ids. Sums are float64. Grid N, 1024 threads.
 KERNEL(THREADS) draw(const float* logits, const int* depths, const int* state, const double* uniforms, int* drawn, int v, int count,
                      float temperature, double top_p) {
+    begin();
     SHARED float scratch[WARPS];
     SHARED double sums[WARPS], mass[WARPS];
     SHARED int equals[WARPS], chosen, last;

@@ -37,16 +37,20 @@ INLINE void multiply_few(float (&sums)[COLUMNS][ROWS], const uint4 (&rows)[ROWS]
     }
 }
 
-// Products of four columns with ROWS rows of x, the last of which repeat row n - 1 if n is smaller. The columns belong to a group of
+// Products of four columns with ROWS rows of x = input(), the last of which repeat row n - 1 if n is smaller. The columns belong to a group of
 // SPLIT warps: of K, each warp reads every SPLIT-th run of 256 numbers, and their sums are added in the order of the warps. Weights are
-// loaded one run before they are multiplied, so that four to eight loads of every thread are under way at any time. Lane c·ROWS + r of a
-// group's first warp returns row r times column c. All threads of the block call this; parts holds FEW_WARPS·WARP numbers.
-template <int ROWS, int SPLIT>
-INLINE float few_rows(const element* x, const element* const (&columns)[COLUMNS], int n, int k, float* parts) {
+// loaded one run before they are multiplied, so that four to eight loads of every thread are under way at any time; the first run is
+// loaded before the kernels that make x have ended. Lane c·ROWS + r of a group's first warp returns row r times column c. All threads of
+// the block call this; parts holds FEW_WARPS·WARP numbers.
+template <int ROWS, int SPLIT, typename Input>
+INLINE float few_rows(Input input, const element* const (&columns)[COLUMNS], int n, int k, float* parts) {
     constexpr int STRIDE = SPLIT * WARP * 8;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, begin = (warp % SPLIT * WARP + lane) * 8;
     uint4 weights[2][COLUMNS];
+    start_next();
     fetch_weights(weights[0], columns, begin, k);
+    await_inputs();
+    const element* x = input();
     float sums[COLUMNS][ROWS] = {};
     for (int from = 0; from < k; from += 2 * STRIDE) {  // as many iterations for every lane
 #pragma unroll
@@ -86,7 +90,7 @@ INLINE void linear_few(const element* x, const element* w, void* y, int n, int m
     const element* columns[COLUMNS];
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) columns[c] = w + (size_t)min(first + c, m - 1) * k;
-    const float sum = few_rows<ROWS, SPLIT>(x, columns, n, k, parts);
+    const float sum = few_rows<ROWS, SPLIT>([&] { return x; }, columns, n, k, parts);
     const int row = lane % ROWS, column = first + lane / ROWS;
     const bool is_first_warp = threadIdx.x / WARP % SPLIT == 0;
     if (is_first_warp && lane < COLUMNS * ROWS && row < n && column < m) store_number(y, (size_t)row * m + column, sum, as_float);
@@ -120,11 +124,11 @@ KERNEL(256) res_block(const element* x, const int* state, const element* w, cons
     const element* columns[COLUMNS];
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) columns[c] = w + (head * h + min(first + c, h - 1)) * h;
-    x += (state ? (size_t)state[LAST] : head) * h;
-    const float sum = few_rows<1, BLOCK_SPLIT>(x, columns, 1, h, parts);
+    auto input = [&] { return x + (state ? (size_t)state[LAST] : head) * h; };
+    const float sum = few_rows<1, BLOCK_SPLIT>(input, columns, 1, h, parts);
     const int column = first + lane;
     if (threadIdx.x / WARP % BLOCK_SPLIT == 0 && lane < COLUMNS && column < h) {
-        y[head * h + column] = to_element(to_float(x[column]) + silu(sum + to_float(b[head * h + column])));
+        y[head * h + column] = to_element(to_float(input()[column]) + silu(sum + to_float(b[head * h + column])));
     }
 }
 
@@ -159,23 +163,27 @@ INLINE void linear_tile(const element* x, const element* w, void* y, int n, int 
     LAUNCHED_SHARED(stages);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, first = blockIdx.x * HEIGHT;
     const int high = warp % HIGH * 16, across = warp / HIGH * TILES * 8, steps = (k + DEPTH - 1) / DEPTH;
-    auto fetch = [&](int step) {
-        if (step < steps) {
-            uint4* stage = stages + step % STAGES * STAGE;
-            fetch_tile<HEIGHT>(stage, w, first, m, step * DEPTH, k);
-            fetch_tile<WIDTH>(stage + HEIGHT * CHUNKS, x, 0, n, step * DEPTH, k);
-        }
+    auto stage = [&](int step) { return stages + step % STAGES * STAGE; };
+    auto fetch_weights = [&](int step) {
+        if (step < steps) fetch_tile<HEIGHT>(stage(step), w, first, m, step * DEPTH, k);
+    };
+    auto fetch_rows = [&](int step) {
+        if (step < steps) fetch_tile<WIDTH>(stage(step) + HEIGHT * CHUNKS, x, 0, n, step * DEPTH, k);
         end_copies();  // even if empty: one group per step
     };
+    start_next();
+    for (int step = 0; step < STAGES - 1; step++) fetch_weights(step);
+    await_inputs();
+    for (int step = 0; step < STAGES - 1; step++) fetch_rows(step);
     float sums[TILES][4];
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) sums[tile][0] = sums[tile][1] = sums[tile][2] = sums[tile][3] = 0.0f;
-    for (int step = 0; step < STAGES - 1; step++) fetch(step);
     for (int step = 0; step < steps; step++) {
         wait_copies<STAGES - 2>();
         __syncthreads();  // all copies have arrived, and the stage of the step before is free
-        fetch(step + STAGES - 1);
-        const uint4* weights = stages + step % STAGES * STAGE;
+        fetch_weights(step + STAGES - 1);
+        fetch_rows(step + STAGES - 1);
+        const uint4* weights = stage(step);
         const uint4* rows = weights + HEIGHT * CHUNKS;
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; chunk += 4) {  // 32 columns of k

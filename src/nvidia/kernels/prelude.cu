@@ -66,6 +66,21 @@ INLINE uint4 stream16(const void* from, bool real) {
     return b;
 }
 
+// Kernels of a step overlap on GPUs that can do so (programmatic dependent launch, compute capability 9.0): a kernel may start as soon
+// as every block of the kernel before it has started. Then await_inputs must come before every access to memory that a step writes; only
+// weights may be read earlier. It waits until the kernels before this one have ended and their writes are visible. Every thread calls
+// it, since the kernel after this one relies on it, too.
+INLINE void start_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+INLINE void await_inputs() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 // Copies 16 bytes from device to shared memory asynchronously; writes zeros unless `real`.
 INLINE void copy16_async(void* shared, const void* from, bool real) {
@@ -97,6 +112,12 @@ INLINE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 #endif
+
+// The beginning of a kernel that reads nothing but what a step writes.
+INLINE void begin() {
+    start_next();
+    await_inputs();
+}
 
 INLINE float to_float(element x) { return low(x); }
 INLINE element to_element(float x) { return (element)pack(x, 0.0f); }

@@ -18,6 +18,7 @@ INLINE float rounded(float x) { return to_float(to_element(x)); }
 KERNEL(128) rope_append(const element* qkv, const element* bias, const element* query_norm, const element* key_norm, float eps,
                         const int* depths, const int* state, const float* cos_table, const float* sin_table, element* q_out,
                         element* cache, int q, int g, int room) {
+    begin();
     const int n = blockIdx.x, heads = q + 2 * g, lane = threadIdx.x % WARP;
     const int head = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;
     if (head >= heads) return;  // the whole warp

@@ -3,6 +3,7 @@
 
 // x[n] = table[tokens[n]]. Grid N, 256 threads.
 KERNEL(256) embed(const int* tokens, const element* table, element* x, int h) {
+    begin();
     const element* from = table + (size_t)tokens[blockIdx.x] * h;
     element* to = x + (size_t)blockIdx.x * h;
     for (int i = threadIdx.x * 8; i < h; i += blockDim.x * 8) store16(to + i, load16(from + i));
@@ -29,6 +30,7 @@ INLINE float squares8(const float (&x)[8]) {
 
 // y = x / rms(x)·weight (Zhang and Sennrich 2019), statistics in float32. Grid N, 256 threads.
 KERNEL(256) rms_norm(const element* x, const element* weight, element* y, int h, float eps) {
+    begin();
     x += (size_t)blockIdx.x * h;
     float squares = 0.0f;
     for (int i = threadIdx.x * 8; i < h; i += blockDim.x * 8) {
@@ -41,6 +43,7 @@ KERNEL(256) rms_norm(const element* x, const element* weight, element* y, int h,
 
 // x += delta, rounded; then y = x / rms(x)·weight. Each thread reads back only what it wrote itself. Grid N, 256 threads.
 KERNEL(256) add_rms_norm(element* x, const element* delta, const element* weight, element* y, int h, float eps) {
+    begin();
     x += (size_t)blockIdx.x * h;
     delta += (size_t)blockIdx.x * h;
     float squares = 0.0f;
@@ -59,6 +62,7 @@ KERNEL(256) add_rms_norm(element* x, const element* delta, const element* weight
 
 // y[n, i] = SiLU(gate)·up with gate = gate_up[n, i], up = gate_up[n, I + i] (Shazeer 2020). Grid (I/8/256, N), 256 threads.
 KERNEL(256) silu_mul(const element* gate_up, element* y, int width) {
+    begin();
     const int i = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
     if (i >= width) return;
     const element* row = gate_up + (size_t)blockIdx.y * 2 * width;

@@ -3,6 +3,7 @@
 
 // x[n] = table[tokens[nodes[n]]]; the root's token may be -1, which is read as 0: there will be no step with it. Grid N, 256 threads.
 KERNEL(256) embed_nodes(const int* tokens, const int* nodes, const element* table, element* x, int h) {
+    begin();
     const element* from = table + (size_t)max(tokens[nodes[blockIdx.x]], 0) * h;
     element* to = x + (size_t)blockIdx.x * h;
     for (int i = threadIdx.x * 8; i < h; i += blockDim.x * 8) store16(to + i, load16(from + i));
@@ -14,6 +15,7 @@ KERNEL(256) embed_nodes(const int* tokens, const int* nodes, const element* tabl
 // null below the root's level. y[n] = residual + SiLU(linear) of the first head. Grid (pairs/256 rounded up, N), 256 threads.
 KERNEL(256) first_block(float* sums, const float* before, const int* parents, const element* bias, element* y, int pairs, int used,
                         int h) {
+    begin();
     const int pair = blockIdx.x * blockDim.x + threadIdx.x, node = blockIdx.y;
     if (pair >= pairs) return;
     const int linear = pair / h * 2 * h + pair % h, width = 2 * pairs;
@@ -30,6 +32,7 @@ KERNEL(256) first_block(float* sums, const float* before, const int* parents, co
 
 // A later ResBlock behind its product: x[n] += SiLU(product[n] + bias). Grid (H/256 rounded up, N), 256 threads.
 KERNEL(256) residual(element* x, const float* product, const element* bias, int h) {
+    begin();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= h) return;
     const size_t at = (size_t)blockIdx.y * h + i;
@@ -38,6 +41,7 @@ KERNEL(256) residual(element* x, const float* product, const element* bias, int 
 
 // Tokens of the level below: node c holds guess guesses[c] of row rows[c], from ids [N, P]. One block, 128 threads.
 KERNEL(128) fill_level(const int* ids, const int* rows, const int* guesses, int* tokens, int count, int p) {
+    begin();
     const int node = threadIdx.x;
     if (node < count) tokens[node] = ids[rows[node] * p + guesses[node]];
 }

@@ -55,6 +55,7 @@ template <int ROW_WARPS>
 INLINE void attend(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
                    float* sums, float* marks, Heads heads, float scale_log2, int window) {
     constexpr int KEY_WARPS = 4 / ROW_WARPS, TILES = KEYS / KEY_WARPS / 8;  // TILES of 8 keys per warp
+    begin();
     LAUNCHED_SHARED(shared);  // two stages of keys, then two of values
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = blockIdx.x, n = heads.n, share = heads.q / heads.g;
     const int rows = share * n, context = state[CONTEXT], end = context + n;
@@ -198,6 +199,7 @@ KERNEL(128) tree_attention_many(const element* q_in, const element* cache, const
 // o = sum of sums·2^(maximum - greatest maximum) / the same sum of denominators, over all parts. Every row attends to itself, so
 // at least one part is not empty. Grid (N, Q), HEAD_SIZE threads: one column per thread.
 KERNEL(HEAD_SIZE) tree_attention_merge(const float* sums, const float* marks, element* o, int q, int g, int parts) {
+    begin();
     const int node = blockIdx.x, n = gridDim.x, head = blockIdx.y, share = q / g;
     const size_t row = (size_t)(head / share) * share * n + (size_t)(head % share) * n + node, stride = (size_t)q * n;
     float most = -INFINITY;
