@@ -12,10 +12,11 @@ use medusa::engine::cuda::launches::{self, AttentionParts};
 use medusa::engine::cuda::layout::{Nodes, Rotations};
 use medusa::engine::cuda::oracle::{self, Accepted, BlockInput, Draws, HeadInputs, HeadNorms, Inherited, Places};
 use medusa::engine::cuda::state::{self, Slot};
-use medusa::nvidia::gemm::Product;
+use medusa::nvidia::gemm::{Ending, InputNorm, Operands, Product, Way, Written};
 use medusa::nvidia::kernels::{KernelDtype, PRELUDE, Program};
 use medusa::nvidia::launch::{Argument, Kernel, Launch};
 use medusa::nvidia::nvrtc::Compiler;
+use medusa::nvidia::rows::silu_mul;
 use medusa::torch::Generator;
 use medusa::tree::accept::TypicalAcceptance;
 use medusa::tree::sparse_tree::SparseTree;
@@ -196,19 +197,13 @@ fn rows_are_embedded_normed_and_gated() {
         oracle::embed(&tokens_n, &table_vh, &expected);
         case.assert_equal(&got, &expected);
 
-        let (x_nh, delta_nh, weight_h) = (case.normal(&[n, h]), case.normal(&[n, h]), case.normal(&[h]));
+        let (x_nh, weight_h) = (case.normal(&[n, h]), case.normal(&[h]));
         case.run(&[launches::rms_norm(&x_nh, &weight_h, 1e-5, &got)]);
         oracle::rms_norm(&x_nh, &weight_h, 1e-5, &expected);
         case.assert_close(&got, &expected, 1.0, 0.0);
 
-        let [x, x_oracle] = both(case, &x_nh);
-        case.run(&[launches::add_rms_norm(&x, &delta_nh, &weight_h, 1e-5, &got)]);
-        oracle::add_rms_norm(&x_oracle, &delta_nh, &weight_h, 1e-5, &expected);
-        case.assert_equal(&x, &x_oracle);
-        case.assert_close(&got, &expected, 1.0, 0.0);
-
         let (gate_up_n, [got, expected]) = (case.normal(&[n, 2 * h]), both(case, &case.output(&[n, h])));
-        case.run(&[launches::silu_mul(&gate_up_n, &got)]);
+        case.run(&[silu_mul(&gate_up_n, &got)]);
         oracle::silu_mul(&gate_up_n, &expected);
         case.assert_close(&got, &expected, 1.0, 0.0);
     });
@@ -296,29 +291,52 @@ fn attention_sees_the_committed_tokens_and_the_nodes_above() {
     }
 }
 
+/// Runs one implementation of a product, and its oracle.
+fn check_product(case: &Case, way: Way, [n, m, k]: [i64; 3], (normed, written): (bool, Written)) {
+    let columns = if written == Written::Gated { m / 2 } else { m };
+    let kind = if written == Written::Float32 { Kind::Float } else { case.kind };
+    let y = if written == Written::Added { case.normal(&[n, columns]) } else { case.output_of(&[n, columns], kind) };
+    let (x_nk, w_mk, [got, expected]) = (case.normal(&[n, k]), case.weights(&[m, k]), both(case, &y));
+    let (norm_k, normed_nk, sums_nm) = (case.normal(&[k]), case.output(&[n, k]), case.output(&[n, m]));
+    let of = |y_nm: &Tensor| {
+        let [weight_k, normed_nk] = [&norm_k, &normed_nk].map(Tensor::shallow_clone);
+        let ending = match written {
+            Written::Rounded | Written::Float32 => Ending::Stored,
+            Written::Added => Ending::Added,
+            Written::Gated => Ending::Gated { sums_nm: sums_nm.shallow_clone() },
+        };
+        let norm = normed.then_some(InputNorm { weight_k, eps: 1e-5, normed_nk });
+        Operands { norm, ending, ..Operands::new(&x_nk, &w_mk, y_nm) }
+    };
+    let launches = way.launches(&of(&got));
+    case.run(&launches);
+    let expected_of = match launches.len() {
+        1 => of(&expected),
+        _ => Operands { norm: None, x_nk: normed_nk.shallow_clone(), ..of(&expected) }, // of the rounded norm
+    };
+    oracle::linear(&expected_of);
+    // Gate and up, which are rounded first, may each be rounded to the other neighbour.
+    let units = if written == Written::Gated { 3.0 } else { 1.0 };
+    let scale = 8.0 * (k as f64).sqrt() * if kind == Kind::Float { 1.0 } else { 1e-3 };
+    case.assert_close(&got, &expected, units, scale);
+}
+
 #[test]
 fn products_are_those_of_every_row_and_weight() {
     // Columns that do not fill a tile, depths that do not fill a stage, and the tall tiles of a vocabulary.
     let weights = [(40, 8), (64, 64), (100, 328), (8200, 72)];
+    let written = [Written::Float32, Written::Rounded, Written::Added, Written::Gated];
     cases(product(&ROWS, &weights), |case, (n, (m, k))| {
         if m > 1000 && ![1, 8, 9, 64, 65, 128].contains(&n) {
             return;
         }
-        let (x_nk, w_mk) = (case.normal(&[n, k]), case.weights(&[m, k]));
-        let of = Product { rows: n, outputs: m, inputs: k, to_float32: true };
-        // Every own kernel that supports the rows, writing float32 and the case's dtype in turn.
-        for (way, kind) in
-            of.own_ways().into_iter().zip([Kind::Float, case.kind].into_iter().cycle().skip(k as usize / 8 % 2))
-        {
-            let [got, expected] = both(case, &case.output_of(&[n, m], kind));
-            case.run(&[way.launch(&x_nk, &w_mk, &got)]);
-            oracle::linear(&x_nk, &w_mk, &expected);
-            case.assert_close(
-                &got,
-                &expected,
-                1.0,
-                8.0 * (k as f64).sqrt() * if kind == Kind::Float { 1.0 } else { 1e-3 },
-            );
+        let plain = Product { rows: n, outputs: m, inputs: k, normed: false, written: Written::Rounded };
+        for (number, way) in plain.own_ways().into_iter().enumerate() {
+            // Everything that is fused, at every size; at the largest one, one after the other.
+            let all = product(&[false, true], &written);
+            let count = if m > 1000 { 1 } else { all.len() };
+            let all = all.into_iter().cycle().skip(number + case.seed as usize).take(count);
+            all.for_each(|fused| check_product(case, way, [n, m, k], fused));
         }
     });
 }
@@ -647,14 +665,29 @@ fn the_emulator_rounds_as_libtorch_does() {
         let x_nh = finite(&x_nh).to_kind(kind); // without NaN; numbers too large for the dtype become infinite again
         for seed in 0..4 {
             let delta_nh = case.memory.tensor(&x_nh.index_select(1, &Generator::seeded(seed).permutation(65536)));
-            let weight_h = case.memory.tensor(&Tensor::ones([65536], (kind, Device::Cpu)));
-            let [got, expected] = both(&case, &x_nh);
-            let normed = case.output(&[1, 65536]);
-            case.run(&[launches::add_rms_norm(&got, &delta_nh, &weight_h, 1e-5, &normed)]);
-            oracle::add_rms_norm(&expected, &delta_nh, &weight_h, 1e-5, &normed);
+            let got = case.memory.tensor(&x_nh);
+            add_in_place(&case, &got, &delta_nh);
+            let expected = (x_nh.to_kind(Kind::Float) + delta_nh.to_kind(Kind::Float)).to_kind(kind);
             case.assert_equal(&finite(&got), &finite(&expected)); // inf - inf is NaN in both
         }
     }
+}
+
+/// x += delta by a kernel of the test.
+fn add_in_place(case: &Case, x: &Tensor, delta: &Tensor) {
+    let element = if case.kind == Kind::Half { "ELEMENT_F16" } else { "ELEMENT_BF16" };
+    let body = "begin(); int i = blockIdx.x * 64 + threadIdx.x; x[i] = to_element(to_float(x[i]) + to_float(delta[i]));";
+    let source = format!(
+        "#define {element}\n#define HEAD_SIZE 64\n{PRELUDE}\nKERNEL(64) add(element* x, const element* delta) {{ {body} }}\n"
+    );
+    let launch = Launch {
+        kernel: Kernel { program: Program::Rows, name: "add" },
+        grid: [x.numel() as u32 / 64, 1, 1],
+        threads: 64,
+        shared_bytes: 0,
+        arguments: [x, delta].map(|tensor| Argument::Pointer(tensor.data_ptr() as u64)).to_vec(),
+    };
+    emulator::run(&source, &["add"], &launch, case.order, &[]).unwrap_or_else(|error| panic!("{error}"));
 }
 
 #[test]

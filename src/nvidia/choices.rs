@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::cublas_lt::WORKSPACE_BYTES;
 use super::device::{Gpu, cublas_lt_version, driver_version};
 use super::error::GpuError;
-use super::gemm::{Product, TRIED, WORKSPACE_BYTES, Way};
+use super::gemm::{Product, TRIED, Way};
 use super::kernels::{KernelDtype, LINEAR_FEW, LINEAR_TILES, Program};
 use crate::files;
 
@@ -108,12 +109,13 @@ impl Choices {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nvidia::gemm::Written;
 
     #[test]
     fn what_was_timed_is_found_again_and_a_damaged_file_is_as_none() {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("cuda/products.json");
-        let product = |rows| Product { rows, outputs: 64, inputs: 64, to_float32: false };
+        let product = |rows| Product { rows, outputs: 64, inputs: 64, normed: false, written: Written::Rounded };
         let mut choices = Choices::open(Some(file.clone()));
         let ways = [Way::CublasLt { algorithm: 2 }];
         assert!(!choices.has(product(1), &ways));

@@ -113,7 +113,8 @@ impl Program {
         let plain = launched.map(|(_, rest)| rest.split('(').next().unwrap_or_default());
         match self {
             Self::Linear => {
-                plain.chain(LINEAR_FEW.map(|few| few.name)).chain(LINEAR_TILES.map(|tile| tile.name)).collect()
+                let few = LINEAR_FEW.into_iter().flat_map(|few| [few.name, few.normed]);
+                plain.chain(few).chain(LINEAR_TILES.map(|tile| tile.name)).collect()
             }
             _ => plain.collect(),
         }
@@ -145,28 +146,30 @@ pub const BLOCK_COLUMNS: i64 = 8;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LinearFew {
     pub(super) name: &'static str,
+    /// The kernel that also norms x.
+    pub(super) normed: &'static str,
     /// Largest number of rows of x.
     pub(super) most: i64,
     /// Number of warps that share the columns of y.
     pub(super) split: i64,
 }
 
-const fn few(name: &'static str, most: i64, split: i64) -> LinearFew {
-    LinearFew { name, most, split }
+const fn few([name, normed]: [&'static str; 2], most: i64, split: i64) -> LinearFew {
+    LinearFew { name, normed, most, split }
 }
 
 /// The kernels in linear.cu, in its order.
 pub(super) const LINEAR_FEW: [LinearFew; 10] = [
-    few("linear_1_1", 1, 1),
-    few("linear_1_2", 1, 2),
-    few("linear_1_4", 1, 4),
-    few("linear_1_8", 1, 8),
-    few("linear_2_1", 2, 1),
-    few("linear_2_4", 2, 4),
-    few("linear_4_1", 4, 1),
-    few("linear_4_4", 4, 4),
-    few("linear_8_1", 8, 1),
-    few("linear_8_4", 8, 4),
+    few(["linear_1_1", "normed_linear_1_1"], 1, 1),
+    few(["linear_1_2", "normed_linear_1_2"], 1, 2),
+    few(["linear_1_4", "normed_linear_1_4"], 1, 4),
+    few(["linear_1_8", "normed_linear_1_8"], 1, 8),
+    few(["linear_2_1", "normed_linear_2_1"], 2, 1),
+    few(["linear_2_4", "normed_linear_2_4"], 2, 4),
+    few(["linear_4_1", "normed_linear_4_1"], 4, 1),
+    few(["linear_4_4", "normed_linear_4_4"], 4, 4),
+    few(["linear_8_1", "normed_linear_8_1"], 8, 1),
+    few(["linear_8_4", "normed_linear_8_4"], 8, 4),
 ];
 
 /// A kernel for products with many rows.
@@ -202,7 +205,7 @@ mod tests {
     #[test]
     fn every_kernel_is_found_in_its_file() {
         let names = |program: Program| program.kernels();
-        assert_eq!(names(Program::Rows), ["embed", "rms_norm", "add_rms_norm", "silu_mul"]);
+        assert_eq!(names(Program::Rows), ["embed", "rms_norm", "silu_mul"]);
         assert_eq!(names(Program::RopeAppend), ["rope_append"]);
         assert_eq!(
             names(Program::TreeAttention),
@@ -217,11 +220,11 @@ mod tests {
         assert_eq!(names(Program::Pass), ["rotate", "silu_up"]);
         let of_heads = |d: i64| [1, 2, 4, 8].map(|share| format!("batch_attention_{d}x{share}"));
         assert_eq!(names(Program::BatchAttention), [of_heads(64), of_heads(128)].concat());
-        assert_eq!(names(Program::Linear).len(), 1 + LINEAR_FEW.len() + LINEAR_TILES.len());
+        assert_eq!(names(Program::Linear).len(), 1 + 2 * LINEAR_FEW.len() + LINEAR_TILES.len());
         assert_eq!(names(Program::Linear)[0], "res_block");
-        for LinearFew { name, most, split } in LINEAR_FEW {
+        for LinearFew { name, normed, most, split } in LINEAR_FEW {
             assert!(Program::Linear.text().contains(&format!("\nLINEAR_FEW({most}, {split})")), "{name}");
-            assert_eq!(name, format!("linear_{most}_{split}"));
+            assert_eq!((name, normed), (&*format!("linear_{most}_{split}"), &*format!("normed_linear_{most}_{split}")));
         }
         for LinearTile { name, height, width } in LINEAR_TILES {
             assert!(Program::Linear.text().contains(&format!("\nLINEAR_TILE({height}, {width})")), "{name}");

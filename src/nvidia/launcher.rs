@@ -6,10 +6,11 @@ use tch::{Device, Kind, Tensor};
 use crate::torch::Generator;
 
 use super::choices::{Choices, TimedProduct, TimedWay};
+use super::cublas_lt::CublasLt;
 use super::device::Gpu;
 use super::error::GpuError;
 use super::functions::Functions;
-use super::gemm::{CublasLt, Product, Way};
+use super::gemm::{Operands, Product, Way};
 use super::graph;
 use super::kernels::{KernelDtype, Program};
 use super::launch::Launch;
@@ -27,28 +28,6 @@ pub struct Launcher {
     functions: Functions,
     cublas_lt: CublasLt,
     choices: Choices,
-}
-
-/// A product to time: the buffers that it runs on, and several weights of its shape.
-#[derive(Debug)]
-pub struct ProductBuffers {
-    /// `[N, K]`.
-    pub x_nk: Tensor,
-    /// `[M, K]` each.
-    pub weights_mk: Vec<Tensor>,
-    /// `[N, M]`.
-    pub y_nm: Tensor,
-}
-
-impl ProductBuffers {
-    /// The product of the first `rows` rows of `x_nk`.
-    pub fn of_rows(rows: i64, x_nk: &Tensor, weights_mk: &[Tensor], y_nm: &Tensor) -> Self {
-        Self {
-            x_nk: x_nk.narrow(0, 0, rows),
-            weights_mk: weights_mk.iter().map(Tensor::shallow_clone).collect(),
-            y_nm: y_nm.narrow(0, 0, rows),
-        }
-    }
 }
 
 impl Launcher {
@@ -93,7 +72,7 @@ impl Launcher {
         let mut ways = vec![];
         for way in product.ways() {
             let is_there = match way {
-                Way::CublasLt { algorithm } => self.cublas_lt.has(product, algorithm)?,
+                Way::CublasLt { algorithm } => self.cublas_lt.has(product.bare(), algorithm)?,
                 _ => true,
             };
             ways.extend(is_there.then_some(way));
@@ -101,15 +80,18 @@ impl Launcher {
         Ok(ways)
     }
 
-    /// Computes `y = x·wᵀ` with one of the available implementations.
+    /// Computes a product with one of the available implementations.
     ///
     /// # Errors
     /// [`GpuError::Failed`].
-    pub fn linear(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Result<(), GpuError> {
-        match way {
-            Way::CublasLt { algorithm } => self.cublas_lt.multiply(x_nk, w_mk, y_nm, algorithm),
-            own => self.launch(&own.launch(x_nk, w_mk, y_nm)),
-        }
+    pub fn linear(&self, way: Way, of: &Operands) -> Result<(), GpuError> {
+        let Way::CublasLt { algorithm } = way else {
+            return way.launches(of).iter().try_for_each(|launch| self.launch(launch));
+        };
+        let ((before, x_nk), (y_nm, after)) = (of.norm_before(), of.gate_after());
+        before.iter().try_for_each(|launch| self.launch(launch))?;
+        self.cublas_lt.multiply(of.product().bare(), [x_nk, &of.w_mk, y_nm], algorithm)?;
+        after.iter().try_for_each(|launch| self.launch(launch))
     }
 
     /// The times of all implementations that were timed on this kind of GPU.
@@ -121,19 +103,19 @@ impl Launcher {
     ///
     /// # Errors
     /// A device error.
-    pub fn time(&mut self, needed: &[ProductBuffers]) -> Result<(), GpuError> {
+    pub fn time(&mut self, needed: &[Vec<Operands>]) -> Result<(), GpuError> {
         self.gpu.wait_for_torch();
-        let of = |needed: &ProductBuffers| Product::of(&needed.x_nk, &needed.weights_mk[0], &needed.y_nm);
         let mut is_new = false;
         for needed in needed {
-            let ways = self.ways(of(needed))?;
-            if self.choices.has(of(needed), &ways) {
+            let (product, x_nk) = (needed[0].product(), &needed[0].x_nk);
+            let ways = self.ways(product)?;
+            if self.choices.has(product, &ways) {
                 continue;
             }
-            needed.x_nk.shallow_clone().copy_(&Generator::seeded(0).normal_like(&needed.x_nk));
+            x_nk.shallow_clone().copy_(&Generator::seeded(0).normal_like(x_nk));
             self.gpu.wait_for_torch();
             let timed = self.timed_ways(&ways, needed)?;
-            self.choices.keep(of(needed), timed);
+            self.choices.keep(product, timed);
             is_new = true;
         }
         if is_new {
@@ -142,7 +124,7 @@ impl Launcher {
         Ok(())
     }
 
-    fn timed_ways(&self, ways: &[Way], needed: &ProductBuffers) -> Result<Vec<TimedWay>, GpuError> {
+    fn timed_ways(&self, ways: &[Way], needed: &[Operands]) -> Result<Vec<TimedWay>, GpuError> {
         let timed = ways.iter().filter_map(|&way| match (way, self.timed(way, needed)) {
             (Way::CublasLt { .. }, Err(_)) => None, // recommended by cublasLt, but refused: the own kernels remain
             (_, timed) => Some(timed),
@@ -151,11 +133,10 @@ impl Launcher {
     }
 
     /// Times one implementation in a CUDA graph, like a decoding step, so that the host's launch overhead does not count.
-    fn timed(&self, way: Way, needed: &ProductBuffers) -> Result<TimedWay, GpuError> {
-        let bytes = needed.weights_mk[0].numel() * needed.weights_mk[0].kind().elt_size_in_bytes();
-        let count = (TIMED_BYTES / bytes + 1).min(needed.weights_mk.len());
-        let weights = &needed.weights_mk[..count];
-        let round = || weights.iter().try_for_each(|w_mk| self.linear(way, &needed.x_nk, w_mk, &needed.y_nm));
+    fn timed(&self, way: Way, needed: &[Operands]) -> Result<TimedWay, GpuError> {
+        let bytes = needed[0].w_mk.numel() * needed[0].w_mk.kind().elt_size_in_bytes();
+        let count = (TIMED_BYTES / bytes + 1).min(needed.len());
+        let round = || needed[..count].iter().try_for_each(|of| self.linear(way, of));
         round()?; // what is created on first use cannot be created while a graph is recorded
         let milliseconds = self.median_milliseconds(&graph::record(&self.gpu, round)?)?;
         let microseconds = milliseconds * 1e3 / count as f32;

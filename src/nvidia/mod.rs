@@ -1,6 +1,7 @@
 //! NVIDIA's driver and libraries, opened at run time: devices, graphs, NVRTC, cuBLASLt, and the kernels' sources.
 
 pub mod choices;
+pub mod cublas_lt;
 pub mod device;
 pub mod error;
 pub mod functions;
@@ -11,3 +12,4 @@ pub mod launch;
 pub mod launcher;
 pub mod libraries;
 pub mod nvrtc;
+pub mod rows;

@@ -60,17 +60,15 @@ buffers! {
     tokens_n,
     /// `[C, H]`: the residual stream.
     x_nh,
-    /// `[C, H]`: normalised, the input of matrix products.
+    /// `[C, H]`: normalised, the input of matrix products that do not norm it themselves.
     normed_nh,
-    /// `[C, H]`: what a block adds to the residual stream.
-    delta_nh,
     /// `[C, W]`: queries, keys and values.
     qkv_nw,
     /// `[C, Q, D]`: rotated queries.
     q_nqd,
     /// `[C, Q, D]`: attention's output.
     attended_nqd,
-    /// `[C, 2I]`: gate and up.
+    /// `[C, 2I]`: gate and up, of matrix products that do not gate them themselves.
     gate_up_ni,
     /// `[C, I]`: SiLU(gate)·up.
     product_ni,
@@ -119,7 +117,6 @@ impl Buffers<Size> {
             tokens_n: Size::new([c], int),
             x_nh: Size::new([c, h], sixteen),
             normed_nh: Size::new([c, h], sixteen),
-            delta_nh: Size::new([c, h], sixteen),
             qkv_nw: Size::new([c, config.query_size() + 2 * config.key_value_size()], sixteen),
             q_nqd: Size::new([c, q, d], sixteen),
             attended_nqd: Size::new([c, q, d], sixteen),

@@ -10,6 +10,7 @@ use super::oracle::{Accepted, BlockInput, Draws, HeadInputs, Inherited, Places};
 use super::state::RESULT_HEAD;
 use crate::nvidia::kernels::{BLOCK_COLUMNS, Program};
 use crate::nvidia::launch::{Argument, Launch, blocks, eighths, elements, float, floats, ints, size, tensor};
+pub use crate::nvidia::rows::rms_norm;
 use crate::tree::accept::TypicalAcceptance;
 
 /// See [`oracle::embed`](super::oracle::embed).
@@ -17,27 +18,6 @@ pub fn embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) -> Launch {
     let [n, h] = axes(x_nh);
     let arguments = vec![ints(tokens_n), elements(table_vh), elements(x_nh), size(h)];
     Launch::new(Program::Rows, "embed", [n, 1, 1], 256, arguments)
-}
-
-/// See [`oracle::rms_norm`](super::oracle::rms_norm).
-pub fn rms_norm(x_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) -> Launch {
-    let [n, h] = axes(x_nh);
-    let arguments = vec![elements(x_nh), elements(weight_h), elements(y_nh), eighths(h), float(eps)];
-    Launch::new(Program::Rows, "rms_norm", [n, 1, 1], 256, arguments)
-}
-
-/// See [`oracle::add_rms_norm`](super::oracle::add_rms_norm).
-pub fn add_rms_norm(x_nh: &Tensor, delta_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) -> Launch {
-    let [n, h] = axes(x_nh);
-    let tensors = [x_nh, delta_nh, weight_h, y_nh].map(elements);
-    Launch::new(Program::Rows, "add_rms_norm", [n, 1, 1], 256, [&tensors[..], &[eighths(h), float(eps)]].concat())
-}
-
-/// See [`oracle::silu_mul`](super::oracle::silu_mul).
-pub fn silu_mul(gate_up_ni: &Tensor, product_ni: &Tensor) -> Launch {
-    let [n, i] = axes(product_ni);
-    let arguments = vec![elements(gate_up_ni), elements(product_ni), eighths(i)];
-    Launch::new(Program::Rows, "silu_mul", [blocks(i / 8, 256), n, 1], 256, arguments)
 }
 
 /// See [`oracle::rope_append`](super::oracle::rope_append).

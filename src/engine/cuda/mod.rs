@@ -7,8 +7,8 @@
 //!
 //! | | kernels, in the order of a step |
 //! | --- | --- |
-//! | each layer | `rms_norm` or `add_rms_norm`, `linear`, `rope_append`, `tree_attention`, `linear`, `add_rms_norm`, `linear`, `silu_mul`, `linear` |
-//! | before and after the layers | `embed`; `add_rms_norm` and `linear` (the LM head) |
+//! | each layer | `linear` (norm, queries, keys, values), `rope_append`, `tree_attention`, `linear` (adds the output), `linear` (norm, gated), `linear` (adds the output) |
+//! | before and after the layers | `embed`; `rms_norm` and `linear` (the LM head) |
 //! | acceptance | greedy: `best`, `walk`; typical: `best`, `posterior`, `typical`; rejection: `draw`, `walk` |
 //! | commit | `compact`, then `advance` |
 //! | the next tree, Medusa heads | `res_block`, `linear` (the heads' logits), `top_guesses`, `fill_tree` |
@@ -21,6 +21,7 @@ pub mod draft;
 pub mod engine;
 pub mod error;
 pub mod launches;
+pub mod layer_products;
 pub mod layout;
 pub mod levels;
 pub mod memory;

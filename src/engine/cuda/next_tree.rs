@@ -13,7 +13,7 @@ use super::oracle::{BlockInput, Inherited};
 use super::sequential::{Level, SequentialHeads};
 use super::shape::Shape;
 use super::state::Slot;
-use crate::nvidia::launcher::ProductBuffers;
+use crate::nvidia::gemm::Operands;
 
 /// Writes the tokens of the next step's nodes, after the step has chosen the next root.
 #[derive(Debug, Clone, Copy)]
@@ -60,10 +60,11 @@ impl NextTree<'_> {
         }
         let x_kh = before_kh;
         if heads.w2_vh.is_empty() {
-            ops.linear(x_kh, &self.weights.backbone.lm_head_vh, &buffers.head_logits_rv)?;
+            ops.linear(&Operands::new(x_kh, &self.weights.backbone.lm_head_vh, &buffers.head_logits_rv))?;
         }
         for (at, w2_vh) in (0..).zip(&heads.w2_vh) {
-            ops.linear(&x_kh.narrow(0, at, 1), w2_vh, &buffers.head_logits_rv.narrow(0, at, 1))?;
+            let [x_1h, logits_1v] = [x_kh, &buffers.head_logits_rv].map(|buffer| buffer.narrow(0, at, 1));
+            ops.linear(&Operands::new(&x_1h, w2_vh, &logits_1v))?;
         }
         ops.top_guesses(&buffers.head_logits_rv, None, &buffers.guesses_rp)
     }
@@ -75,7 +76,7 @@ impl NextTree<'_> {
         let sums = heads.sums(&buffers.level_sums);
         let (last, hidden_1h) = (buffers.state.narrow(0, Slot::Last as i64, 1), buffers.heads_other_rh.narrow(0, 0, 1));
         ops.embed(&last, &buffers.hidden_nh, &hidden_1h)?; // copies the row of the last accepted node
-        ops.linear(&hidden_1h, &heads.of_hidden_wh, &sums[0])?;
+        ops.linear(&Operands::new(&hidden_1h, &heads.of_hidden_wh, &sums[0]))?;
         for (at, (level, pair)) in heads.levels.iter().zip(sums.windows(2)).enumerate() {
             let bias_w = (at == 0).then_some(&heads.bias_w); // deeper nodes inherit it
             let inherited = Inherited { before: &pair[0], parents_n: &level.nodes.parents_n, bias_w };
@@ -91,7 +92,7 @@ impl NextTree<'_> {
         let embedded_nh = buffers.heads_other_rh.narrow(0, 0, rows);
         let table_vh = &self.weights.backbone.embed_tokens_vh;
         ops.embed_nodes(&buffers.tokens_n, &level.nodes.nodes_n, table_vh, &embedded_nh)?;
-        ops.linear(&embedded_nh, &level.of_token_wh, sums_nw)?;
+        ops.linear(&Operands::new(&embedded_nh, &level.of_token_wh, sums_nw))?;
         ops.first_block(sums_nw, inherited, &buffers.heads_rh.narrow(0, 0, rows))
     }
 
@@ -102,14 +103,21 @@ impl NextTree<'_> {
             [&buffers.heads_rh, &buffers.level_product_rh, &buffers.head_logits_rv, &buffers.guesses_rp]
                 .map(|buffer| buffer.narrow(0, 0, rows));
         for [weight_hh, bias_h] in &level.blocks {
-            ops.linear(&x_nh, weight_hh, &product_nh)?;
+            ops.linear(&Operands::new(&x_nh, weight_hh, &product_nh))?;
             ops.residual(&x_nh, &product_nh, bias_h)?;
         }
-        ops.linear(&x_nh, level.w2_vh.as_ref().unwrap_or(&self.weights.backbone.lm_head_vh), &logits_nv)?;
+        let w2_vh = level.w2_vh.as_ref().unwrap_or(&self.weights.backbone.lm_head_vh);
+        ops.linear(&Operands::new(&x_nh, w2_vh, &logits_nv))?;
         ops.top_guesses(&logits_nv, level.output_bias_v.as_ref(), &guesses_np)?;
         let below = |numbers: &Tensor| numbers.narrow(0, level.nodes.below, level.nodes.rows_c.size()[0]);
         ops.fill_level(&guesses_np, &level.nodes.rows_c, &below(&next.guesses_n), &below(&buffers.tokens_n))
     }
+}
+
+/// The product of the first `rows` rows of x, with each of several weights.
+fn of_rows(rows: i64, x: &Tensor, weights_mk: &[Tensor], y: &Tensor) -> Vec<Operands> {
+    let [x_nk, y_nm] = [x, y].map(|buffer| buffer.narrow(0, 0, rows));
+    weights_mk.iter().map(|w_mk| Operands::new(&x_nk, w_mk, &y_nm)).collect()
 }
 
 impl HeadWeights {
@@ -119,20 +127,13 @@ impl HeadWeights {
         buffers: &Buffers<Tensor>,
         lm_head_vh: &Tensor,
         shape: &Shape,
-    ) -> Vec<ProductBuffers> {
+    ) -> Vec<Vec<Operands>> {
         match self {
             Self::AtOnce(heads) if heads.w2_vh.is_empty() => {
                 let lm_head = [lm_head_vh.shallow_clone()];
-                vec![ProductBuffers::of_rows(
-                    shape.guessing_rows(),
-                    &buffers.heads_rh,
-                    &lm_head,
-                    &buffers.head_logits_rv,
-                )]
+                vec![of_rows(shape.guessing_rows(), &buffers.heads_rh, &lm_head, &buffers.head_logits_rv)]
             }
-            Self::AtOnce(heads) => {
-                vec![ProductBuffers::of_rows(1, &buffers.heads_rh, &heads.w2_vh, &buffers.head_logits_rv)]
-            }
+            Self::AtOnce(heads) => vec![of_rows(1, &buffers.heads_rh, &heads.w2_vh, &buffers.head_logits_rv)],
             Self::ByLevel(heads) => heads.products(buffers, lm_head_vh),
         }
     }
@@ -146,18 +147,18 @@ impl SequentialHeads {
         levels::matrices(level_sums, &sizes)
     }
 
-    fn products(&self, buffers: &Buffers<Tensor>, lm_head_vh: &Tensor) -> Vec<ProductBuffers> {
+    fn products(&self, buffers: &Buffers<Tensor>, lm_head_vh: &Tensor) -> Vec<Vec<Operands>> {
         let sums = self.sums(&buffers.level_sums);
         let one = |weight: &Tensor| [weight.shallow_clone()];
-        let hidden = ProductBuffers::of_rows(1, &buffers.heads_other_rh, &one(&self.of_hidden_wh), &sums[0]);
+        let hidden = of_rows(1, &buffers.heads_other_rh, &one(&self.of_hidden_wh), &sums[0]);
         let of_level = |(level, sums_nw): (&Level, &Tensor)| {
             let rows = level.nodes.rows();
-            let of_tokens = ProductBuffers::of_rows(rows, &buffers.heads_other_rh, &one(&level.of_token_wh), sums_nw);
+            let of_tokens = of_rows(rows, &buffers.heads_other_rh, &one(&level.of_token_wh), sums_nw);
             let blocks = level.blocks.iter().map(|[weight_hh, _]| {
-                ProductBuffers::of_rows(rows, &buffers.heads_rh, &one(weight_hh), &buffers.level_product_rh)
+                of_rows(rows, &buffers.heads_rh, &one(weight_hh), &buffers.level_product_rh)
             });
             let w2 = one(level.w2_vh.as_ref().unwrap_or(lm_head_vh));
-            let output = ProductBuffers::of_rows(rows, &buffers.heads_rh, &w2, &buffers.head_logits_rv);
+            let output = of_rows(rows, &buffers.heads_rh, &w2, &buffers.head_logits_rv);
             [of_tokens, output].into_iter().chain(blocks).collect::<Vec<_>>()
         };
         [hidden].into_iter().chain(self.levels.iter().zip(&sums[1..]).flat_map(of_level)).collect()

@@ -18,8 +18,7 @@ use super::target::LaunchTarget;
 use crate::model::block_spec::BlockSpec;
 use crate::model::config::LlamaConfig;
 use crate::nvidia::choices::TimedProduct;
-use crate::nvidia::gemm::Product;
-use crate::nvidia::launcher::ProductBuffers;
+use crate::nvidia::gemm::Operands;
 use crate::tree::accept::TypicalAcceptance;
 
 /// The implementation of a step's operations.
@@ -56,9 +55,7 @@ macro_rules! operations {
 operations! {
     embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) writes [x_nh];
     rms_norm(x_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) writes [y_nh];
-    add_rms_norm(x_nh: &Tensor, delta_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) writes [x_nh, y_nh];
     rope_append(qkv_nw: &Tensor, places: Places, inputs: HeadInputs, q_nqd: &Tensor, kv_2gsd: &Tensor) writes [q_nqd, kv_2gsd];
-    silu_mul(gate_up_ni: &Tensor, product_ni: &Tensor) writes [product_ni];
     res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) writes [y_kh];
     best(logits_nv: &Tensor, best_n: &Tensor) writes [best_n];
     posterior(logits_nv: &Tensor, tokens_n: &Tensor, nodes: &Nodes, temperature: f64, numbers: [&Tensor; 2]) writes numbers;
@@ -132,7 +129,7 @@ impl Ops {
     }
 
     /// Waits until new buffers are written, and times the matrix products in them.
-    pub(super) fn prepare(&mut self, products: &[ProductBuffers]) -> CudaResult {
+    pub(super) fn prepare(&mut self, products: &[Vec<Operands>]) -> CudaResult {
         match self {
             Self::Oracle => Ok(()),
             Self::Kernels(kernels) | Self::Beside(kernels, _) => kernels.target.time(products),
@@ -175,16 +172,17 @@ impl Ops {
         self.target().map_or_else(|| Ok(from.to_device(Device::Cpu)), |target| target.download(from))
     }
 
-    pub(super) fn linear(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> CudaResult {
-        let (product, oracle) = (Product::of(x_nk, w_mk, y_nm), || oracle::linear(x_nk, w_mk, y_nm));
+    pub(super) fn linear(&self, of: &Operands) -> CudaResult {
+        let (product, oracle) = (of.product(), || oracle::linear(of));
         let Self::Beside(Kernels { target, .. }, compared) = self else {
-            return self.run("linear", &[y_nm], oracle, |Kernels { target, .. }| {
-                target.linear(target.way(product), x_nk, w_mk, y_nm)
-            });
+            let kernel = |Kernels { target, .. }: &Kernels| target.linear(target.way(product), of);
+            return self.run("linear", &[&of.y_nm], oracle, kernel);
         };
+        let before = of.y_nm.copy();
         target.ways(product)?.into_iter().try_for_each(|way| {
-            let kernel = || target.linear(way, x_nk, w_mk, y_nm);
-            compared.compare(&format!("linear {way}"), &[y_nm], &**target, oracle, kernel)
+            of.y_nm.shallow_clone().copy_(&before); // each implementation adds to the same y
+            let kernel = || target.linear(way, of);
+            compared.compare(&format!("linear {way}"), &[&of.y_nm], &**target, oracle, kernel)
         })
     }
 

@@ -11,6 +11,7 @@ use super::layout::{Nodes, Rotations};
 use super::state::{self, RESULT_HEAD, Slot};
 use crate::engine::sample;
 use crate::model::llama::NO_TOKEN;
+use crate::nvidia::gemm::{Ending, Operands};
 use crate::tree::accept::TypicalAcceptance;
 
 /// Copies row `tokens_n[n]` of the embedding `[V, H]` to row n of `x_nh`.
@@ -20,15 +21,13 @@ pub fn embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) {
 
 /// `y = x / √(mean(x²) + eps) · weight` over the last axis (Zhang and Sennrich 2019).
 pub fn rms_norm(x_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) {
-    let x = float(x_nh);
-    let mean_square_n1 = (&x * &x).mean_dim(-1, true, Kind::Float);
-    write(y_nh, &(x * (mean_square_n1 + eps).rsqrt() * float(weight_h)));
+    write(y_nh, &normed(&float(x_nh), weight_h, eps));
 }
 
-/// `x += delta`, rounded; then [`rms_norm`] of the sum.
-pub fn add_rms_norm(x_nh: &Tensor, delta_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) {
-    write(x_nh, &(float(x_nh) + float(delta_nh)));
-    rms_norm(x_nh, weight_h, eps, y_nh);
+/// [`rms_norm`] in float32.
+fn normed(x_nh: &Tensor, weight_h: &Tensor, eps: f64) -> Tensor {
+    let mean_square_n1 = (x_nh * x_nh).mean_dim(-1, true, Kind::Float);
+    x_nh * (mean_square_n1 + eps).rsqrt() * float(weight_h)
 }
 
 /// Positions of a step's rows: after the committed tokens, each at its depth.
@@ -153,9 +152,16 @@ pub fn silu_mul(gate_up_ni: &Tensor, product_ni: &Tensor) {
     write(product_ni, &(halves[0].silu() * &halves[1]));
 }
 
-/// `y = x·wᵀ`: `x_nk` `[N, K]` and `w_mk` `[M, K]` to `y_nm` `[N, M]`, in the weight's dtype or float32.
-pub fn linear(x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) {
-    write(y_nm, &float(x_nk).matmul(&float(w_mk).transpose(0, 1)));
+/// A product with a weight, and what is fused into it. Only the sums of a gated product are rounded before its end.
+pub fn linear(of: &Operands) {
+    let x_nk = float(&of.x_nk);
+    let x_nk = of.norm.as_ref().map_or_else(|| x_nk.shallow_clone(), |norm| normed(&x_nk, &norm.weight_k, norm.eps));
+    let sums_nm = x_nk.matmul(&float(&of.w_mk).transpose(0, 1));
+    match of.ending {
+        Ending::Stored => write(&of.y_nm, &sums_nm),
+        Ending::Added => write(&of.y_nm, &(float(&of.y_nm) + sums_nm)),
+        Ending::Gated { .. } => silu_mul(&sums_nm.to_kind(of.w_mk.kind()), &of.y_nm),
+    }
 }
 
 /// Input of a ResBlock of all heads.

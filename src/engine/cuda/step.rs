@@ -7,6 +7,7 @@
 use tch::Tensor;
 
 use super::error::CudaResult;
+use super::layer_products::LayerProducts;
 use super::layout::Nodes;
 use super::memory::{DeviceMemory, DeviceWeights};
 use super::next_tree::NextTree;
@@ -16,7 +17,7 @@ use super::rule::Rule;
 use super::shape::Shape;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::DenseLayer;
-use crate::nvidia::launcher::ProductBuffers;
+use crate::nvidia::gemm::Operands;
 
 /// A step of decoding with its weights and buffers.
 #[derive(Debug, Clone, Copy)]
@@ -45,45 +46,34 @@ impl DecodeStep<'_> {
         NextTree { ops, weights: self.weights, memory: self.memory }.fill(next)
     }
 
-    /// Runs the backbone's layers. They write the nodes' keys and values to the cache; the output of the last layer is not yet
-    /// added to the residual stream.
+    /// Runs the backbone's layers. They write the nodes' keys and values to the cache, and add their outputs to the residual stream.
     ///
     /// # Errors
     /// A device error.
     pub fn layers(&self) -> CudaResult {
-        let (ops, buffers, weights) = (self.ops, &self.memory.buffers, &self.weights.backbone);
-        let [x_nh, normed_nh] = [&buffers.x_nh, &buffers.normed_nh].map(|buffer| self.rows(buffer));
-        ops.embed(&self.rows(&buffers.tokens_n), &weights.embed_tokens_vh, &x_nh)?;
-        let eps = self.config.rms_norm_eps;
+        let (buffers, weights) = (&self.memory.buffers, &self.weights.backbone);
+        self.ops.embed(&self.rows(&buffers.tokens_n), &weights.embed_tokens_vh, &self.rows(&buffers.x_nh))?;
         for (at, layer) in weights.layers.iter().enumerate() {
-            match at {
-                0 => ops.rms_norm(&x_nh, &layer.input_layernorm_h, eps, &normed_nh)?,
-                _ => self.add_norm(&layer.input_layernorm_h, &normed_nh)?,
-            }
+            let products = self.products();
+            self.ops.linear(&products.qkv(layer))?;
             self.attention(layer, &self.memory.cache_l2gsd.select(0, at as i64))?;
-            self.add_norm(&layer.post_attention_layernorm_h, &normed_nh)?;
-            self.mlp(layer)?;
+            self.ops.linear(&products.o(layer))?;
+            self.ops.linear(&products.gate_up(layer))?;
+            self.ops.linear(&products.down(layer))?;
         }
         Ok(())
     }
 
-    /// Adds the block's output to the residual stream and normalises the sum.
-    fn add_norm(&self, weight_h: &Tensor, out_nh: &Tensor) -> CudaResult {
-        let buffers = &self.memory.buffers;
-        let [x_nh, delta_nh] = [&buffers.x_nh, &buffers.delta_nh].map(|buffer| self.rows(buffer));
-        self.ops.add_rms_norm(&x_nh, &delta_nh, weight_h, self.config.rms_norm_eps, out_nh)
+    fn products(&self) -> LayerProducts<'_> {
+        LayerProducts { config: self.config, memory: self.memory, rows: self.nodes.len() }
     }
 
     fn attention(&self, layer: &DenseLayer, kv_2gsd: &Tensor) -> CudaResult {
         let (ops, buffers) = (self.ops, &self.memory.buffers);
-        let [normed_nh, qkv_nw, q_nqd] =
-            [&buffers.normed_nh, &buffers.qkv_nw, &buffers.q_nqd].map(|buffer| self.rows(buffer));
-        let attended_nqd = self.rows(&buffers.attended_nqd);
-        ops.linear(&normed_nh, &layer.qkv_wh, &qkv_nw)?;
+        let [qkv_nw, q_nqd, attended_nqd] =
+            [&buffers.qkv_nw, &buffers.q_nqd, &buffers.attended_nqd].map(|buffer| self.rows(buffer));
         ops.rope_append(&qkv_nw, self.places(), self.head_inputs(layer), &q_nqd, kv_2gsd)?;
-        ops.tree_attention(&q_nqd, kv_2gsd, self.places(), self.config, &attended_nqd)?;
-        let attended_nq = attended_nqd.view([self.nodes.len(), self.config.query_size()]);
-        ops.linear(&attended_nq, &layer.o_hq, &self.rows(&buffers.delta_nh))
+        ops.tree_attention(&q_nqd, kv_2gsd, self.places(), self.config, &attended_nqd)
     }
 
     fn head_inputs<'a>(&'a self, layer: &'a DenseLayer) -> HeadInputs<'a> {
@@ -96,21 +86,12 @@ impl DecodeStep<'_> {
         }
     }
 
-    fn mlp(&self, layer: &DenseLayer) -> CudaResult {
-        let (ops, buffers) = (self.ops, &self.memory.buffers);
-        let [normed_nh, gate_up_ni, product_ni] =
-            [&buffers.normed_nh, &buffers.gate_up_ni, &buffers.product_ni].map(|buffer| self.rows(buffer));
-        ops.linear(&normed_nh, &layer.gate_up_ih, &gate_up_ni)?;
-        ops.silu_mul(&gate_up_ni, &product_ni)?;
-        ops.linear(&product_ni, &layer.down_hi, &self.rows(&buffers.delta_nh))
-    }
-
     /// The final norm and the LM head.
     fn logits(&self) -> CudaResult {
         let (buffers, weights) = (&self.memory.buffers, &self.weights.backbone);
-        let hidden_nh = self.rows(&buffers.hidden_nh);
-        self.add_norm(&weights.norm_h, &hidden_nh)?;
-        self.ops.linear(&hidden_nh, &weights.lm_head_vh, &self.rows(&buffers.logits_nv))
+        let [x_nh, hidden_nh] = [&buffers.x_nh, &buffers.hidden_nh].map(|buffer| self.rows(buffer));
+        self.ops.rms_norm(&x_nh, &weights.norm_h, self.config.rms_norm_eps, &hidden_nh)?;
+        self.ops.linear(&Operands::new(&hidden_nh, &weights.lm_head_vh, &self.rows(&buffers.logits_nv)))
     }
 
     fn accept(&self, rule: Rule) -> CudaResult {
@@ -147,27 +128,21 @@ impl DecodeStep<'_> {
     }
 }
 
-/// The matrix products of all steps of `shape`, with the buffers that they run on.
-pub fn products(weights: &DeviceWeights, memory: &DeviceMemory, shape: &Shape) -> Vec<ProductBuffers> {
-    let buffers = &memory.buffers;
-    let attended_nq = buffers.attended_nqd.view([-1, shape.config.query_size()]);
-    let each = |weight: fn(&DenseLayer) -> &Tensor| -> Vec<Tensor> {
-        weights.backbone.layers.iter().map(|layer| weight(layer).shallow_clone()).collect()
-    };
-    let of_layers = [
-        (&buffers.normed_nh, each(|layer| &layer.qkv_wh), &buffers.qkv_nw),
-        (&attended_nq, each(|layer| &layer.o_hq), &buffers.delta_nh),
-        (&buffers.normed_nh, each(|layer| &layer.gate_up_ih), &buffers.gate_up_ni),
-        (&buffers.product_ni, each(|layer| &layer.down_hi), &buffers.delta_nh),
-    ];
+/// The matrix products of all steps of `shape`, each with several weights.
+pub fn products(weights: &DeviceWeights, memory: &DeviceMemory, shape: &Shape) -> Vec<Vec<Operands>> {
+    let (buffers, backbone) = (&memory.buffers, &weights.backbone);
     let mut all = vec![];
     for rows in shape.rows_of_steps() {
-        all.extend(of_layers.iter().map(|(x, weights, y)| ProductBuffers::of_rows(rows, x, weights, y)));
+        let products = LayerProducts { config: shape.config, memory, rows };
+        let of_layers = |of: fn(&LayerProducts, &DenseLayer) -> Operands| {
+            backbone.layers.iter().map(|layer| of(&products, layer)).collect()
+        };
+        all.extend(LayerProducts::ALL.map(of_layers));
     }
-    let lm_head = [weights.backbone.lm_head_vh.shallow_clone()];
     for rows in [1, buffers.logits_nv.size()[0]] {
-        all.push(ProductBuffers::of_rows(rows, &buffers.hidden_nh, &lm_head, &buffers.logits_nv));
+        let [hidden_nh, logits_nv] = [&buffers.hidden_nh, &buffers.logits_nv].map(|buffer| buffer.narrow(0, 0, rows));
+        all.push(vec![Operands::new(&hidden_nh, &backbone.lm_head_vh, &logits_nv)]);
     }
-    all.extend(weights.heads.iter().flat_map(|heads| heads.products(buffers, &lm_head[0], shape)));
+    all.extend(weights.heads.iter().flat_map(|heads| heads.products(buffers, &backbone.lm_head_vh, shape)));
     all
 }

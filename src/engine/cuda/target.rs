@@ -9,10 +9,10 @@ use super::error::CudaResult;
 use super::rule::StepKey;
 use crate::nvidia::choices::TimedProduct;
 use crate::nvidia::device::Gpu;
-use crate::nvidia::gemm::{Product, Way};
+use crate::nvidia::gemm::{Operands, Product, Way};
 use crate::nvidia::graph::GraphCache;
 use crate::nvidia::launch::Launch;
-use crate::nvidia::launcher::{Launcher, ProductBuffers};
+use crate::nvidia::launcher::Launcher;
 
 /// A device that runs launches. The default methods suit buffers in host memory and launches that complete at once, as in the
 /// emulator.
@@ -39,12 +39,12 @@ pub trait LaunchTarget: fmt::Debug {
         Way::untimed(product)
     }
 
-    /// Computes `y = x·wᵀ` with one of the available implementations.
+    /// Computes a product with one of the available implementations.
     ///
     /// # Errors
     /// A device error.
-    fn linear(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> CudaResult {
-        self.launch(&way.launch(x_nk, w_mk, y_nm))
+    fn linear(&self, way: Way, of: &Operands) -> CudaResult {
+        way.launches(of).iter().try_for_each(|launch| self.launch(launch))
     }
 
     /// The times of the products' implementations.
@@ -52,11 +52,11 @@ pub trait LaunchTarget: fmt::Debug {
         vec![]
     }
 
-    /// Times those products that were not timed before on this kind of device.
+    /// Times those products that were not timed before on this kind of device; each is given with several weights of its shape.
     ///
     /// # Errors
     /// A device error.
-    fn time(&mut self, _products: &[ProductBuffers]) -> CudaResult {
+    fn time(&mut self, _products: &[Vec<Operands>]) -> CudaResult {
         Ok(())
     }
 
@@ -140,15 +140,15 @@ impl LaunchTarget for GpuTarget {
         self.launcher.way(product)
     }
 
-    fn linear(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> CudaResult {
-        Ok(self.launcher.linear(way, x_nk, w_mk, y_nm)?)
+    fn linear(&self, way: Way, of: &Operands) -> CudaResult {
+        Ok(self.launcher.linear(way, of)?)
     }
 
     fn timed_products(&self) -> Vec<TimedProduct> {
         self.launcher.timed_products()
     }
 
-    fn time(&mut self, products: &[ProductBuffers]) -> CudaResult {
+    fn time(&mut self, products: &[Vec<Operands>]) -> CudaResult {
         Ok(self.launcher.time(products)?)
     }
 

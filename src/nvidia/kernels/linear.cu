@@ -1,14 +1,22 @@
 // Matrix products with weights, y[n, m] = sum over k of x[n, k]·w[m, k], for few rows and for a whole tree.
 //
 // A step reads every weight once, whatever the number of rows. Speed therefore needs wide reads, many reads in flight, and no
-// byte read twice. K is a multiple of 8. y has dtype `element`, or float32 with `as_float`; sums are float32.
+// byte read twice. K is a multiple of 8; sums are float32.
 
-INLINE void store_number(void* y, size_t at, float number, int as_float) {
-    if (as_float) ((float*)y)[at] = number;
-    else ((element*)y)[at] = to_element(number);
+// What is written of the sums; see `Written` in src/nvidia/gemm.rs. GATED: y [N, M/2] is SiLU(gate)·up, with gate from the first M/2 rows
+// of w and up from the others.
+enum { ROUNDED = 0, FLOAT32 = 1, ADDED = 2, GATED = 3 };
+
+INLINE void store_sum(void* y, size_t at, float sum, int written) {
+    element* to = (element*)y + at;
+    if (written == FLOAT32) ((float*)y)[at] = sum;
+    else *to = to_element(written == ADDED ? to_float(*to) + sum : sum);
 }
 
-#define COLUMNS 4    // columns of y per group of warps
+// Gate and up are rounded first, as if they had been stored.
+INLINE float gated(float gate, float up) { return silu(rounded(gate)) * rounded(up); }
+
+#define COLUMNS 4    // rows of the weight per group of warps
 #define FEW_WARPS 8  // warps per block
 
 // The group of SPLIT warps that a warp belongs to, counted over all blocks.
@@ -20,13 +28,23 @@ INLINE void fetch_weights(uint4 (&weights)[COLUMNS], const element* const (&colu
     for (int c = 0; c < COLUMNS; c++) weights[c] = stream16(columns[c] + at, at < k);
 }
 
-// sums[c][r] += row r times weights of column c.
-template <int ROWS>
-INLINE void multiply_few(float (&sums)[COLUMNS][ROWS], const uint4 (&rows)[ROWS], const uint4 (&weights)[COLUMNS]) {
+// sums[c][r] += row r times weights of column c; with NORMED, rows are multiplied by `norm` first, and squares[r] gets those of row r.
+template <int ROWS, bool NORMED>
+INLINE void multiply_few(float (&sums)[COLUMNS][ROWS], float (&squares)[ROWS], const uint4 (&rows)[ROWS],
+                         const uint4 (&weights)[COLUMNS], uint4 norm) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         float numbers[8];
         unpack8(numbers, rows[r]);
+        if (NORMED) {
+            float scales[8];
+            unpack8(scales, norm);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                squares[r] += numbers[j] * numbers[j];
+                numbers[j] *= scales[j];
+            }
+        }
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             float factors[8];
@@ -40,10 +58,12 @@ INLINE void multiply_few(float (&sums)[COLUMNS][ROWS], const uint4 (&rows)[ROWS]
 // Products of four columns with ROWS rows of x = input(), the last of which repeat row n - 1 if n is smaller. The columns belong to a group of
 // SPLIT warps: of K, each warp reads every SPLIT-th run of 256 numbers, and their sums are added in the order of the warps. Weights are
 // loaded one run before they are multiplied, so that four to eight loads of every thread are under way at any time; the first run is
-// loaded before the kernels that make x have ended. Lane c·ROWS + r of a group's first warp returns row r times column c. All threads of
-// the block call this; parts holds FEW_WARPS·WARP numbers.
-template <int ROWS, int SPLIT, typename Input>
-INLINE float few_rows(Input input, const element* const (&columns)[COLUMNS], int n, int k, float* parts) {
+// loaded before the kernels that make x have ended. Lane c·ROWS + r of a group's first warp returns row r times column c. With NORMED, x is
+// x / rms(x)·norm (Zhang and Sennrich 2019), which is not rounded. All threads of the block call this; parts holds 2·FEW_WARPS·WARP
+// numbers.
+template <int ROWS, int SPLIT, bool NORMED, typename Input>
+INLINE float few_rows(Input input, const element* const (&columns)[COLUMNS], int n, int k, float* parts, const element* norm = nullptr,
+                      float eps = 0.0f) {
     constexpr int STRIDE = SPLIT * WARP * 8;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, begin = (warp % SPLIT * WARP + lane) * 8;
     uint4 weights[2][COLUMNS];
@@ -51,22 +71,20 @@ INLINE float few_rows(Input input, const element* const (&columns)[COLUMNS], int
     fetch_weights(weights[0], columns, begin, k);
     await_inputs();
     const element* x = input();
-    float sums[COLUMNS][ROWS] = {};
+    float sums[COLUMNS][ROWS] = {}, squares[ROWS] = {};
     for (int from = 0; from < k; from += 2 * STRIDE) {  // as many iterations for every lane
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int at = from + half * STRIDE + begin;
+            const uint4 zeros = make_uint4(0, 0, 0, 0), scales = NORMED && at < k ? load16(norm + at) : zeros;
             uint4 rows[ROWS];
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                rows[r] = make_uint4(0, 0, 0, 0);
-                if (at < k) rows[r] = load16(x + (size_t)min(r, n - 1) * k + at);
-            }
+            for (int r = 0; r < ROWS; r++) rows[r] = at < k ? load16(x + (size_t)min(r, n - 1) * k + at) : zeros;
             fetch_weights(weights[1 - half], columns, at + STRIDE, k);
-            multiply_few(sums, rows, weights[half]);
+            multiply_few<ROWS, NORMED>(sums, squares, rows, weights[half], scales);
         }
     }
-    float sum = 0.0f;
+    float sum = 0.0f, square = 0.0f;
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
 #pragma unroll
@@ -75,32 +93,53 @@ INLINE float few_rows(Input input, const element* const (&columns)[COLUMNS], int
             sum = lane == c * ROWS + r ? whole : sum;
         }
     }
-    if (SPLIT == 1) return sum;
-    parts[threadIdx.x] = sum;
-    __syncthreads();
 #pragma unroll
-    for (int other = 1; other < SPLIT; other++) sum += parts[(threadIdx.x + other * WARP) % (FEW_WARPS * WARP)];
-    return sum;
+    for (int r = 0; r < ROWS && NORMED; r++) {
+        const float whole = warp_sum(squares[r]);
+        square = lane % ROWS == r ? whole : square;
+    }
+    if (SPLIT > 1) {
+        constexpr int THREADS = FEW_WARPS * WARP;
+        parts[threadIdx.x] = sum;
+        if (NORMED) parts[THREADS + threadIdx.x] = square;
+        __syncthreads();
+#pragma unroll
+        for (int other = 1; other < SPLIT; other++) {
+            const int at = (threadIdx.x + other * WARP) % THREADS;  // of the next warp, for the groups' first warps
+            sum += parts[at];
+            if (NORMED) square += parts[THREADS + at];
+        }
+    }
+    return NORMED ? sum * rsqrtf(square / k + eps) : sum;
 }
 
-// Up to ROWS rows: x [n, K], w [M, K], y [n, M].
-template <int ROWS, int SPLIT>
-INLINE void linear_few(const element* x, const element* w, void* y, int n, int m, int k, int as_float, float* parts) {
-    const int first = few_group<SPLIT>() * COLUMNS, lane = threadIdx.x % WARP;
+// Up to ROWS rows: x [n, K], w [M, K], y [n, M], or [n, M/2] if it is gated.
+template <int ROWS, int SPLIT, bool NORMED>
+INLINE void linear_few(const element* x, const element* w, void* y, int n, int m, int k, int written, float* parts,
+                       const element* norm = nullptr, float eps = 0.0f) {
+    const int share = written == GATED ? 2 : 1, width = m / share, own = COLUMNS / share;  // columns of y, and the group's
+    const int first = few_group<SPLIT>() * own, lane = threadIdx.x % WARP;
     const element* columns[COLUMNS];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) columns[c] = w + (size_t)min(first + c, m - 1) * k;
-    const float sum = few_rows<ROWS, SPLIT>([&] { return x; }, columns, n, k, parts);
+    for (int c = 0; c < COLUMNS; c++) columns[c] = w + (size_t)(c / own * width + min(first + c % own, width - 1)) * k;
+    float sum = few_rows<ROWS, SPLIT, NORMED>([&] { return x; }, columns, n, k, parts, norm, eps);
+    const float up = __shfl_xor_sync(ALL_LANES, sum, COLUMNS / 2 * ROWS);
+    if (written == GATED) sum = gated(sum, up);
     const int row = lane % ROWS, column = first + lane / ROWS;
     const bool is_first_warp = threadIdx.x / WARP % SPLIT == 0;
-    if (is_first_warp && lane < COLUMNS * ROWS && row < n && column < m) store_number(y, (size_t)row * m + column, sum, as_float);
+    if (is_first_warp && lane < own * ROWS && row < n && column < width) store_sum(y, (size_t)row * width + column, sum, written);
 }
 
-// linear_RxS: up to R rows, the columns split over S warps. Grid (M / (32/S) rounded up), 256 threads.
-#define LINEAR_FEW(rows, split)                                                                                                 \
-    KERNEL(256) linear_##rows##_##split(const element* x, const element* w, void* y, int n, int m, int k, int as_float) { \
-        SHARED float parts[FEW_WARPS * WARP];                                                                              \
-        linear_few<rows, split>(x, w, y, n, m, k, as_float, parts);                                                        \
+// linear_R_S: up to R rows, with the columns shared by S warps. normed_linear_R_S: x is normed. Grid (M / (32/S) rounded up), 256 threads.
+#define LINEAR_FEW(rows, split)                                                                                                         \
+    KERNEL(256) linear_##rows##_##split(const element* x, const element* w, void* y, int n, int m, int k, int written) {          \
+        SHARED float parts[FEW_WARPS * WARP];                                                                                      \
+        linear_few<rows, split, false>(x, w, y, n, m, k, written, parts);                                                          \
+    }                                                                                                                              \
+    KERNEL(256) normed_linear_##rows##_##split(const element* x, const element* w, void* y, int n, int m, int k, int written,     \
+                                               const element* norm, float eps) {                                                  \
+        SHARED float parts[2 * FEW_WARPS * WARP];                                                                                  \
+        linear_few<rows, split, true>(x, w, y, n, m, k, written, parts, norm, eps);                                                \
     }
 LINEAR_FEW(1, 1)
 LINEAR_FEW(1, 2)
@@ -125,7 +164,7 @@ KERNEL(256) res_block(const element* x, const int* state, const element* w, cons
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) columns[c] = w + (head * h + min(first + c, h - 1)) * h;
     auto input = [&] { return x + (state ? (size_t)state[LAST] : head) * h; };
-    const float sum = few_rows<1, BLOCK_SPLIT>(input, columns, 1, h, parts);
+    const float sum = few_rows<1, BLOCK_SPLIT, false>(input, columns, 1, h, parts);
     const int column = first + lane;
     if (threadIdx.x / WARP % BLOCK_SPLIT == 0 && lane < COLUMNS && column < h) {
         y[head * h + column] = to_element(to_float(input()[column]) + silu(sum + to_float(b[head * h + column])));
@@ -143,32 +182,42 @@ KERNEL(256) res_block(const element* x, const int* state, const element* w, cons
 // banks.
 INLINE int tile_at(int row, int chunk) { return row * CHUNKS + (chunk ^ (row % CHUNKS)); }
 
-// Copies rows [first, first + ROWS) and columns [from, from + DEPTH) of a matrix [rows, k]; zeros outside of the matrix.
-template <int ROWS> INLINE void fetch_tile(uint4* tile, const element* matrix, int first, int rows, int from, int k) {
+// Copies columns [from, from + DEPTH) of ROWS rows of a matrix; zeros for rows below 0, and behind the end of the rows.
+template <int ROWS, typename Row> INLINE void fetch_tile(uint4* tile, const element* matrix, Row row_of, int from, int k) {
 #pragma unroll
     for (int i = 0; i < ROWS * CHUNKS / 128; i++) {
-        const int piece = threadIdx.x + i * 128, row = piece / CHUNKS, chunk = piece % CHUNKS;
-        const int at = from + chunk * 8;
-        const bool real = first + row < rows && at < k;
-        copy16_async(&tile[tile_at(row, chunk)], matrix + (real ? (size_t)(first + row) * k + at : 0), real);
+        const int piece = threadIdx.x + i * 128, place = piece / CHUNKS, chunk = piece % CHUNKS;
+        const int row = row_of(place), at = from + chunk * 8;
+        const bool real = row >= 0 && at < k;
+        copy16_async(&tile[tile_at(place, chunk)], matrix + (real ? (size_t)row * k + at : 0), real);
     }
     static_assert(ROWS * CHUNKS % 128 == 0, "every thread copies as much");
 }
 
-// HEIGHT rows of the weight by WIDTH rows of x. The four warps form a grid, HEIGHT / 16 along the weight, the others along x.
+// HEIGHT rows of the weight by WIDTH rows of x. The four warps form a grid, HEIGHT / 16 along the weight, the others along x. If y is
+// gated, a warp's sixteen rows of the weight are eight of gate and the eight of up that belong to them, so that a lane holds both.
 template <int HEIGHT, int WIDTH>
-INLINE void linear_tile(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
+INLINE void linear_tile(const element* x, const element* w, void* y, int n, int m, int k, int written) {
     constexpr int HIGH = HEIGHT / 16, ACROSS = 4 / HIGH, TILES = WIDTH / 8 / ACROSS, STAGE = (HEIGHT + WIDTH) * CHUNKS;
     static_assert(HIGH * ACROSS == 4 && TILES * ACROSS * 8 == WIDTH, "four warps share a block");
     LAUNCHED_SHARED(stages);
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, first = blockIdx.x * HEIGHT;
-    const int high = warp % HIGH * 16, across = warp / HIGH * TILES * 8, steps = (k + DEPTH - 1) / DEPTH;
+    const bool gates = written == GATED;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, width = gates ? m / 2 : m;
+    const int first = blockIdx.x * (gates ? HEIGHT / 2 : HEIGHT), steps = (k + DEPTH - 1) / DEPTH;
+    const int high = warp % HIGH * 16, across = warp / HIGH * TILES * 8;
+    // The column of y that a row of the tile belongs to.
+    auto column_of = [&](int place) { return first + (gates ? place / 16 * 8 + place % 8 : place); };
+    auto weight_row = [&](int place) {
+        const int column = column_of(place);
+        return column < width ? (gates && place % 16 >= 8 ? width : 0) + column : -1;
+    };
     auto stage = [&](int step) { return stages + step % STAGES * STAGE; };
     auto fetch_weights = [&](int step) {
-        if (step < steps) fetch_tile<HEIGHT>(stage(step), w, first, m, step * DEPTH, k);
+        if (step < steps) fetch_tile<HEIGHT>(stage(step), w, weight_row, step * DEPTH, k);
     };
     auto fetch_rows = [&](int step) {
-        if (step < steps) fetch_tile<WIDTH>(stage(step) + HEIGHT * CHUNKS, x, 0, n, step * DEPTH, k);
+        auto row_of = [&](int place) { return place < n ? place : -1; };
+        if (step < steps) fetch_tile<WIDTH>(stage(step) + HEIGHT * CHUNKS, x, row_of, step * DEPTH, k);
         end_copies();  // even if empty: one group per step
     };
     start_next();
@@ -204,19 +253,19 @@ INLINE void linear_tile(const element* x, const element* w, void* y, int n, int 
     for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int column = first + high + lane / 4 + i / 2 * 8, row = across + tile * 8 + lane % 4 * 2 + i % 2;
-            if (column < m && row < n) {
-                store_number(y, (size_t)row * m + column, sums[tile][i], as_float);
-            }
+            const int column = column_of(high + lane / 4 + i / 2 * 8), row = across + tile * 8 + lane % 4 * 2 + i % 2;
+            if (gates && i >= 2) continue;  // up, which is in y with its gate
+            const float sum = gates ? gated(sums[tile][i], sums[tile][i % 2 + 2]) : sums[tile][i];
+            if (column < width && row < n) store_sum(y, (size_t)row * width + column, sum, written);
         }
     }
 }
 
-// linear_HxW: x [N, K] with N up to W, w [M, K], y [N, M]. Grid (M / H rounded up), 128 threads, STAGES·(H + W)·DEPTH elements of
-// shared memory.
+// linear_HxW: x [N, K] with N up to W, w [M, K], y [N, M], or [N, M/2] if it is gated. Grid (M / H rounded up), 128 threads, STAGES·(H +
+// W)·DEPTH elements of shared memory.
 #define LINEAR_TILE(height, width)                                                                                              \
-    KERNEL(128) linear_##height##x##width(const element* x, const element* w, void* y, int n, int m, int k, int as_float) { \
-        linear_tile<height, width>(x, w, y, n, m, k, as_float);                                                             \
+    KERNEL(128) linear_##height##x##width(const element* x, const element* w, void* y, int n, int m, int k, int written) { \
+        linear_tile<height, width>(x, w, y, n, m, k, written);                                                             \
     }
 LINEAR_TILE(32, 16)
 LINEAR_TILE(32, 32)

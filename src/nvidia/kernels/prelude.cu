@@ -121,6 +121,7 @@ INLINE void begin() {
 
 INLINE float to_float(element x) { return low(x); }
 INLINE element to_element(float x) { return (element)pack(x, 0.0f); }
+INLINE float rounded(float x) { return to_float(to_element(x)); }
 
 // Eight elements packed into 16 bytes.
 INLINE void unpack8(float (&x)[8], uint4 bytes) {

@@ -13,8 +13,6 @@
 // Numbers of a head per lane: x[j] is number j·32 + lane, so the other half of x[j] is x[j + EACH / 2] of the same lane.
 enum { EACH = HEAD_SIZE / WARP };
 
-INLINE float rounded(float x) { return to_float(to_element(x)); }
-
 KERNEL(128) rope_append(const element* qkv, const element* bias, const element* query_norm, const element* key_norm, float eps,
                         const int* depths, const int* state, const float* cos_table, const float* sin_table, element* q_out,
                         element* cache, int q, int g, int room) {

@@ -41,25 +41,6 @@ KERNEL(256) rms_norm(const element* x, const element* weight, element* y, int h,
     scaled_row(x, weight, y + (size_t)blockIdx.x * h, squares, h, eps);
 }
 
-// x += delta, rounded; then y = x / rms(x)·weight. Each thread reads back only what it wrote itself. Grid N, 256 threads.
-KERNEL(256) add_rms_norm(element* x, const element* delta, const element* weight, element* y, int h, float eps) {
-    begin();
-    x += (size_t)blockIdx.x * h;
-    delta += (size_t)blockIdx.x * h;
-    float squares = 0.0f;
-    for (int i = threadIdx.x * 8; i < h; i += blockDim.x * 8) {
-        float numbers[8], deltas[8];
-        unpack8(numbers, load16(x + i));
-        unpack8(deltas, load16(delta + i));
-        for (int j = 0; j < 8; j++) numbers[j] += deltas[j];
-        const uint4 rounded = pack8(numbers);
-        store16(x + i, rounded);
-        unpack8(numbers, rounded);
-        squares += squares8(numbers);
-    }
-    scaled_row(x, weight, y + (size_t)blockIdx.x * h, squares, h, eps);
-}
-
 // y[n, i] = SiLU(gate)·up with gate = gate_up[n, i], up = gate_up[n, I + i] (Shazeer 2020). Grid (I/8/256, N), 256 threads.
 KERNEL(256) silu_mul(const element* gate_up, element* y, int width) {
     begin();
