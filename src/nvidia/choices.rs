@@ -121,14 +121,14 @@ mod tests {
         assert!(!choices.has(product(1), &ways));
         let timed = |way, microseconds| TimedWay { way, microseconds, gigabytes_per_second: 1e3 / microseconds };
         let [slow, fast] = [timed(Way::Few { most: 1, split: 1 }, 2.5), timed(Way::CublasLt { algorithm: 2 }, 2.0)];
-        choices.keep(product(9), vec![timed(Way::Tile { height: 64, width: 16 }, 7.0)]);
+        choices.keep(product(9), vec![timed(Way::Tile { height: 64, width: 16, splits: 1 }, 7.0)]);
         choices.keep(product(1), vec![slow, fast]);
         choices.save();
         let again = Choices::open(Some(file.clone()));
         assert_eq!(again.timed(), choices.timed());
         assert_eq!(again.timed()[0], TimedProduct { product: product(1), ways: vec![fast, slow] });
         assert_eq!(again.way(product(1)), Way::CublasLt { algorithm: 2 });
-        assert_eq!(again.way(product(9)), Way::Tile { height: 64, width: 16 });
+        assert_eq!(again.way(product(9)), Way::Tile { height: 64, width: 16, splits: 1 });
         assert_eq!(again.way(product(2)), Way::untimed(product(2)));
         assert!(again.has(product(1), &ways) && !again.has(product(1), &[Way::CublasLt { algorithm: 0 }]));
         assert!(!again.has(product(9), &ways), "a way that is gone is found anew");

@@ -3,12 +3,13 @@
 
 // N rows, M outputs, K inputs
 use std::fmt;
+use std::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::kernels::{FEW_COLUMNS, LINEAR_FEW, LINEAR_TILES, LinearFew, LinearTile, Program};
-use super::launch::{Argument, Launch, blocks, eighths, elements, float, floats, size};
+use super::launch::{Argument, Launch, blocks, eighths, elements, float, floats, ints, size};
 use super::rows::{rms_norm, silu_mul};
 
 /// Number of cublasLt algorithms that are tried per product.
@@ -129,7 +130,18 @@ impl Product {
         let few = few.map(|few| Way::Few { most: few.most, split: few.split });
         let width = LINEAR_TILES.iter().map(|tile| tile.width).find(|&width| width >= self.rows);
         let tiles = LINEAR_TILES.iter().filter(|tile| Some(tile.width) == width);
-        few.chain(tiles.map(|tile| Way::Tile { height: tile.height, width: tile.width })).collect()
+        few.chain(tiles.flat_map(|tile| self.tile_ways(*tile))).collect()
+    }
+
+    /// A tile with K in one piece, and split where that leaves more multiprocessors with work.
+    fn tile_ways(&self, LinearTile { height, width, .. }: LinearTile) -> Vec<Way> {
+        let tiles = blocks(self.outputs, height);
+        let useful = |splits: &i64| {
+            let each = blocks(blocks(self.inputs, TILE_DEPTH), *splits);
+            SPLIT_BLOCKS.contains(&(tiles * splits)) && each >= TILE_STAGES && splits * tiles * height * width <= SPLIT_NUMBERS
+        };
+        let splits = [1].into_iter().chain([2, 4, 8].into_iter().filter(useful));
+        splits.map(|splits| Way::Tile { height, width, splits }).collect()
     }
 
     /// The product without what only own kernels fuse into it.
@@ -160,6 +172,8 @@ pub enum Way {
         height: i64,
         /// Rows of x per block.
         width: i64,
+        /// Blocks that share a tile, each with a part of K.
+        splits: i64,
     },
     /// A cublasLt algorithm, by its rank among those that cublasLt recommends.
     CublasLt {
@@ -172,7 +186,8 @@ impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Few { most, split } => write!(f, "{most}/{split}"),
-            Self::Tile { height, width } => write!(f, "{height}x{width}"),
+            Self::Tile { height, width, splits: 1 } => write!(f, "{height}x{width}"),
+            Self::Tile { height, width, splits } => write!(f, "{height}x{width}/{splits}"),
             Self::CublasLt { algorithm } => write!(f, "cublasLt {algorithm}"),
         }
     }
@@ -188,18 +203,20 @@ impl Way {
     ///
     /// # Panics
     /// For any other implementation.
-    pub fn launches(self, of: &Operands) -> Vec<Launch> {
+    pub fn launches(self, of: &Operands, room: &SplitRoom) -> Vec<Launch> {
         let rows = of.product().rows;
         match self {
             Self::Few { most, split } => {
                 let few = LINEAR_FEW.into_iter().find(|few| (few.most, few.split) == (most, split) && most >= rows);
                 vec![few_launch(few.expect("one of the own ways"), of)]
             }
-            Self::Tile { height, width } => {
+            Self::Tile { height, width, splits } => {
                 let mut tiles = LINEAR_TILES.into_iter();
                 let tile = tiles.find(|tile| (tile.height, tile.width) == (height, width) && width >= rows);
                 let (before, x_nk) = of.norm_before();
-                before.into_iter().chain([tile_launch(tile.expect("one of the own ways"), x_nk, of)]).collect()
+                let arguments = [arguments(x_nk, of), vec![floats(&room.sums), ints(&room.arrived)]].concat();
+                let launch = tile_launch(tile.expect("one of the own ways"), of.product().outputs, splits, arguments);
+                before.into_iter().chain([launch]).collect()
             }
             Self::CublasLt { .. } => panic!("a product of cublasLt is no launch"),
         }
@@ -225,15 +242,44 @@ fn few_launch(few: LinearFew, of: &Operands) -> Launch {
     Launch::new(Program::Linear, name, [blocks(of.product().outputs, FEW_COLUMNS / few.split), 1, 1], 256, arguments)
 }
 
-fn tile_launch(tile: LinearTile, x_nk: &Tensor, of: &Operands) -> Launch {
-    let grid = [blocks(of.product().outputs, tile.height), 1, 1];
-    Launch::new(Program::Linear, tile.name, grid, 128, arguments(x_nk, of))
-        .with_shared(TILE_STAGES * (tile.height + tile.width) * TILE_DEPTH)
+fn tile_launch(tile: LinearTile, outputs: i64, splits: i64, arguments: Vec<Argument>) -> Launch {
+    let LinearTile { name, height, width } = tile;
+    let grid = [blocks(outputs, height), splits, 1];
+    Launch::new(Program::Linear, name, grid, (2 * height).max(128), arguments)
+        .with_shared(TILE_STAGES * (height + width) * TILE_DEPTH)
 }
 
 /// Stages of a tile in shared memory, and the depth of a stage along K.
 const TILE_STAGES: i64 = 4;
 const TILE_DEPTH: i64 = 64;
+/// Numbers of blocks for which K is split: from one for each multiprocessor of the largest GPUs on.
+const SPLIT_BLOCKS: RangeInclusive<i64> = 128..=528;
+/// Largest number of partial sums of a product.
+const SPLIT_NUMBERS: i64 = 4 << 20;
+
+/// Where blocks that share a tile pass their sums to the last of them.
+#[derive(Debug)]
+pub struct SplitRoom {
+    /// `[SPLIT_NUMBERS]` float32.
+    pub sums: Tensor,
+    /// Int32: blocks that have come to each tile; all 0 between kernels.
+    pub arrived: Tensor,
+}
+
+impl SplitRoom {
+    /// Room for every product.
+    pub fn new(device: Device) -> Self {
+        Self {
+            sums: Tensor::zeros([SPLIT_NUMBERS], (Kind::Float, device)),
+            arrived: Tensor::zeros([*SPLIT_BLOCKS.end()], (Kind::Int, device)),
+        }
+    }
+
+    /// Size in memory.
+    pub fn bytes() -> u64 {
+        4 * (SPLIT_NUMBERS + SPLIT_BLOCKS.end()).unsigned_abs()
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -247,8 +293,6 @@ mod tests {
             [
                 Way::Few { most: 4, split: 1 },
                 Way::Few { most: 4, split: 4 },
-                Way::Tile { height: 32, width: 16 },
-                Way::Tile { height: 64, width: 16 }
             ]
         );
         assert_eq!(ways(64)[..2], [Way::Tile { height: 32, width: 64 }, Way::Tile { height: 64, width: 64 }]);

@@ -187,15 +187,19 @@ const fn tile(name: &'static str, height: i64, width: i64) -> LinearTile {
 }
 
 /// The kernels in linear.cu, narrow ones first.
-pub(super) const LINEAR_TILES: [LinearTile; 8] = [
+pub(super) const LINEAR_TILES: [LinearTile; 12] = [
     tile("linear_32x16", 32, 16),
     tile("linear_64x16", 64, 16),
+    tile("linear_128x16", 128, 16),
     tile("linear_32x32", 32, 32),
     tile("linear_64x32", 64, 32),
+    tile("linear_128x32", 128, 32),
     tile("linear_32x64", 32, 64),
     tile("linear_64x64", 64, 64),
+    tile("linear_128x64", 128, 64),
     tile("linear_32x128", 32, 128),
     tile("linear_64x128", 64, 128),
+    tile("linear_128x128", 128, 128),
 ];
 
 #[cfg(test)]

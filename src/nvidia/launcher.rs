@@ -10,7 +10,7 @@ use super::cublas_lt::CublasLt;
 use super::device::Gpu;
 use super::error::GpuError;
 use super::functions::Functions;
-use super::gemm::{Operands, Product, Way};
+use super::gemm::{Operands, Product, SplitRoom, Way};
 use super::graph;
 use super::kernels::{KernelDtype, Program};
 use super::launch::Launch;
@@ -84,9 +84,9 @@ impl Launcher {
     ///
     /// # Errors
     /// [`GpuError::Failed`].
-    pub fn linear(&self, way: Way, of: &Operands) -> Result<(), GpuError> {
+    pub fn linear(&self, way: Way, of: &Operands, room: &SplitRoom) -> Result<(), GpuError> {
         let Way::CublasLt { algorithm } = way else {
-            return way.launches(of).iter().try_for_each(|launch| self.launch(launch));
+            return way.launches(of, room).iter().try_for_each(|launch| self.launch(launch));
         };
         let ((before, x_nk), (y_nm, after)) = (of.norm_before(), of.gate_after());
         before.iter().try_for_each(|launch| self.launch(launch))?;
@@ -103,7 +103,7 @@ impl Launcher {
     ///
     /// # Errors
     /// A device error.
-    pub fn time(&mut self, needed: &[Vec<Operands>]) -> Result<(), GpuError> {
+    pub fn time(&mut self, needed: &[Vec<Operands>], room: &SplitRoom) -> Result<(), GpuError> {
         self.gpu.wait_for_torch();
         let mut is_new = false;
         for needed in needed {
@@ -114,7 +114,7 @@ impl Launcher {
             }
             x_nk.shallow_clone().copy_(&Generator::seeded(0).normal_like(x_nk));
             self.gpu.wait_for_torch();
-            let timed = self.timed_ways(&ways, needed)?;
+            let timed = self.timed_ways(&ways, needed, room)?;
             self.choices.keep(product, timed);
             is_new = true;
         }
@@ -124,8 +124,8 @@ impl Launcher {
         Ok(())
     }
 
-    fn timed_ways(&self, ways: &[Way], needed: &[Operands]) -> Result<Vec<TimedWay>, GpuError> {
-        let timed = ways.iter().filter_map(|&way| match (way, self.timed(way, needed)) {
+    fn timed_ways(&self, ways: &[Way], needed: &[Operands], room: &SplitRoom) -> Result<Vec<TimedWay>, GpuError> {
+        let timed = ways.iter().filter_map(|&way| match (way, self.timed(way, needed, room)) {
             (Way::CublasLt { .. }, Err(_)) => None, // recommended by cublasLt, but refused: the own kernels remain
             (_, timed) => Some(timed),
         });
@@ -133,10 +133,10 @@ impl Launcher {
     }
 
     /// Times one implementation in a CUDA graph, like a decoding step, so that the host's launch overhead does not count.
-    fn timed(&self, way: Way, needed: &[Operands]) -> Result<TimedWay, GpuError> {
+    fn timed(&self, way: Way, needed: &[Operands], room: &SplitRoom) -> Result<TimedWay, GpuError> {
         let bytes = needed[0].w_mk.numel() * needed[0].w_mk.kind().elt_size_in_bytes();
         let count = (TIMED_BYTES / bytes + 1).min(needed.len());
-        let round = || needed[..count].iter().try_for_each(|of| self.linear(way, of));
+        let round = || needed[..count].iter().try_for_each(|of| self.linear(way, of, room));
         round()?; // what is created on first use cannot be created while a graph is recorded
         let milliseconds = self.median_milliseconds(&graph::record(&self.gpu, round)?)?;
         let microseconds = milliseconds * 1e3 / count as f32;

@@ -132,7 +132,9 @@ impl Ops {
     pub(super) fn prepare(&mut self, products: &[Vec<Operands>]) -> CudaResult {
         match self {
             Self::Oracle => Ok(()),
-            Self::Kernels(kernels) | Self::Beside(kernels, _) => kernels.target.time(products),
+            Self::Kernels(Kernels { target, scratch }) | Self::Beside(Kernels { target, scratch }, _) => {
+                target.time(products, scratch.splits())
+            }
         }
     }
 
@@ -174,14 +176,15 @@ impl Ops {
 
     pub(super) fn linear(&self, of: &Operands) -> CudaResult {
         let (product, oracle) = (of.product(), || oracle::linear(of));
-        let Self::Beside(Kernels { target, .. }, compared) = self else {
-            let kernel = |Kernels { target, .. }: &Kernels| target.linear(target.way(product), of);
+        let Self::Beside(Kernels { target, scratch }, compared) = self else {
+            let kernel =
+                |Kernels { target, scratch }: &Kernels| target.linear(target.way(product), of, scratch.splits());
             return self.run("linear", &[&of.y_nm], oracle, kernel);
         };
         let before = of.y_nm.copy();
         target.ways(product)?.into_iter().try_for_each(|way| {
             of.y_nm.shallow_clone().copy_(&before); // each implementation adds to the same y
-            let kernel = || target.linear(way, of);
+            let kernel = || target.linear(way, of, scratch.splits());
             compared.compare(&format!("linear {way}"), &[&of.y_nm], &**target, oracle, kernel)
         })
     }

@@ -10,7 +10,8 @@ use super::draft::{DraftInput, DraftShape};
 use super::launches::{self, AttentionParts};
 use super::layout::MAX_NODES;
 use super::shape::{GRAIN, Shape};
-use crate::nvidia::gemm::WORKSPACE_BYTES;
+use crate::nvidia::cublas_lt::WORKSPACE_BYTES;
+use crate::nvidia::gemm::SplitRoom;
 
 /// Every buffer, the cache, and what is allocated beside the backbone's own weights.
 #[derive(Debug, Clone, PartialEq)]
@@ -25,7 +26,7 @@ pub struct DevicePlan {
     pub uniforms_u: Size,
     /// Copies of the heads' weights, laid out for the kernels.
     pub head_copies: Vec<Size>,
-    /// Scratch memory of kernels: parts of attention, the heads' guesses per slice, cublasLt's workspace.
+    /// Scratch memory of kernels: parts of attention, the heads' guesses per slice, parts of matrix products, cublasLt's workspace.
     pub between_kernels_bytes: u64,
     /// Already allocated: the weights of backbone and heads.
     pub weight_bytes: u64,
@@ -137,7 +138,7 @@ fn between_kernels(shape: &Shape) -> u64 {
         let size = [shape.guessing_rows(), config.vocab_size];
         Size { shape: launches::guess_parts_size(size, shape.guesses() as i64), kind: Kind::Int64 }.bytes()
     });
-    attention.sum::<u64>() + guesses + WORKSPACE_BYTES.unsigned_abs()
+    attention.sum::<u64>() + guesses + SplitRoom::bytes() + WORKSPACE_BYTES.unsigned_abs()
 }
 
 impl fmt::Display for DevicePlan {

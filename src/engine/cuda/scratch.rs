@@ -4,6 +4,7 @@ use tch::{Device, Tensor};
 
 use super::launches::{self, AttentionParts};
 use super::shape::Shape;
+use crate::nvidia::gemm::SplitRoom;
 
 /// Buffers that the kernels of one operation pass to each other.
 #[derive(Debug)]
@@ -12,6 +13,7 @@ pub struct Scratch {
     parts: Vec<(i64, AttentionParts)>,
     /// For the heads' guesses.
     guess_parts: Option<Tensor>,
+    splits: SplitRoom,
 }
 
 impl Scratch {
@@ -24,13 +26,19 @@ impl Scratch {
             let size = [shape.guessing_rows(), config.vocab_size];
             launches::guess_parts(size, shape.guesses() as i64, device)
         });
-        Self { parts: shape.rows_of_steps().into_iter().map(parts).collect(), guess_parts }
+        let splits = SplitRoom::new(device);
+        Self { parts: shape.rows_of_steps().into_iter().map(parts).collect(), guess_parts, splits }
     }
 
     /// Scratch memory of attention with `rows` rows.
     pub fn parts(&self, rows: i64) -> &AttentionParts {
         let parts = self.parts.iter().find(|(of, _)| *of == rows);
         &parts.expect("a step has one of the shape's numbers of rows").1
+    }
+
+    /// Scratch memory of matrix products whose depth is split.
+    pub fn splits(&self) -> &SplitRoom {
+        &self.splits
     }
 
     /// Scratch memory of the heads' guesses.

@@ -9,7 +9,7 @@ use super::error::CudaResult;
 use super::rule::StepKey;
 use crate::nvidia::choices::TimedProduct;
 use crate::nvidia::device::Gpu;
-use crate::nvidia::gemm::{Operands, Product, Way};
+use crate::nvidia::gemm::{Operands, Product, SplitRoom, Way};
 use crate::nvidia::graph::GraphCache;
 use crate::nvidia::launch::Launch;
 use crate::nvidia::launcher::Launcher;
@@ -43,8 +43,8 @@ pub trait LaunchTarget: fmt::Debug {
     ///
     /// # Errors
     /// A device error.
-    fn linear(&self, way: Way, of: &Operands) -> CudaResult {
-        way.launches(of).iter().try_for_each(|launch| self.launch(launch))
+    fn linear(&self, way: Way, of: &Operands, room: &SplitRoom) -> CudaResult {
+        way.launches(of, room).iter().try_for_each(|launch| self.launch(launch))
     }
 
     /// The times of the products' implementations.
@@ -56,7 +56,7 @@ pub trait LaunchTarget: fmt::Debug {
     ///
     /// # Errors
     /// A device error.
-    fn time(&mut self, _products: &[Vec<Operands>]) -> CudaResult {
+    fn time(&mut self, _products: &[Vec<Operands>], _room: &SplitRoom) -> CudaResult {
         Ok(())
     }
 
@@ -140,16 +140,16 @@ impl LaunchTarget for GpuTarget {
         self.launcher.way(product)
     }
 
-    fn linear(&self, way: Way, of: &Operands) -> CudaResult {
-        Ok(self.launcher.linear(way, of)?)
+    fn linear(&self, way: Way, of: &Operands, room: &SplitRoom) -> CudaResult {
+        Ok(self.launcher.linear(way, of, room)?)
     }
 
     fn timed_products(&self) -> Vec<TimedProduct> {
         self.launcher.timed_products()
     }
 
-    fn time(&mut self, products: &[Vec<Operands>]) -> CudaResult {
-        Ok(self.launcher.time(products)?)
+    fn time(&mut self, products: &[Vec<Operands>], room: &SplitRoom) -> CudaResult {
+        Ok(self.launcher.time(products, room)?)
     }
 
     fn replay(&self, key: StepKey, step: &dyn Fn() -> CudaResult) -> CudaResult {

@@ -183,27 +183,51 @@ KERNEL(256) res_block(const element* x, const int* state, const element* w, cons
 INLINE int tile_at(int row, int chunk) { return row * CHUNKS + (chunk ^ (row % CHUNKS)); }
 
 // Copies columns [from, from + DEPTH) of ROWS rows of a matrix; zeros for rows below 0, and behind the end of the rows.
-template <int ROWS, typename Row> INLINE void fetch_tile(uint4* tile, const element* matrix, Row row_of, int from, int k) {
+template <int ROWS, int THREADS, typename Row>
+INLINE void fetch_tile(uint4* tile, const element* matrix, Row row_of, int from, int k) {
 #pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS / 128; i++) {
-        const int piece = threadIdx.x + i * 128, place = piece / CHUNKS, chunk = piece % CHUNKS;
+    for (int first = 0; first < ROWS * CHUNKS; first += THREADS) {
+        const int piece = first + threadIdx.x, place = piece / CHUNKS, chunk = piece % CHUNKS;
+        if (ROWS * CHUNKS % THREADS != 0 && piece >= ROWS * CHUNKS) break;  // fewer pieces than threads
         const int row = row_of(place), at = from + chunk * 8;
         const bool real = row >= 0 && at < k;
         copy16_async(&tile[tile_at(place, chunk)], matrix + (real ? (size_t)row * k + at : 0), real);
     }
-    static_assert(ROWS * CHUNKS % 128 == 0, "every thread copies as much");
 }
 
-// HEIGHT rows of the weight by WIDTH rows of x. The four warps form a grid, HEIGHT / 16 along the weight, the others along x. If y is
-// gated, a warp's sixteen rows of the weight are eight of gate and the eight of up that belong to them, so that a lane holds both.
-template <int HEIGHT, int WIDTH>
-INLINE void linear_tile(const element* x, const element* w, void* y, int n, int m, int k, int written) {
-    constexpr int HIGH = HEIGHT / 16, ACROSS = 4 / HIGH, TILES = WIDTH / 8 / ACROSS, STAGE = (HEIGHT + WIDTH) * CHUNKS;
-    static_assert(HIGH * ACROSS == 4 && TILES * ACROSS * 8 == WIDTH, "four warps share a block");
+// Adds up the sums of the blocks that share a tile, in the order of these blocks, whichever is last. False for all but the last one.
+template <int TILES> INLINE bool add_splits(float (&sums)[TILES][4], float* room, int* arrived) {
+    const int splits = gridDim.y;
+    if (splits == 1) return true;
+    auto at = [&](int split, int i) -> float& {
+        return room[(((size_t)blockIdx.x * splits + split) * TILES * 4 + i) * blockDim.x + threadIdx.x];
+    };
+#pragma unroll
+    for (int i = 0; i < TILES * 4; i++) at(blockIdx.y, i) = sums[i / 4][i % 4];
+    if (!is_last_block(&arrived[blockIdx.x], splits)) return false;
+#pragma unroll
+    for (int i = 0; i < TILES * 4; i++) sums[i / 4][i % 4] = 0.0f;
+    for (int split = 0; split < splits; split++) {
+#pragma unroll
+        for (int i = 0; i < TILES * 4; i++) sums[i / 4][i % 4] += at(split, i);
+    }
+    return true;
+}
+
+// HEIGHT rows of the weight by WIDTH rows of x. The warps of a block form a grid, HEIGHT / 16 along the weight, the others along x. If y is
+// gated, a warp's sixteen rows of the weight are eight of gate and the eight of up that belong to them, so that a lane holds both. K may
+// be split over several blocks.
+template <int HEIGHT, int WIDTH, int THREADS>
+INLINE void linear_tile(const element* x, const element* w, void* y, int n, int m, int k, int written, float* room, int* arrived) {
+    constexpr int WARPS = THREADS / WARP, HIGH = HEIGHT / 16, ACROSS = WARPS / HIGH, TILES = WIDTH / 8 / ACROSS;
+    constexpr int STAGE = (HEIGHT + WIDTH) * CHUNKS;
+    static_assert(HIGH * ACROSS == WARPS && TILES * ACROSS * 8 == WIDTH, "the warps share a block");
     LAUNCHED_SHARED(stages);
     const bool gates = written == GATED;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, width = gates ? m / 2 : m;
-    const int first = blockIdx.x * (gates ? HEIGHT / 2 : HEIGHT), steps = (k + DEPTH - 1) / DEPTH;
+    const int first = blockIdx.x * (gates ? HEIGHT / 2 : HEIGHT);
+    const int all = (k + DEPTH - 1) / DEPTH, each = (all + gridDim.y - 1) / gridDim.y;
+    const int begin = min(all, (int)blockIdx.y * each), steps = min(all - begin, each);
     const int high = warp % HIGH * 16, across = warp / HIGH * TILES * 8;
     // The column of y that a row of the tile belongs to.
     auto column_of = [&](int place) { return first + (gates ? place / 16 * 8 + place % 8 : place); };
@@ -213,11 +237,11 @@ INLINE void linear_tile(const element* x, const element* w, void* y, int n, int 
     };
     auto stage = [&](int step) { return stages + step % STAGES * STAGE; };
     auto fetch_weights = [&](int step) {
-        if (step < steps) fetch_tile<HEIGHT>(stage(step), w, weight_row, step * DEPTH, k);
+        if (step < steps) fetch_tile<HEIGHT, THREADS>(stage(step), w, weight_row, (begin + step) * DEPTH, k);
     };
     auto fetch_rows = [&](int step) {
         auto row_of = [&](int place) { return place < n ? place : -1; };
-        if (step < steps) fetch_tile<WIDTH>(stage(step) + HEIGHT * CHUNKS, x, row_of, step * DEPTH, k);
+        if (step < steps) fetch_tile<WIDTH, THREADS>(stage(step) + HEIGHT * CHUNKS, x, row_of, (begin + step) * DEPTH, k);
         end_copies();  // even if empty: one group per step
     };
     start_next();
@@ -249,6 +273,7 @@ INLINE void linear_tile(const element* x, const element* w, void* y, int n, int 
             }
         }
     }
+    if (!add_splits(sums, room, arrived)) return;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
@@ -261,11 +286,13 @@ INLINE void linear_tile(const element* x, const element* w, void* y, int n, int 
     }
 }
 
-// linear_HxW: x [N, K] with N up to W, w [M, K], y [N, M], or [N, M/2] if it is gated. Grid (M / H rounded up), 128 threads, STAGES·(H +
-// W)·DEPTH elements of shared memory.
+// linear_HxW: x [N, K] with N up to W, w [M, K], y [N, M], or [N, M/2] if it is gated. Grid (M / H rounded up, splits of K), 128 threads,
+// or 256 for H = 128, STAGES·(H + W)·DEPTH elements of shared memory. With several splits, room holds splits·M·W numbers with M rounded
+// up to H, and arrived [M / H] is 0.
 #define LINEAR_TILE(height, width)                                                                                              \
-    KERNEL(128) linear_##height##x##width(const element* x, const element* w, void* y, int n, int m, int k, int written) { \
-        linear_tile<height, width>(x, w, y, n, m, k, written);                                                             \
+    KERNEL(2 * height > 128 ? 2 * height : 128) linear_##height##x##width(                                                     \
+        const element* x, const element* w, void* y, int n, int m, int k, int written, float* room, int* arrived) {           \
+        linear_tile<height, width, (2 * height > 128 ? 2 * height : 128)>(x, w, y, n, m, k, written, room, arrived);          \
     }
 LINEAR_TILE(32, 16)
 LINEAR_TILE(32, 32)
@@ -275,3 +302,7 @@ LINEAR_TILE(64, 16)
 LINEAR_TILE(64, 32)
 LINEAR_TILE(64, 64)
 LINEAR_TILE(64, 128)
+LINEAR_TILE(128, 16)
+LINEAR_TILE(128, 32)
+LINEAR_TILE(128, 64)
+LINEAR_TILE(128, 128)

@@ -167,5 +167,20 @@ INLINE float block_max(float x, float* scratch) {
     return most;
 }
 
+// Whether this block is the last of `count` blocks that come here with the same counter; it then sees what the others wrote before. The
+// counter is 0 before and after.
+INLINE bool is_last_block(int* arrived, int count) {
+    SHARED int before;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        before = atomicAdd(arrived, 1);
+        if (before == count - 1) *arrived = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return before == count - 1;
+}
+
 // x·sigmoid(x)
 INLINE float silu(float x) { return x / (1.0f + expf(-x)); }
