@@ -520,7 +520,7 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
     let tree = SparseTree::chain(1).expect("a chain");
     let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), Acceptance::Greedy);
     let emulator = Emulator { element: KernelDtype::BFloat16, head_size: 64 };
-    let target = EmulatedTarget { emulator, broken: Some("tree_attention_merge") };
+    let target = EmulatedTarget { emulator, broken: Some("tree_attention_few") };
     let ops = Ops::kernels(target, &Shape::of(&llama, Some(&medusa.0.on_device())), Device::Cpu).beside_oracle();
     let mut engine = device_loop(&llama, medusa, ops).expect("it can decode this");
     engine.decode(Drafting::On, &request(&[1, 2], 3), &mut go_on()).expect("a text");

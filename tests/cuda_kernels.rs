@@ -268,8 +268,7 @@ fn check_attention(case: &Case, [n, context, q, g, d]: [i64; 5], window: Option<
     }
     let [got, expected] = both(case, &case.output(&[n, q, d]));
     let scale = (d as f64).powf(-0.5);
-    let launches = launches::tree_attention(&q_nqd, &kv_2gsd, places, (scale, window), &parts, &got);
-    case.run_with(d, &launches);
+    case.run_with(d, &[launches::tree_attention(&q_nqd, &kv_2gsd, places, (scale, window), &parts, &got)]);
     oracle::tree_attention(&q_nqd, &kv_2gsd, places, scale, window, &expected);
     // Probabilities are rounded before their product with values of size 1: sums of up to thousands of errors of either
     // sign.

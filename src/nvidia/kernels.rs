@@ -211,10 +211,7 @@ mod tests {
         let names = |program: Program| program.kernels();
         assert_eq!(names(Program::Rows), ["embed", "rms_norm", "silu_mul"]);
         assert_eq!(names(Program::RopeAppend), ["rope_append"]);
-        assert_eq!(
-            names(Program::TreeAttention),
-            ["tree_attention_few", "tree_attention_many", "tree_attention_merge"]
-        );
+        assert_eq!(names(Program::TreeAttention), ["tree_attention_few", "tree_attention_many"]);
         assert_eq!(names(Program::Choose), ["best", "top_guesses_part", "top_guesses_merge", "posterior", "draw"]);
         assert_eq!(names(Program::Accept), ["walk", "typical", "compact", "advance", "fill_tree"]);
         assert_eq!(names(Program::Sequential), ["embed_nodes", "first_block", "residual", "fill_level"]);

@@ -434,6 +434,7 @@ static void load_matrices(unsigned (&m)[4], const void* row, bool transposed) {
 
 static inline void __syncthreads() { emulator::meet(emulator::everyone, "__syncthreads"); }
 static inline void __syncwarp() { emulator::meet(emulator::warps[emulator::thread_number() / 32].meeting, "__syncwarp"); }
+static inline void __threadfence() {}
 static inline void __threadfence_system() {}
 static inline void start_next() {}
 static inline void await_inputs() {
@@ -467,6 +468,7 @@ static inline float __uint_as_float(unsigned bits) {
     memcpy(&x, &bits, 4);
     return x;
 }
+template <typename T> static T atomicAdd(T* at, T x) { return std::exchange(*at, *at + x); }
 template <typename T> static T atomicMax(T* at, T x) { return std::exchange(*at, *at < x ? x : *at); }
 template <typename T> static T atomicMin(T* at, T x) { return std::exchange(*at, x < *at ? x : *at); }
 static inline int min(int a, int b) { return a < b ? a : b; }

@@ -59,6 +59,8 @@ pub struct AttentionParts {
     sums: Tensor,
     /// `[parts, Q·N, 2]` float32.
     marks: Tensor,
+    /// Int32, 0 between kernels: blocks that have finished their part, for each tile of rows of each key/value head.
+    arrived: Tensor,
     /// Number of blocks that the keys are split over.
     splits: i64,
 }
@@ -78,7 +80,8 @@ impl AttentionParts {
     pub fn with_splits([n, q, d]: [i64; 3], g: i64, splits: i64, device: Device) -> Self {
         let parts = splits * parts_a_split(q / g * n);
         let zeros = |width| Tensor::zeros([parts, q * n, width], (Kind::Float, device));
-        Self { sums: zeros(d), marks: zeros(2), splits }
+        let arrived = Tensor::zeros([g * tiles(q / g * n)], (Kind::Int, device));
+        Self { sums: zeros(d), marks: zeros(2), arrived, splits }
     }
 
     /// The sums and the marks.
@@ -89,15 +92,19 @@ impl AttentionParts {
 
 /// Number of blocks that share the keys of one key/value head, given its rows and the number of such heads.
 fn splits(rows: i64, g: i64) -> i64 {
-    let blocks = g * if rows <= FEW_ROWS { 1 } else { (rows + ROWS - 1) / ROWS };
-    (ATTENTION_BLOCKS / blocks).clamp(1, 32)
+    (ATTENTION_BLOCKS / (g * tiles(rows))).clamp(1, 32)
+}
+
+/// Number of blocks that share the rows of one key/value head.
+fn tiles(rows: i64) -> i64 {
+    if rows <= FEW_ROWS { 1 } else { blocks(rows, ROWS) }
 }
 
 fn parts_a_split(rows: i64) -> i64 {
     if rows <= FEW_ROWS { 4 } else { 1 }
 }
 
-/// See [`oracle::tree_attention`](super::oracle::tree_attention): one launch computes the parts, the other merges them.
+/// See [`oracle::tree_attention`](super::oracle::tree_attention).
 pub fn tree_attention(
     q_nqd: &Tensor,
     kv_2gsd: &Tensor,
@@ -105,12 +112,11 @@ pub fn tree_attention(
     (scale, window): (f64, Option<i64>),
     parts: &AttentionParts,
     o_nqd: &Tensor,
-) -> [Launch; 2] {
+) -> Launch {
     let ([n, q, d], [_, g, room, _]) = (axes(q_nqd), axes(kv_2gsd));
     assert!(n <= MAX_NODES as i64, "a step has at most {MAX_NODES} rows");
     let rows = q / g * n;
-    let (name, tiles) =
-        if rows <= FEW_ROWS { ("tree_attention_few", 1) } else { ("tree_attention_many", (rows + ROWS - 1) / ROWS) };
+    let name = if rows <= FEW_ROWS { "tree_attention_few" } else { "tree_attention_many" };
     let arguments = vec![
         elements(q_nqd),
         elements(kv_2gsd),
@@ -119,6 +125,8 @@ pub fn tree_attention(
         ints(places.state),
         floats(&parts.sums),
         floats(&parts.marks),
+        ints(&parts.arrived),
+        elements(o_nqd),
         size(q),
         size(g),
         size(n),
@@ -126,13 +134,7 @@ pub fn tree_attention(
         float(scale * std::f64::consts::LOG2_E),
         size(window.unwrap_or(0)),
     ];
-    let attend = Launch::new(Program::TreeAttention, name, [g, tiles, parts.splits], 128, arguments);
-    let count = parts.sums.size()[0];
-    let arguments = vec![floats(&parts.sums), floats(&parts.marks), elements(o_nqd), size(q), size(g), size(count)];
-    [
-        attend.with_shared(4 * KEYS * d),
-        Launch::new(Program::TreeAttention, "tree_attention_merge", [n, q, 1], d, arguments),
-    ]
+    Launch::new(Program::TreeAttention, name, [g, tiles(rows), parts.splits], 128, arguments).with_shared(4 * KEYS * d)
 }
 
 /// See [`oracle::res_block`](super::oracle::res_block).

@@ -203,8 +203,7 @@ impl Ops {
         let oracle = || oracle::tree_attention(q_nqd, kv_2gsd, places, scale, window, attended_nqd);
         self.run("tree_attention", &[attended_nqd], oracle, |Kernels { target, scratch }| {
             let parts = scratch.parts(places.nodes.len());
-            let both = launches::tree_attention(q_nqd, kv_2gsd, places, (scale, window), parts, attended_nqd);
-            both.iter().try_for_each(|launch| target.launch(launch))
+            target.launch(&launches::tree_attention(q_nqd, kv_2gsd, places, (scale, window), parts, attended_nqd))
         })
     }
 

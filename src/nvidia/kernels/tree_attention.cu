@@ -8,17 +8,23 @@
 // The R query heads that share a key/value head are handled as more rows of the same attention: row r·N + n is query head g·R + r
 // of node n, and a tile of 64 keys is read once for 64 such rows. Softmax is online (Milakov and Gimelshein 2018; tiles as in Dao
 // et al. 2022), sums are float32; probabilities are rounded to `element` for the product with the values. Each part of the keys
-// yields its unnormalised sum, its maximum (in log2 units) and its denominator in float32; tree_attention_merge combines the
-// parts.
+// yields its unnormalised sum, its maximum (in log2 units) and its denominator in float32; the last block of the same rows combines the
+// parts, in their order.
 //
 // Layouts: q and o [N, Q, D], cache [2, G, S, D], sums [parts, Q·N, D] and marks [parts, Q·N, 2] (maximum, denominator), where
-// the rows of key/value head g start at g·R·N. Compile time: HEAD_SIZE.
+// the rows of key/value head g start at g·R·N; arrived [R·N/64 rounded up, G] is 0. Compile time: HEAD_SIZE.
 
 #define KEYS 64                      // keys per tile
 #define ROW_CHUNKS (HEAD_SIZE / 8)   // 16-byte pieces of a key or value
 
 struct Heads {
     int q, g, n, room;
+};
+
+// Where blocks of the same rows pass their parts to the last of them.
+struct Parts {
+    float *sums, *marks;
+    int* arrived;
 };
 
 // Pieces of a row are swizzled so that the eight rows that ldmatrix reads at once lie in different banks.
@@ -49,11 +55,56 @@ INLINE bool sees(const Seen& row, int key, int context, int n, int window, const
     return (word >> (node % 64) & 1) && (window == 0 || row.depth - depths[node] < window);
 }
 
+// o = sum of sums·2^(maximum - greatest maximum) / the same sum of denominators, over all parts, for the rows of this block. Every row
+// attends to itself, so at least one part is not empty. weights holds 16·ROW_WARPS·(parts + 1) numbers of shared memory.
+template <int ROW_WARPS>
+INLINE void merge(const Parts& from, element* o, float* weights, Heads heads, int parts) {
+    constexpr int ROWS = 16 * ROW_WARPS, EACH = 128 / ROWS, PIECES = HEAD_SIZE / 4;  // EACH threads share the marks of a row
+    const int n = heads.n, share = heads.q / heads.g, first = blockIdx.y * ROWS, count = min(ROWS, share * n - first);
+    const size_t base = (size_t)blockIdx.x * share * n + first, stride = (size_t)heads.q * n;
+    const int row = threadIdx.x / EACH, lane = threadIdx.x % EACH;
+    const float* marks = from.marks + 2 * (base + min(row, count - 1));
+    float* totals = weights + ROWS * parts;
+    float most = -INFINITY, total = 0.0f;
+#pragma unroll 8
+    for (int part = lane; part < parts; part += EACH) most = fmaxf(most, marks[2 * part * stride]);
+#pragma unroll
+    for (int step = 1; step < EACH; step *= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
+#pragma unroll 8
+    for (int part = lane; part < parts; part += EACH) {
+        const float weight = exp2f(marks[2 * part * stride] - most);
+        weights[row * parts + part] = weight;
+        total += weight * marks[2 * part * stride + 1];
+    }
+#pragma unroll
+    for (int step = 1; step < EACH; step *= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
+    if (lane == 0) totals[row] = total;
+    __syncthreads();
+    for (int at = threadIdx.x; at < count * PIECES; at += 128) {
+        const int of = at / PIECES, column = at % PIECES * 4, node = (first + of) % n, head = blockIdx.x * share + (first + of) / n;
+        const float* sums = from.sums + (base + of) * HEAD_SIZE + column;
+        float x[4] = {};
+#pragma unroll 4
+        for (int part = 0; part < parts; part++) {
+            const float weight = weights[of * parts + part];
+            uint4 words = make_uint4(0, 0, 0, 0);
+            if (weight != 0.0f) words = load16(sums + part * stride * HEAD_SIZE);  // else nothing seen, and perhaps nothing written
+            x[0] += weight * __uint_as_float(words.x);
+            x[1] += weight * __uint_as_float(words.y);
+            x[2] += weight * __uint_as_float(words.z);
+            x[3] += weight * __uint_as_float(words.w);
+        }
+        u32* out = (u32*)(o + ((size_t)node * heads.q + head) * HEAD_SIZE + column);
+        out[0] = pack(x[0] / totals[of], x[1] / totals[of]);
+        out[1] = pack(x[2] / totals[of], x[3] / totals[of]);
+    }
+}
+
 // ROW_WARPS of the four warps share the rows of a block (16 each), the others share the keys of a tile. With few rows, all four
 // warps read different keys for the same 16 rows, and each yields a part of its own.
 template <int ROW_WARPS>
-INLINE void attend(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
-                   float* sums, float* marks, Heads heads, float scale_log2, int window) {
+INLINE void attend(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state, Parts parts,
+                   element* out, Heads heads, float scale_log2, int window) {
     constexpr int KEY_WARPS = 4 / ROW_WARPS, TILES = KEYS / KEY_WARPS / 8;  // TILES of 8 keys per warp
     begin();
     LAUNCHED_SHARED(shared);  // two stages of keys, then two of values
@@ -173,44 +224,29 @@ INLINE void attend(const element* q_in, const element* cache, const u64* sees_wo
         if (!row[half].real) continue;
         const size_t at = part * heads.q * n + (size_t)g * rows + first_row + lane / 4 + half * 8;
         if (lane % 4 == 0) {
-            marks[2 * at] = most[half];
-            marks[2 * at + 1] = total[half];
+            parts.marks[2 * at] = most[half];
+            parts.marks[2 * at + 1] = total[half];
         }
-        if (most[half] == -INFINITY) continue;  // nothing seen; the merge does not read the sum
+        if (most[half] == -INFINITY) continue;  // nothing seen: merge does not read the sum
 #pragma unroll
         for (int i = 0; i < HEAD_SIZE / 8; i++) {
-            sums[at * HEAD_SIZE + i * 8 + lane % 4 * 2] = o[i][2 * half];
-            sums[at * HEAD_SIZE + i * 8 + lane % 4 * 2 + 1] = o[i][2 * half + 1];
+            parts.sums[at * HEAD_SIZE + i * 8 + lane % 4 * 2] = o[i][2 * half];
+            parts.sums[at * HEAD_SIZE + i * 8 + lane % 4 * 2 + 1] = o[i][2 * half + 1];
         }
     }
+    if (!is_last_block(&parts.arrived[blockIdx.y * gridDim.x + g], gridDim.z)) return;
+    merge<ROW_WARPS>(parts, out, (float*)shared, heads, gridDim.z * KEY_WARPS);
 }
 
 // R·N up to 16: each warp yields a part, parts = 4·splits. Grid (G, 1, splits), 128 threads, shared memory 4·KEYS·D elements.
 KERNEL(128) tree_attention_few(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
-                               float* sums, float* marks, int q, int g, int n, int room, float scale_log2, int window) {
-    attend<1>(q_in, cache, sees_words, depths, state, sums, marks, Heads{q, g, n, room}, scale_log2, window);
+                               float* sums, float* marks, int* arrived, element* o, int q, int g, int n, int room, float scale_log2,
+                               int window) {
+    attend<1>(q_in, cache, sees_words, depths, state, Parts{sums, marks, arrived}, o, Heads{q, g, n, room}, scale_log2, window);
 }
 // More rows: parts = splits. Grid (G, R·N/64 rounded up, splits), 128 threads, shared memory 4·KEYS·D elements.
 KERNEL(128) tree_attention_many(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
-                                float* sums, float* marks, int q, int g, int n, int room, float scale_log2, int window) {
-    attend<4>(q_in, cache, sees_words, depths, state, sums, marks, Heads{q, g, n, room}, scale_log2, window);
-}
-
-// o = sum of sums·2^(maximum - greatest maximum) / the same sum of denominators, over all parts. Every row attends to itself, so
-// at least one part is not empty. Grid (N, Q), HEAD_SIZE threads: one column per thread.
-KERNEL(HEAD_SIZE) tree_attention_merge(const float* sums, const float* marks, element* o, int q, int g, int parts) {
-    begin();
-    const int node = blockIdx.x, n = gridDim.x, head = blockIdx.y, share = q / g;
-    const size_t row = (size_t)(head / share) * share * n + (size_t)(head % share) * n + node, stride = (size_t)q * n;
-    float most = -INFINITY;
-    for (int part = 0; part < parts; part++) most = fmaxf(most, marks[2 * (part * stride + row)]);
-    float sum = 0.0f, total = 0.0f;
-    for (int part = 0; part < parts; part++) {
-        const size_t at = part * stride + row;
-        const float weight = exp2f(marks[2 * at] - most);
-        if (weight == 0.0f) continue;  // nothing seen, and perhaps nothing written
-        total += weight * marks[2 * at + 1];
-        sum += weight * sums[at * HEAD_SIZE + threadIdx.x];
-    }
-    o[((size_t)node * q + head) * HEAD_SIZE + threadIdx.x] = to_element(sum / total);
+                                float* sums, float* marks, int* arrived, element* o, int q, int g, int n, int room, float scale_log2,
+                                int window) {
+    attend<4>(q_in, cache, sees_words, depths, state, Parts{sums, marks, arrived}, o, Heads{q, g, n, room}, scale_log2, window);
 }
