@@ -2,7 +2,9 @@
 //! refuses unsupported requests with the reason. Without a GPU, the loop runs on the oracles of its kernels, in float32
 //! on the CPU.
 
+use std::cell::{Cell, RefCell};
 use std::ops::ControlFlow;
+use std::rc::Rc;
 
 use medusa::decode::DecodeLoop;
 use medusa::decode::device::DeviceLoop;
@@ -17,7 +19,9 @@ use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::engine::cpu::CpuEngine;
 use medusa::engine::cuda::error::CudaError;
 use medusa::engine::cuda::ops::Ops;
+use medusa::engine::cuda::rule::StepKey;
 use medusa::engine::cuda::shape::Shape;
+use medusa::engine::cuda::target::LaunchTarget;
 use medusa::engine::fastest::fastest;
 use medusa::engine::sample::{Sampling, Stream};
 use medusa::model::block_spec::QueryKeyNorm;
@@ -26,6 +30,7 @@ use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::numbers::{NonNegative, Positive, Probability};
 use medusa::nvidia::kernels::KernelDtype;
+use medusa::nvidia::launch::Launch;
 use medusa::torch::Generator;
 use medusa::tree::accept::{Acceptance, TypicalAcceptance};
 use medusa::tree::sparse_tree::SparseTree;
@@ -532,6 +537,91 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
     let (wrong, right): (Vec<_>, Vec<_>) = found.iter().partition(|(name, _)| *name == "tree_attention");
     assert!((wrong[0].1.distance - 1.0).abs() < 1e-6, "nothing was written: {wrong:?}");
     assert!(right.iter().all(|(_, of)| of.distance < 0.01), "{right:?}");
+}
+
+/// The emulator; notes which kernels each step launches.
+#[cfg(target_os = "linux")]
+#[derive(Debug)]
+struct NotedTarget {
+    emulated: EmulatedTarget,
+    steps: Rc<RefCell<Vec<Vec<&'static str>>>>,
+    in_step: Cell<bool>,
+}
+
+#[cfg(target_os = "linux")]
+impl LaunchTarget for NotedTarget {
+    fn name(&self) -> &'static str {
+        "the emulator"
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<(), CudaError> {
+        if self.in_step.get() {
+            self.steps.borrow_mut().last_mut().expect("a step").push(launch.kernel.name);
+        }
+        self.emulated.launch(launch)
+    }
+
+    fn replay(&self, _: StepKey, step: &dyn Fn() -> Result<(), CudaError>) -> Result<(), CudaError> {
+        self.steps.borrow_mut().push(vec![]);
+        self.in_step.set(true);
+        let done = step();
+        self.in_step.set(false);
+        done
+    }
+}
+
+/// The kernels of the last step of a text, without the layers of the backbone beyond the first.
+#[cfg(target_os = "linux")]
+fn kernels_of_a_step(num_hidden_layers: usize, drafting: Drafting) -> Vec<&'static str> {
+    let small = LlamaConfig {
+        hidden_size: 64,
+        intermediate_size: 64,
+        num_attention_heads: 2,
+        head_dim: 64,
+        vocab_size: 64,
+        num_hidden_layers,
+        ..config(1, None, 200)
+    };
+    let llama = Llama::random(small, Kind::BFloat16, Device::Cpu, 3);
+    let shape =
+        HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: 64, vocab_size: 64, ..HeadsShape::default() };
+    let heads = Heads::random(shape, Kind::BFloat16, Device::Cpu, 5);
+    let tree = SparseTree::cartesian(&[8, 3]).expect("33 nodes");
+    let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), Acceptance::Greedy);
+    let emulator = Emulator { element: KernelDtype::BFloat16, head_size: 64 };
+    let steps = Rc::new(RefCell::new(vec![]));
+    let emulated = EmulatedTarget { emulator, broken: None };
+    let target = NotedTarget { emulated, steps: Rc::clone(&steps), in_step: Cell::default() };
+    let ops = Ops::kernels(target, &Shape::of(&llama, Some(&medusa.0.on_device())), Device::Cpu);
+    let mut engine = device_loop(&llama, medusa, ops).expect("it can decode this");
+    engine.decode(drafting, &request(&[1, 2], 3), &mut go_on()).expect("a text");
+    let last = steps.borrow_mut().pop();
+    last.expect("a step")
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_layer_is_six_kernels_and_eight_with_a_tree() {
+    let layer = |drafting| {
+        let [one, two] = [1, 2].map(|layers| kernels_of_a_step(layers, drafting));
+        let beside = one.len() - (two.len() - one.len());
+        (one[1..=two.len() - one.len()].to_vec(), beside)
+    };
+    let (plain, beside) = layer(Drafting::Off);
+    let product = "linear_1_1";
+    let normed = "normed_linear_1_1";
+    assert_eq!(plain, [normed, "rope_append", "tree_attention_few", product, normed, product]);
+    // embed, rms_norm and the LM head, best, walk, compact, advance, fill_tree
+    assert_eq!(beside, 8);
+    let (tree, beside) = layer(Drafting::On);
+    let tile = "linear_32x64";
+    assert_eq!(
+        tree,
+        ["rms_norm", tile, "rope_append", "tree_attention_many", tile, "rms_norm", tile, tile],
+        "gated in the tile, added in the tile"
+    );
+    // also res_block, the heads' logits, and two of top_guesses
+    assert_eq!(beside, 8 + 5);
 }
 
 /// Runs the whole loop on the kernels' own code, compiled for the CPU, each kernel next to its oracle on the same
