@@ -12,7 +12,7 @@ use medusa::engine::cuda::launches::{self, AttentionParts};
 use medusa::engine::cuda::layout::{Nodes, Rotations};
 use medusa::engine::cuda::oracle::{self, Accepted, BlockInput, Draws, HeadInputs, HeadNorms, Inherited, Places};
 use medusa::engine::cuda::state::{self, Slot};
-use medusa::nvidia::gemm::{Ending, InputNorm, Operands, Product, Way, Written};
+use medusa::nvidia::gemm::{Ending, InputNorm, Operands, Product, SplitRoom, Way, Written};
 use medusa::nvidia::kernels::{KernelDtype, PRELUDE, Program};
 use medusa::nvidia::launch::{Argument, Kernel, Launch};
 use medusa::nvidia::nvrtc::Compiler;
@@ -290,6 +290,19 @@ fn attention_sees_the_committed_tokens_and_the_nodes_above() {
     }
 }
 
+/// Room for the sums of a product with M outputs, and no more.
+fn split_room(case: &Case, way: Way, m: i64) -> SplitRoom {
+    let [tiles, sums] = match way {
+        Way::Tile { height, width, splits } => {
+            let tiles = (m + height - 1) / height;
+            [tiles, splits * tiles * height * width]
+        }
+        _ => [1, 1],
+    };
+    let arrived = case.memory.tensor(&Tensor::zeros([tiles], (Kind::Int, Device::Cpu)));
+    SplitRoom { sums: case.output_of(&[sums], Kind::Float), arrived }
+}
+
 /// Runs one implementation of a product, and its oracle.
 fn check_product(case: &Case, way: Way, [n, m, k]: [i64; 3], (normed, written): (bool, Written)) {
     let columns = if written == Written::Gated { m / 2 } else { m };
@@ -307,8 +320,10 @@ fn check_product(case: &Case, way: Way, [n, m, k]: [i64; 3], (normed, written): 
         let norm = normed.then_some(InputNorm { weight_k, eps: 1e-5, normed_nk });
         Operands { norm, ending, ..Operands::new(&x_nk, &w_mk, y_nm) }
     };
-    let launches = way.launches(&of(&got));
+    let room = split_room(case, way, m);
+    let launches = way.launches(&of(&got), &room);
     case.run(&launches);
+    case.assert_equal(&room.arrived, &room.arrived.zeros_like());
     let expected_of = match launches.len() {
         1 => of(&expected),
         _ => Operands { norm: None, x_nk: normed_nk.shallow_clone(), ..of(&expected) }, // of the rounded norm
@@ -330,7 +345,11 @@ fn products_are_those_of_every_row_and_weight() {
             return;
         }
         let plain = Product { rows: n, outputs: m, inputs: k, normed: false, written: Written::Rounded };
-        for (number, way) in plain.own_ways().into_iter().enumerate() {
+        let split = plain.own_ways().into_iter().filter_map(|way| match way {
+            Way::Tile { height, width, .. } if m < 1000 => Some(Way::Tile { height, width, splits: 3 }),
+            _ => None,
+        });
+        for (number, way) in plain.own_ways().into_iter().chain(split).enumerate() {
             // Everything that is fused, at every size; at the largest one, one after the other.
             let all = product(&[false, true], &written);
             let count = if m > 1000 { 1 } else { all.len() };

@@ -285,21 +285,25 @@ impl SplitRoom {
 mod tests {
     use super::*;
 
+    fn product([rows, outputs, inputs]: [i64; 3], written: Written) -> Product {
+        Product { rows, outputs, inputs, normed: false, written }
+    }
+
     #[test]
     fn a_product_is_tried_with_the_smallest_kernels_that_hold_its_rows() {
-        let ways = |rows| Product { rows, outputs: 4096, inputs: 4096, normed: false, written: Written::Rounded }.ways();
-        assert_eq!(
-            ways(3)[..4],
-            [
-                Way::Few { most: 4, split: 1 },
-                Way::Few { most: 4, split: 4 },
-            ]
-        );
-        assert_eq!(ways(64)[..2], [Way::Tile { height: 32, width: 64 }, Way::Tile { height: 64, width: 64 }]);
-        assert_eq!((ways(1).len(), ways(9).len()), (6 + TRIED, 2 + TRIED));
-        let odd = Product { rows: 1, outputs: 32001, inputs: 4096, normed: false, written: Written::Float32 }.ways();
-        assert_eq!(odd.len(), 6, "of no multiple of 16 bytes, the second row of logits is cublasLt's no more: {odd:?}");
-        let product = Product { rows: 64, outputs: 8, inputs: 8, normed: false, written: Written::Float32 };
-        assert_eq!(Way::untimed(product), Way::Tile { height: 32, width: 64 });
+        let own = |sizes| product(sizes, Written::Rounded).own_ways().iter().map(Way::to_string).collect::<Vec<_>>();
+        assert_eq!(own([3, 22016, 4096])[..3], ["4/1", "4/4", "32x16"]);
+        // K is split where whole tiles are fewer than multiprocessors.
+        let of_o = ["32x64", "32x64/2", "32x64/4", "64x64", "64x64/2", "64x64/4", "64x64/8", "128x64", "128x64/4", "128x64/8"];
+        assert_eq!(own([64, 4096, 4096]), of_o);
+        assert_eq!(own([64, 22016, 4096]), ["32x64", "64x64", "128x64", "128x64/2"]);
+        assert_eq!(own([128, 32000, 4096]), ["32x128", "64x128", "128x128"]);
+        assert_eq!(own([64, 4096, 512]), ["32x64", "32x64/2", "64x64", "64x64/2", "128x64"], "each split has four stages");
+        let all = product([64, 22016, 4096], Written::Gated).ways();
+        assert_eq!(all.len(), 4 + TRIED);
+        let odd = product([1, 32001, 4096], Written::Float32).ways();
+        assert_eq!(odd.len(), 7, "of no multiple of 16 bytes, the second row of logits is cublasLt's no more: {odd:?}");
+        let untimed = Way::untimed(product([64, 8, 8], Written::Float32));
+        assert_eq!(untimed, Way::Tile { height: 32, width: 64, splits: 1 });
     }
 }
