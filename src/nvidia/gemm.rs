@@ -8,7 +8,7 @@ use std::ops::RangeInclusive;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use super::kernels::{FEW_COLUMNS, LINEAR_FEW, LINEAR_TILES, LinearFew, LinearTile, Program};
+use super::kernels::{FEW_COLUMNS, FEW_SHARED, LINEAR_FEW, LINEAR_TILES, LinearFew, LinearTile, Program};
 use super::launch::{Argument, Launch, blocks, eighths, elements, float, floats, ints, size};
 use super::rows::{rms_norm, silu_mul};
 
@@ -239,7 +239,8 @@ fn few_launch(few: LinearFew, of: &Operands) -> Launch {
         arguments.extend([elements(&norm.weight_k), float(norm.eps)]);
         name = few.normed;
     }
-    Launch::new(Program::Linear, name, [blocks(of.product().outputs, FEW_COLUMNS / few.split), 1, 1], 256, arguments)
+    let grid = [blocks(of.product().outputs, FEW_COLUMNS / few.split), 1, 1];
+    Launch::new(Program::Linear, name, grid, 256, arguments).with_shared(FEW_SHARED)
 }
 
 fn tile_launch(tile: LinearTile, outputs: i64, splits: i64, arguments: Vec<Argument>) -> Launch {
@@ -297,12 +298,12 @@ mod tests {
         let of_o = ["32x64", "32x64/2", "32x64/4", "64x64", "64x64/2", "64x64/4", "64x64/8", "128x64", "128x64/4", "128x64/8"];
         assert_eq!(own([64, 4096, 4096]), of_o);
         assert_eq!(own([64, 22016, 4096]), ["32x64", "64x64", "128x64", "128x64/2"]);
-        assert_eq!(own([128, 32000, 4096]), ["32x128", "64x128", "128x128"]);
+        assert_eq!(own([128, 32000, 4096]), ["64x128", "128x128"]);
         assert_eq!(own([64, 4096, 512]), ["32x64", "32x64/2", "64x64", "64x64/2", "128x64"], "each split has four stages");
         let all = product([64, 22016, 4096], Written::Gated).ways();
         assert_eq!(all.len(), 4 + TRIED);
         let odd = product([1, 32001, 4096], Written::Float32).ways();
-        assert_eq!(odd.len(), 7, "of no multiple of 16 bytes, the second row of logits is cublasLt's no more: {odd:?}");
+        assert_eq!(odd.len(), 5, "of no multiple of 16 bytes, the second row of logits is cublasLt's no more: {odd:?}");
         let untimed = Way::untimed(product([64, 8, 8], Written::Float32));
         assert_eq!(untimed, Way::Tile { height: 32, width: 64, splits: 1 });
     }

@@ -159,18 +159,17 @@ const fn few([name, normed]: [&'static str; 2], most: i64, split: i64) -> Linear
 }
 
 /// The kernels in linear.cu, in its order.
-pub(super) const LINEAR_FEW: [LinearFew; 10] = [
+pub(super) const LINEAR_FEW: [LinearFew; 7] = [
     few(["linear_1_1", "normed_linear_1_1"], 1, 1),
-    few(["linear_1_2", "normed_linear_1_2"], 1, 2),
     few(["linear_1_4", "normed_linear_1_4"], 1, 4),
     few(["linear_1_8", "normed_linear_1_8"], 1, 8),
-    few(["linear_2_1", "normed_linear_2_1"], 2, 1),
-    few(["linear_2_4", "normed_linear_2_4"], 2, 4),
     few(["linear_4_1", "normed_linear_4_1"], 4, 1),
     few(["linear_4_4", "normed_linear_4_4"], 4, 4),
     few(["linear_8_1", "normed_linear_8_1"], 8, 1),
     few(["linear_8_4", "normed_linear_8_4"], 8, 4),
 ];
+/// Shared memory of a product with few rows and of a ResBlock, in elements: `FEW_SLOTS` pieces and two numbers a thread.
+pub const FEW_SHARED: i64 = 3 * 4 * 256 * 8 + 2 * 256 * 2;
 
 /// A kernel for products with many rows.
 #[derive(Debug, Clone, Copy)]
@@ -187,17 +186,14 @@ const fn tile(name: &'static str, height: i64, width: i64) -> LinearTile {
 }
 
 /// The kernels in linear.cu, narrow ones first.
-pub(super) const LINEAR_TILES: [LinearTile; 12] = [
+pub(super) const LINEAR_TILES: [LinearTile; 9] = [
     tile("linear_32x16", 32, 16),
     tile("linear_64x16", 64, 16),
-    tile("linear_128x16", 128, 16),
     tile("linear_32x32", 32, 32),
     tile("linear_64x32", 64, 32),
-    tile("linear_128x32", 128, 32),
     tile("linear_32x64", 32, 64),
     tile("linear_64x64", 64, 64),
     tile("linear_128x64", 128, 64),
-    tile("linear_32x128", 32, 128),
     tile("linear_64x128", 64, 128),
     tile("linear_128x128", 128, 128),
 ];

@@ -1,7 +1,7 @@
 //! Runs launches on a GPU, with the loaded kernels and the fastest kernel of each product.
 
 use cudarc::driver::{CudaEvent, CudaGraph, sys};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind};
 
 use crate::torch::Generator;
 

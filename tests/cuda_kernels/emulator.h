@@ -491,7 +491,10 @@ static inline uint4 load16(const void* from) {
     emulator::check_aligned(from);
     return *(const uint4*)from;
 }
-static inline uint4 stream16(const void* from, bool real) { return real ? load16(from) : make_uint4(0, 0, 0, 0); }
+static inline uint4 load16_shared(const uint4* from) {
+    if (!emulator::is_shared(from)) emulator::fail("loads from what is not shared memory", "");
+    return load16(from);
+}
 static inline void store16(void* to, uint4 bytes) {
     emulator::check_aligned(to);
     *(uint4*)to = bytes;

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use super::layout::{MAX_NODES, Nodes};
 use super::oracle::{Accepted, BlockInput, Draws, HeadInputs, Inherited, Places};
 use super::state::RESULT_HEAD;
-use crate::nvidia::kernels::{BLOCK_COLUMNS, Program};
+use crate::nvidia::kernels::{BLOCK_COLUMNS, FEW_SHARED, Program};
 use crate::nvidia::launch::{Argument, Launch, blocks, eighths, elements, float, floats, ints, size, tensor};
 pub use crate::nvidia::rows::rms_norm;
 use crate::tree::accept::TypicalAcceptance;
@@ -145,7 +145,7 @@ pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) ->
         BlockInput::Rows(x_kh) => (elements(x_kh), Argument::Pointer(0)),
     };
     let arguments = vec![x, state, elements(w_khh), elements(b_kh), elements(y_kh), eighths(h)];
-    Launch::new(Program::Linear, "res_block", [blocks(h, BLOCK_COLUMNS), k, 1], 256, arguments)
+    Launch::new(Program::Linear, "res_block", [blocks(h, BLOCK_COLUMNS), k, 1], 256, arguments).with_shared(FEW_SHARED)
 }
 
 /// Logits per block of [`top_guesses`].

@@ -22,12 +22,6 @@ INLINE float gated(float gate, float up) { return silu(rounded(gate)) * rounded(
 // The group of SPLIT warps that a warp belongs to, counted over all blocks.
 template <int SPLIT> INLINE int few_group() { return blockIdx.x * (FEW_WARPS / SPLIT) + threadIdx.x / WARP / SPLIT; }
 
-// 16 bytes of each weight row of a group; zeros behind the end of the rows.
-INLINE void fetch_weights(uint4 (&weights)[COLUMNS], const element* const (&columns)[COLUMNS], int at, int k) {
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) weights[c] = stream16(columns[c] + at, at < k);
-}
-
 // sums[c][r] += row r times weights of column c; with NORMED, rows are multiplied by `norm` first, and squares[r] gets those of row r.
 template <int ROWS, bool NORMED>
 INLINE void multiply_few(float (&sums)[COLUMNS][ROWS], float (&squares)[ROWS], const uint4 (&rows)[ROWS],
@@ -55,34 +49,46 @@ INLINE void multiply_few(float (&sums)[COLUMNS][ROWS], float (&squares)[ROWS], c
     }
 }
 
-// Products of four columns with ROWS rows of x = input(), the last of which repeat row n - 1 if n is smaller. The columns belong to a group of
-// SPLIT warps: of K, each warp reads every SPLIT-th run of 256 numbers, and their sums are added in the order of the warps. Weights are
-// loaded one run before they are multiplied, so that four to eight loads of every thread are under way at any time; the first run is
-// loaded before the kernels that make x have ended. Lane c·ROWS + r of a group's first warp returns row r times column c. With NORMED, x is
-// x / rms(x)·norm (Zhang and Sennrich 2019), which is not rounded. All threads of the block call this; parts holds 2·FEW_WARPS·WARP
-// numbers.
+#define FEW_STAGES 3
+#define FEW_SLOTS (FEW_STAGES * COLUMNS * FEW_WARPS * WARP)  // 16-byte pieces of weights in shared memory
+
+// Products of four columns with ROWS rows of x = input(), the last of which repeat row n - 1 if n is smaller. The columns belong to a group
+// of SPLIT warps: of K, each warp reads every SPLIT-th run of 256 numbers, and their sums are added in the order of the warps. Weights pass
+// through shared memory, where each thread reads only what it has copied itself, so that nothing waits for other threads. Copies of two
+// runs are under way while a third is multiplied, and those of the first two begin before the kernels that make x have ended. Lane
+// c·ROWS + r of a group's first warp returns row r times column c. With NORMED, x is x / rms(x)·norm (Zhang and Sennrich 2019), which is
+// not rounded. All threads of the block call this.
 template <int ROWS, int SPLIT, bool NORMED, typename Input>
-INLINE float few_rows(Input input, const element* const (&columns)[COLUMNS], int n, int k, float* parts, const element* norm = nullptr,
+INLINE float few_rows(Input input, const element* const (&columns)[COLUMNS], int n, int k, const element* norm = nullptr,
                       float eps = 0.0f) {
-    constexpr int STRIDE = SPLIT * WARP * 8;
+    LAUNCHED_SHARED(slots);  // FEW_SLOTS pieces, then 2·FEW_WARPS·WARP numbers
+    constexpr int STRIDE = SPLIT * WARP * 8, THREADS = FEW_WARPS * WARP;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, begin = (warp % SPLIT * WARP + lane) * 8;
-    uint4 weights[2][COLUMNS];
+    const int steps = (k + STRIDE - 1) / STRIDE;
+    float* parts = (float*)(slots + FEW_SLOTS);
+    auto slot = [&](int step, int c) { return &slots[(step % FEW_STAGES * COLUMNS + c) * THREADS + threadIdx.x]; };
+    auto fetch = [&](int step) {
+        const int at = step * STRIDE + begin;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) copy16_async(slot(step, c), columns[c] + (at < k ? at : 0), at < k);
+        end_copies();
+    };
     start_next();
-    fetch_weights(weights[0], columns, begin, k);
+    for (int step = 0; step < FEW_STAGES - 1; step++) fetch(step);
     await_inputs();
     const element* x = input();
     float sums[COLUMNS][ROWS] = {}, squares[ROWS] = {};
-    for (int from = 0; from < k; from += 2 * STRIDE) {  // as many iterations for every lane
+    for (int step = 0; step < steps; step++) {
+        const int at = step * STRIDE + begin;
+        const uint4 zeros = make_uint4(0, 0, 0, 0), scales = NORMED && at < k ? load16(norm + at) : zeros;
+        uint4 rows[ROWS], weights[COLUMNS];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int at = from + half * STRIDE + begin;
-            const uint4 zeros = make_uint4(0, 0, 0, 0), scales = NORMED && at < k ? load16(norm + at) : zeros;
-            uint4 rows[ROWS];
+        for (int r = 0; r < ROWS; r++) rows[r] = at < k ? load16(x + (size_t)min(r, n - 1) * k + at) : zeros;
+        fetch(step + FEW_STAGES - 1);
+        wait_copies<FEW_STAGES - 1>();
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) rows[r] = at < k ? load16(x + (size_t)min(r, n - 1) * k + at) : zeros;
-            fetch_weights(weights[1 - half], columns, at + STRIDE, k);
-            multiply_few<ROWS, NORMED>(sums, squares, rows, weights[half], scales);
-        }
+        for (int c = 0; c < COLUMNS; c++) weights[c] = load16_shared(slot(step, c));
+        multiply_few<ROWS, NORMED>(sums, squares, rows, weights, scales);
     }
     float sum = 0.0f, square = 0.0f;
 #pragma unroll
@@ -99,7 +105,6 @@ INLINE float few_rows(Input input, const element* const (&columns)[COLUMNS], int
         square = lane % ROWS == r ? whole : square;
     }
     if (SPLIT > 1) {
-        constexpr int THREADS = FEW_WARPS * WARP;
         parts[threadIdx.x] = sum;
         if (NORMED) parts[THREADS + threadIdx.x] = square;
         __syncthreads();
@@ -115,14 +120,14 @@ INLINE float few_rows(Input input, const element* const (&columns)[COLUMNS], int
 
 // Up to ROWS rows: x [n, K], w [M, K], y [n, M], or [n, M/2] if it is gated.
 template <int ROWS, int SPLIT, bool NORMED>
-INLINE void linear_few(const element* x, const element* w, void* y, int n, int m, int k, int written, float* parts,
+INLINE void linear_few(const element* x, const element* w, void* y, int n, int m, int k, int written,
                        const element* norm = nullptr, float eps = 0.0f) {
     const int share = written == GATED ? 2 : 1, width = m / share, own = COLUMNS / share;  // columns of y, and the group's
     const int first = few_group<SPLIT>() * own, lane = threadIdx.x % WARP;
     const element* columns[COLUMNS];
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) columns[c] = w + (size_t)(c / own * width + min(first + c % own, width - 1)) * k;
-    float sum = few_rows<ROWS, SPLIT, NORMED>([&] { return x; }, columns, n, k, parts, norm, eps);
+    float sum = few_rows<ROWS, SPLIT, NORMED>([&] { return x; }, columns, n, k, norm, eps);
     const float up = __shfl_xor_sync(ALL_LANES, sum, COLUMNS / 2 * ROWS);
     if (written == GATED) sum = gated(sum, up);
     const int row = lane % ROWS, column = first + lane / ROWS;
@@ -130,23 +135,19 @@ INLINE void linear_few(const element* x, const element* w, void* y, int n, int m
     if (is_first_warp && lane < own * ROWS && row < n && column < width) store_sum(y, (size_t)row * width + column, sum, written);
 }
 
-// linear_R_S: up to R rows, with the columns shared by S warps. normed_linear_R_S: x is normed. Grid (M / (32/S) rounded up), 256 threads.
-#define LINEAR_FEW(rows, split)                                                                                                         \
-    KERNEL(256) linear_##rows##_##split(const element* x, const element* w, void* y, int n, int m, int k, int written) {          \
-        SHARED float parts[FEW_WARPS * WARP];                                                                                      \
-        linear_few<rows, split, false>(x, w, y, n, m, k, written, parts);                                                          \
-    }                                                                                                                              \
-    KERNEL(256) normed_linear_##rows##_##split(const element* x, const element* w, void* y, int n, int m, int k, int written,     \
-                                               const element* norm, float eps) {                                                  \
-        SHARED float parts[2 * FEW_WARPS * WARP];                                                                                  \
-        linear_few<rows, split, true>(x, w, y, n, m, k, written, parts, norm, eps);                                                \
+// linear_R_S: up to R rows, with the columns shared by S warps. normed_linear_R_S: x is normed. Grid (M / (32/S) rounded up), 256 threads,
+// shared memory for few_rows.
+#define LINEAR_FEW(rows, split)                                                                                                    \
+    KERNEL(256) linear_##rows##_##split(const element* x, const element* w, void* y, int n, int m, int k, int written) {      \
+        linear_few<rows, split, false>(x, w, y, n, m, k, written);                                                            \
+    }                                                                                                                         \
+    KERNEL(256) normed_linear_##rows##_##split(const element* x, const element* w, void* y, int n, int m, int k, int written, \
+                                               const element* norm, float eps) {                                             \
+        linear_few<rows, split, true>(x, w, y, n, m, k, written, norm, eps);                                                  \
     }
 LINEAR_FEW(1, 1)
-LINEAR_FEW(1, 2)
 LINEAR_FEW(1, 4)
 LINEAR_FEW(1, 8)
-LINEAR_FEW(2, 1)
-LINEAR_FEW(2, 4)
 LINEAR_FEW(4, 1)
 LINEAR_FEW(4, 4)
 LINEAR_FEW(8, 1)
@@ -155,16 +156,16 @@ LINEAR_FEW(8, 4)
 #define BLOCK_SPLIT 4  // warps that share columns of a ResBlock
 
 // A ResBlock of every head (paper section 2.1.1): y[k] = x[k] + SiLU(w[k]·x[k] + b[k]). x is [K, H]; with `state`, all heads read
-// row LAST of x [N, H] instead. w [K, H, H], b and y [K, H]. Grid (H/8 rounded up, K), 256 threads.
+// row LAST of x [N, H] instead. w [K, H, H], b and y [K, H]. Grid (H/8 rounded up, K), 256 threads,
+// shared memory for few_rows.
 KERNEL(256) res_block(const element* x, const int* state, const element* w, const element* b, element* y, int h) {
-    SHARED float parts[FEW_WARPS * WARP];
     const int first = few_group<BLOCK_SPLIT>() * COLUMNS, lane = threadIdx.x % WARP;
     const size_t head = blockIdx.y;
     const element* columns[COLUMNS];
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) columns[c] = w + (head * h + min(first + c, h - 1)) * h;
     auto input = [&] { return x + (state ? (size_t)state[LAST] : head) * h; };
-    const float sum = few_rows<1, BLOCK_SPLIT, false>(input, columns, 1, h, parts);
+    const float sum = few_rows<1, BLOCK_SPLIT, false>(input, columns, 1, h);
     const int column = first + lane;
     if (threadIdx.x / WARP % BLOCK_SPLIT == 0 && lane < COLUMNS && column < h) {
         y[head * h + column] = to_element(to_float(input()[column]) + silu(sum + to_float(b[head * h + column])));
@@ -297,12 +298,9 @@ INLINE void linear_tile(const element* x, const element* w, void* y, int n, int 
 LINEAR_TILE(32, 16)
 LINEAR_TILE(32, 32)
 LINEAR_TILE(32, 64)
-LINEAR_TILE(32, 128)
 LINEAR_TILE(64, 16)
 LINEAR_TILE(64, 32)
 LINEAR_TILE(64, 64)
 LINEAR_TILE(64, 128)
-LINEAR_TILE(128, 16)
-LINEAR_TILE(128, 32)
 LINEAR_TILE(128, 64)
 LINEAR_TILE(128, 128)

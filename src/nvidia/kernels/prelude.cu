@@ -58,11 +58,12 @@ INLINE float high(u32 both) {
 // Loads and stores 16 bytes of device memory; the address is a multiple of 16.
 INLINE uint4 load16(const void* from) { return *(const uint4*)from; }
 INLINE void store16(void* to, uint4 bytes) { *(uint4*)to = bytes; }
-// Loads 16 bytes that the kernel reads only once: they do not evict others from the L1 cache. Zeros unless `real`.
-INLINE uint4 stream16(const void* from, bool real) {
-    uint4 b = make_uint4(0, 0, 0, 0);
-    asm volatile("{.reg .pred real; setp.ne.s32 real, %5, 0; @real ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
-                 : "+r"(b.x), "+r"(b.y), "+r"(b.z), "+r"(b.w) : "l"(from), "r"((int)real));
+INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+// Loads 16 bytes of shared memory that an asynchronous copy has written.
+INLINE uint4 load16_shared(const uint4* from) {
+    uint4 b;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w) : "r"(shared_address(from)));
     return b;
 }
 
@@ -81,7 +82,6 @@ INLINE void await_inputs() {
 #endif
 }
 
-INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 // Copies 16 bytes from device to shared memory asynchronously; writes zeros unless `real`.
 INLINE void copy16_async(void* shared, const void* from, bool real) {
     const int bytes = real ? 16 : 0;
