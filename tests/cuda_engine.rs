@@ -530,8 +530,7 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
     let mut engine = device_loop(&llama, medusa, ops).expect("it can decode this");
     engine.decode(Drafting::On, &request(&[1, 2], 3), &mut go_on()).expect("a text");
     let found = engine.engine().ops().distances();
-    for kernel in ["embed", "rope_append", "rms_norm", "linear 1/4", "linear 32x16", "walk", "compact", "fill_tree"]
-    {
+    for kernel in ["embed", "rope_append", "rms_norm", "linear 1/4", "linear 32x16", "walk", "compact", "fill_tree"] {
         assert!(found.contains_key(kernel), "{kernel} of {found:?}");
     }
     let (wrong, right): (Vec<_>, Vec<_>) = found.iter().partition(|(name, _)| *name == "tree_attention");
@@ -583,8 +582,13 @@ fn kernels_of_a_step(num_hidden_layers: usize, drafting: Drafting) -> Vec<&'stat
         ..config(1, None, 200)
     };
     let llama = Llama::random(small, Kind::BFloat16, Device::Cpu, 3);
-    let shape =
-        HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: 64, vocab_size: 64, ..HeadsShape::default() };
+    let shape = HeadsShape {
+        medusa_num_heads: 2,
+        medusa_num_layers: 1,
+        hidden_size: 64,
+        vocab_size: 64,
+        ..HeadsShape::default()
+    };
     let heads = Heads::random(shape, Kind::BFloat16, Device::Cpu, 5);
     let tree = SparseTree::cartesian(&[8, 3]).expect("33 nodes");
     let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), Acceptance::Greedy);

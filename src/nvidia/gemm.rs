@@ -138,7 +138,9 @@ impl Product {
         let tiles = blocks(self.outputs, height);
         let useful = |splits: &i64| {
             let each = blocks(blocks(self.inputs, TILE_DEPTH), *splits);
-            SPLIT_BLOCKS.contains(&(tiles * splits)) && each >= TILE_STAGES && splits * tiles * height * width <= SPLIT_NUMBERS
+            SPLIT_BLOCKS.contains(&(tiles * splits))
+                && each >= TILE_STAGES
+                && splits * tiles * height * width <= SPLIT_NUMBERS
         };
         let splits = [1].into_iter().chain([2, 4, 8].into_iter().filter(useful));
         splits.map(|splits| Way::Tile { height, width, splits }).collect()
@@ -295,11 +297,16 @@ mod tests {
         let own = |sizes| product(sizes, Written::Rounded).own_ways().iter().map(Way::to_string).collect::<Vec<_>>();
         assert_eq!(own([3, 22016, 4096])[..3], ["4/1", "4/4", "32x16"]);
         // K is split where whole tiles are fewer than multiprocessors.
-        let of_o = ["32x64", "32x64/2", "32x64/4", "64x64", "64x64/2", "64x64/4", "64x64/8", "128x64", "128x64/4", "128x64/8"];
+        let of_o =
+            ["32x64", "32x64/2", "32x64/4", "64x64", "64x64/2", "64x64/4", "64x64/8", "128x64", "128x64/4", "128x64/8"];
         assert_eq!(own([64, 4096, 4096]), of_o);
         assert_eq!(own([64, 22016, 4096]), ["32x64", "64x64", "128x64", "128x64/2"]);
         assert_eq!(own([128, 32000, 4096]), ["64x128", "128x128"]);
-        assert_eq!(own([64, 4096, 512]), ["32x64", "32x64/2", "64x64", "64x64/2", "128x64"], "each split has four stages");
+        assert_eq!(
+            own([64, 4096, 512]),
+            ["32x64", "32x64/2", "64x64", "64x64/2", "128x64"],
+            "each split has four stages"
+        );
         let all = product([64, 22016, 4096], Written::Gated).ways();
         assert_eq!(all.len(), 4 + TRIED);
         let odd = product([1, 32001, 4096], Written::Float32).ways();

@@ -53,7 +53,12 @@ mod tests {
     fn built_ins_of_any_minor_version_are_found() {
         let folder = tempfile::tempdir().expect("a folder");
         assert_eq!(nvrtc_builtins(&folder.path().join("absent")), [""; 0]);
-        for name in ["libnvrtc.so.13", "libnvrtc-builtins.so.13.2", "libnvrtc-builtins.so.12.8", "libnvrtc-builtins.alt.so.13.2"] {
+        for name in [
+            "libnvrtc.so.13",
+            "libnvrtc-builtins.so.13.2",
+            "libnvrtc-builtins.so.12.8",
+            "libnvrtc-builtins.alt.so.13.2",
+        ] {
             fs::File::create(folder.path().join(name)).expect("a file of a test");
         }
         assert_eq!(nvrtc_builtins(folder.path()), ["libnvrtc-builtins.so.13.2"]);

@@ -122,12 +122,7 @@ fn of_rows(rows: i64, x: &Tensor, weights_mk: &[Tensor], y: &Tensor) -> Vec<Oper
 
 impl HeadWeights {
     /// The heads' matrix products, with the buffers that they run on.
-    pub(super) fn products(
-        &self,
-        buffers: &Buffers<Tensor>,
-        lm_head_vh: &Tensor,
-        shape: &Shape,
-    ) -> Vec<Vec<Operands>> {
+    pub(super) fn products(&self, buffers: &Buffers<Tensor>, lm_head_vh: &Tensor, shape: &Shape) -> Vec<Vec<Operands>> {
         match self {
             Self::AtOnce(heads) if heads.w2_vh.is_empty() => {
                 let lm_head = [lm_head_vh.shallow_clone()];
@@ -154,9 +149,10 @@ impl SequentialHeads {
         let of_level = |(level, sums_nw): (&Level, &Tensor)| {
             let rows = level.nodes.rows();
             let of_tokens = of_rows(rows, &buffers.heads_other_rh, &one(&level.of_token_wh), sums_nw);
-            let blocks = level.blocks.iter().map(|[weight_hh, _]| {
-                of_rows(rows, &buffers.heads_rh, &one(weight_hh), &buffers.level_product_rh)
-            });
+            let blocks = level
+                .blocks
+                .iter()
+                .map(|[weight_hh, _]| of_rows(rows, &buffers.heads_rh, &one(weight_hh), &buffers.level_product_rh));
             let w2 = one(level.w2_vh.as_ref().unwrap_or(lm_head_vh));
             let output = of_rows(rows, &buffers.heads_rh, &w2, &buffers.head_logits_rv);
             [of_tokens, output].into_iter().chain(blocks).collect::<Vec<_>>()

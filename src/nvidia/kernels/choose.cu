@@ -180,6 +180,7 @@ INLINE double block_prefix(double mine, double* scratch) {
     if (lane == WARP - 1) scratch[warp] = mine;
     __syncthreads();
     double before = 0.0;
+#pragma unroll 4
     for (int i = 0; i < warp; i++) before += scratch[i];
     return before + mine;
 }
@@ -258,16 +259,19 @@ KERNEL(THREADS) draw(const float* logits, const int* depths, const int* state, c
     if (lane == 0) equals[warp] = equal;
     __syncthreads();
     int before_warp = 0;
+#pragma unroll 4
     for (int i = 0; i < warp; i++) before_warp += equals[i];
     if (lane == 0) mass[warp] = own + (double)max(0, min(equal, border.equals - before_warp)) * border.p;
     __syncthreads();
     double total = 0.0;
+#pragma unroll 4
     for (int i = 0; i < WARPS; i++) total += mass[i];
     const double wanted = uniforms[(state[CONTEXT] + depths[node] + 1) % count] * total;
     // The warp that reaches `wanted`; the last one with any mass if none does, because of rounding.
     int chosen_warp = 0;
     double below = 0.0, before_it = 0.0;
     bool reaches = false;
+#pragma unroll 4
     for (int i = 0; i < WARPS; i++) {
         if (mass[i] > 0.0 && !reaches) {
             chosen_warp = i;
