@@ -530,10 +530,10 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
     let mut engine = device_loop(&llama, medusa, ops).expect("it can decode this");
     engine.decode(Drafting::On, &request(&[1, 2], 3), &mut go_on()).expect("a text");
     let found = engine.engine().ops().distances();
-    for kernel in ["embed", "rope_append", "rms_norm", "linear 1/4", "linear 32x16", "walk", "compact", "fill_tree"] {
+    for kernel in ["embed", "rms_norm", "linear 1/4", "linear 32x16", "walk", "compact", "fill_tree"] {
         assert!(found.contains_key(kernel), "{kernel} of {found:?}");
     }
-    let (wrong, right): (Vec<_>, Vec<_>) = found.iter().partition(|(name, _)| *name == "tree_attention");
+    let (wrong, right): (Vec<_>, Vec<_>) = found.iter().partition(|(name, _)| *name == "attention");
     assert!((wrong[0].1.distance - 1.0).abs() < 1e-6, "nothing was written: {wrong:?}");
     assert!(right.iter().all(|(_, of)| of.distance < 0.01), "{right:?}");
 }
@@ -605,7 +605,7 @@ fn kernels_of_a_step(num_hidden_layers: usize, drafting: Drafting) -> Vec<&'stat
 
 #[test]
 #[cfg(target_os = "linux")]
-fn a_layer_is_six_kernels_and_eight_with_a_tree() {
+fn a_layer_is_five_kernels_and_seven_with_a_tree() {
     let layer = |drafting| {
         let [one, two] = [1, 2].map(|layers| kernels_of_a_step(layers, drafting));
         let beside = one.len() - (two.len() - one.len());
@@ -614,14 +614,14 @@ fn a_layer_is_six_kernels_and_eight_with_a_tree() {
     let (plain, beside) = layer(Drafting::Off);
     let product = "linear_1_1";
     let normed = "normed_linear_1_1";
-    assert_eq!(plain, [normed, "rope_append", "tree_attention_few", product, normed, product]);
+    assert_eq!(plain, [normed, "tree_attention_few", product, normed, product]);
     // embed, rms_norm and the LM head, best, walk, compact, advance, fill_tree
     assert_eq!(beside, 8);
     let (tree, beside) = layer(Drafting::On);
     let tile = "linear_32x64";
     assert_eq!(
         tree,
-        ["rms_norm", tile, "rope_append", "tree_attention_many", tile, "rms_norm", tile, tile],
+        ["rms_norm", tile, "tree_attention_many", tile, "rms_norm", tile, tile],
         "gated in the tile, added in the tile"
     );
     // also res_block, the heads' logits, and two of top_guesses

@@ -221,55 +221,42 @@ fn distance(got: &Tensor, expected: &Tensor) -> f64 {
 /// Whether q, k and v have a bias, and q and k norms: Llama, Qwen2, Qwen3, and both.
 const HEAD_INPUTS: [(bool, bool); 4] = [(false, false), (true, false), (false, true), (true, true)];
 
-#[test]
-fn bias_norms_and_positions_go_into_queries_and_keys_and_both_into_the_cache() {
-    let shapes = product(&[(1, 0, 64), (7, 63, 128), (128, 65, 64), (16, 700, 128)], &HEADS);
-    // Two of the four with each shape, so that each meets every number of rows and every number of heads.
-    let inputs = |at: usize| [0, 1].map(|next| HEAD_INPUTS[(at / HEADS.len() + at + next) % HEAD_INPUTS.len()]);
-    let of = shapes.into_iter().enumerate().flat_map(|(at, shape)| inputs(at).map(|inputs| (shape, inputs)));
-    cases(of, |case, (((n, context, d), (q, g)), (has_bias, has_norms))| {
-        let (nodes, state) = (case.nodes(n), case.state(context));
-        let places = Places { nodes: &nodes, state: &state };
-        let room = context + n; // no spare row
-        let table = || case.floats(&[room, d / 2]).sin_();
-        let rotations = Rotations { cos_sd: case.memory.tensor(&table()), sin_sd: case.memory.tensor(&table()) };
-        let qkv_nh = case.normal(&[n, (q + 2 * g) * d]);
-        let bias_w = has_bias.then(|| case.normal(&[(q + 2 * g) * d]));
-        let weights = [case.normal(&[d]), case.normal(&[d])];
-        let [query_d, key_d] = &weights;
-        let norms = has_norms.then_some(HeadNorms { query_d, key_d, eps: 1e-6 });
-        let inputs = HeadInputs { bias_w: bias_w.as_ref(), norms, rotations: &rotations };
-        let [q_got, q_expected] = both(case, &case.output(&[n, q, d]));
-        let [kv_got, kv_expected] = both(case, &case.normal(&[2, g, room, d]));
-        let launch = launches::rope_append(&qkv_nh, places, inputs, &q_got, &kv_got);
-        case.run_with(d, &[launch]);
-        oracle::rope_append(&qkv_nh, places, inputs, &q_expected, &kv_expected);
-        // The sum of squares in another order may round a normed number, of size up to 8, to its other neighbour.
-        let scale = if has_norms { 32.0 } else { 1e-3 };
-        case.assert_close(&q_got, &q_expected, 1.0, scale);
-        case.assert_close(&kv_got, &kv_expected, 1.0, scale);
-        // That is rare. A kernel that does not round the sum or the norm as the oracle does is 2e-4 away in float16.
-        let far = distance(&q_got, &q_expected).max(distance(&kv_got, &kv_expected));
-        assert!(far < 5e-5, "{}: {far}", case.name);
-        let committed = |kv: &Tensor| kv.narrow(2, 0, context);
-        case.assert_equal(&committed(&kv_got), &committed(&kv_expected));
-    });
+/// Tables of random angles for `positions` positions.
+fn rotations(case: &Case, positions: i64, d: i64) -> Rotations {
+    let table = || case.memory.tensor(&case.floats(&[positions, d / 2]).sin_());
+    Rotations { cos_sd: table(), sin_sd: table() }
 }
 
-/// Checks attention of a step of `n` rows after `context` tokens.
+/// Checks attention of a step of `n` rows after `context` tokens: its output, and what it appends to the cache.
 fn check_attention(case: &Case, [n, context, q, g, d]: [i64; 5], window: Option<i64>, splits: i64) {
     let (nodes, state) = (case.nodes(n), case.state(context));
     let places = Places { nodes: &nodes, state: &state };
-    let room = context + n;
-    let (q_nqd, kv_2gsd) = (case.normal(&[n, q, d]), case.normal(&[2, g, room, d]));
+    let room = context + n; // no spare row
+    let rotations = rotations(case, room, d);
+    let (has_bias, has_norms) = HEAD_INPUTS[case.seed as usize % HEAD_INPUTS.len()];
+    let bias_w = has_bias.then(|| case.normal(&[(q + 2 * g) * d]));
+    let weights = [case.normal(&[d]), case.normal(&[d])];
+    let [query_d, key_d] = &weights;
+    let norms = has_norms.then_some(HeadNorms { query_d, key_d, eps: 1e-6 });
+    let inputs = HeadInputs { bias_w: bias_w.as_ref(), norms, rotations: &rotations };
+    let (qkv_nw, [kv_got, kv_expected]) =
+        (case.normal(&[n, (q + 2 * g) * d]), both(case, &case.normal(&[2, g, room, d])));
     let mut parts = AttentionParts::with_splits([n, q, d], g, splits, Device::Cpu);
     for tensor in parts.tensors_mut() {
         *tensor = case.memory.poisoned(&tensor.size(), tensor.kind());
     }
     let [got, expected] = both(case, &case.output(&[n, q, d]));
-    let scale = (d as f64).powf(-0.5);
-    case.run_with(d, &[launches::tree_attention(&q_nqd, &kv_2gsd, places, (scale, window), &parts, &got)]);
-    oracle::tree_attention(&q_nqd, &kv_2gsd, places, scale, window, &expected);
+    let how = ((d as f64).powf(-0.5), window);
+    case.run_with(d, &[launches::attention(&qkv_nw, places, inputs, &kv_got, how, &parts, &got)]);
+    oracle::attention(&qkv_nw, places, inputs, &kv_expected, how, &expected);
+    // The sum of squares in another order may round a normed number, of size up to 8, to its other neighbour.
+    case.assert_close(&kv_got, &kv_expected, 1.0, if has_norms { 32.0 } else { 1e-3 });
+    // That is rare. A kernel that does not round the sum or the norm as the oracle does is 2e-4 away in float16.
+    let [new_got, new_expected] = [&kv_got, &kv_expected].map(|kv| kv.narrow(2, context, n));
+    let far = distance(&new_got, &new_expected);
+    assert!(far < 5e-5, "{}: {far}", case.name);
+    let committed = |kv: &Tensor| kv.narrow(2, 0, context);
+    case.assert_equal(&committed(&kv_got), &committed(&kv_expected));
     // Probabilities are rounded before their product with values of size 1: sums of up to thousands of errors of either
     // sign.
     case.assert_close(&got, &expected, 1.0, 5.0);

@@ -32,11 +32,9 @@ impl KernelDtype {
 pub enum Program {
     /// Embedding, norms, the gate of the MLP.
     Rows,
-    /// Bias of queries, keys and values, norms and rotary embedding of queries and keys; appends keys and values to the cache.
-    RopeAppend,
     /// Matrix products with weights.
     Linear,
-    /// Attention.
+    /// Attention: bias, norms and rotary embedding of queries and keys, the cache, and the tree.
     TreeAttention,
     /// Argmax, top guesses, posteriors and draws from logits.
     Choose,
@@ -60,9 +58,8 @@ pub enum Program {
 pub const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
 /// Name and source of each file, in the order of [`Program::ALL`].
-const FILES: [(&str, &str); 12] = [
+const FILES: [(&str, &str); 10] = [
     ("rows.cu", include_str!("kernels/rows.cu")),
-    ("rope_append.cu", include_str!("kernels/rope_append.cu")),
     ("linear.cu", include_str!("kernels/linear.cu")),
     ("tree_attention.cu", include_str!("kernels/tree_attention.cu")),
     ("choose.cu", include_str!("kernels/choose.cu")),
@@ -76,9 +73,8 @@ const FILES: [(&str, &str); 12] = [
 ];
 
 impl Program {
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 10] = [
         Self::Rows,
-        Self::RopeAppend,
         Self::Linear,
         Self::TreeAttention,
         Self::Choose,
@@ -92,8 +88,8 @@ impl Program {
     ];
 
     /// The files of the CUDA engine's steps.
-    pub const OF_STEPS: [Self; 7] =
-        [Self::Rows, Self::RopeAppend, Self::Linear, Self::TreeAttention, Self::Choose, Self::Accept, Self::Sequential];
+    pub const OF_STEPS: [Self; 6] =
+        [Self::Rows, Self::Linear, Self::TreeAttention, Self::Choose, Self::Accept, Self::Sequential];
 
     /// The files of single operations on tensors, which [`fused`](crate::fused) launches.
     pub const OF_TENSORS: [Self; 5] = [Self::Optim, Self::Dequantize, Self::Dropout, Self::Pass, Self::BatchAttention];
@@ -122,7 +118,7 @@ impl Program {
 
     /// Whether its code depends on the head size.
     pub fn has_head_size(self) -> bool {
-        matches!(self, Self::RopeAppend | Self::TreeAttention)
+        matches!(self, Self::TreeAttention)
     }
 
     /// Whether its code depends on the dtype of elements.
@@ -206,7 +202,6 @@ mod tests {
     fn every_kernel_is_found_in_its_file() {
         let names = |program: Program| program.kernels();
         assert_eq!(names(Program::Rows), ["embed", "rms_norm", "silu_mul"]);
-        assert_eq!(names(Program::RopeAppend), ["rope_append"]);
         assert_eq!(names(Program::TreeAttention), ["tree_attention_few", "tree_attention_many"]);
         assert_eq!(names(Program::Choose), ["best", "top_guesses_part", "top_guesses_merge", "posterior", "draw"]);
         assert_eq!(names(Program::Accept), ["walk", "typical", "compact", "advance", "fill_tree"]);

@@ -64,8 +64,6 @@ buffers! {
     normed_nh,
     /// `[C, W]`: queries, keys and values.
     qkv_nw,
-    /// `[C, Q, D]`: rotated queries.
-    q_nqd,
     /// `[C, Q, D]`: attention's output.
     attended_nqd,
     /// `[C, 2I]`: gate and up, of matrix products that do not gate them themselves.
@@ -118,7 +116,6 @@ impl Buffers<Size> {
             x_nh: Size::new([c, h], sixteen),
             normed_nh: Size::new([c, h], sixteen),
             qkv_nw: Size::new([c, config.query_size() + 2 * config.key_value_size()], sixteen),
-            q_nqd: Size::new([c, q, d], sixteen),
             attended_nqd: Size::new([c, q, d], sixteen),
             gate_up_ni: Size::new([c, 2 * i], sixteen),
             product_ni: Size::new([c, i], sixteen),

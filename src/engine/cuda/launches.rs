@@ -20,29 +20,6 @@ pub fn embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) -> Launch {
     Launch::new(Program::Rows, "embed", [n, 1, 1], 256, arguments)
 }
 
-/// See [`oracle::rope_append`](super::oracle::rope_append).
-pub fn rope_append(qkv_nw: &Tensor, places: Places, inputs: HeadInputs, q_nqd: &Tensor, kv_2gsd: &Tensor) -> Launch {
-    let ([n, q, _], [_, g, room, _]) = (axes(q_nqd), axes(kv_2gsd));
-    let HeadInputs { bias_w, norms, rotations } = inputs;
-    let arguments = vec![
-        elements(qkv_nw),
-        if_any(bias_w),
-        if_any(norms.map(|norms| norms.query_d)),
-        if_any(norms.map(|norms| norms.key_d)),
-        float(norms.map_or(0.0, |norms| norms.eps)),
-        ints(&places.nodes.depths_n),
-        ints(places.state),
-        floats(&rotations.cos_sd),
-        floats(&rotations.sin_sd),
-        elements(q_nqd),
-        elements(kv_2gsd),
-        size(q),
-        size(g),
-        size(room),
-    ];
-    Launch::new(Program::RopeAppend, "rope_append", [n, blocks(q + 2 * g, 4), 1], 128, arguments)
-}
-
 /// Target number of attention blocks in a step: two for each multiprocessor of the largest GPUs.
 const ATTENTION_BLOCKS: i64 = 264;
 /// Keys per tile of attention.
@@ -104,21 +81,29 @@ fn parts_a_split(rows: i64) -> i64 {
     if rows <= FEW_ROWS { 4 } else { 1 }
 }
 
-/// See [`oracle::tree_attention`](super::oracle::tree_attention).
-pub fn tree_attention(
-    q_nqd: &Tensor,
-    kv_2gsd: &Tensor,
+/// See [`oracle::attention`](super::oracle::attention).
+pub fn attention(
+    qkv_nw: &Tensor,
     places: Places,
+    inputs: HeadInputs,
+    kv_2gsd: &Tensor,
     (scale, window): (f64, Option<i64>),
     parts: &AttentionParts,
     o_nqd: &Tensor,
 ) -> Launch {
-    let ([n, q, d], [_, g, room, _]) = (axes(q_nqd), axes(kv_2gsd));
+    let ([n, q, d], [_, g, room, _]) = (axes(o_nqd), axes(kv_2gsd));
     assert!(n <= MAX_NODES as i64, "a step has at most {MAX_NODES} rows");
     let rows = q / g * n;
     let name = if rows <= FEW_ROWS { "tree_attention_few" } else { "tree_attention_many" };
+    let HeadInputs { bias_w, norms, rotations } = inputs;
     let arguments = vec![
-        elements(q_nqd),
+        elements(qkv_nw),
+        if_any(bias_w),
+        if_any(norms.map(|norms| norms.query_d)),
+        if_any(norms.map(|norms| norms.key_d)),
+        float(norms.map_or(0.0, |norms| norms.eps)),
+        floats(&rotations.cos_sd),
+        floats(&rotations.sin_sd),
         elements(kv_2gsd),
         tensor(&places.nodes.sees_n2, Kind::Int64),
         ints(&places.nodes.depths_n),

@@ -7,7 +7,7 @@
 //!
 //! | | kernels, in the order of a step |
 //! | --- | --- |
-//! | each layer | `linear` (norm, queries, keys, values), `rope_append`, `tree_attention`, `linear` (adds the output), `linear` (norm, gated), `linear` (adds the output) |
+//! | each layer | `linear` (norm, queries, keys, values), `attention`, `linear` (adds the output), `linear` (norm, gated), `linear` (adds the output) |
 //! | before and after the layers | `embed`; `rms_norm` and `linear` (the LM head) |
 //! | acceptance | greedy: `best`, `walk`; typical: `best`, `posterior`, `typical`; rejection: `draw`, `walk` |
 //! | commit | `compact`, then `advance` |

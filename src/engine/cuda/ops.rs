@@ -55,7 +55,6 @@ macro_rules! operations {
 operations! {
     embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) writes [x_nh];
     rms_norm(x_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) writes [y_nh];
-    rope_append(qkv_nw: &Tensor, places: Places, inputs: HeadInputs, q_nqd: &Tensor, kv_2gsd: &Tensor) writes [q_nqd, kv_2gsd];
     res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) writes [y_kh];
     best(logits_nv: &Tensor, best_n: &Tensor) writes [best_n];
     posterior(logits_nv: &Tensor, tokens_n: &Tensor, nodes: &Nodes, temperature: f64, numbers: [&Tensor; 2]) writes numbers;
@@ -189,21 +188,22 @@ impl Ops {
         })
     }
 
-    pub(super) fn tree_attention(
+    pub(super) fn attention(
         &self,
-        q_nqd: &Tensor,
-        kv_2gsd: &Tensor,
+        qkv_nw: &Tensor,
         places: Places,
+        inputs: HeadInputs,
+        kv_2gsd: &Tensor,
         config: &LlamaConfig,
         attended_nqd: &Tensor,
     ) -> CudaResult {
         let BlockSpec { heads, layers, .. } = config.block();
         let window = layers.only().expect("check_blocks refuses other backbones").window;
-        let scale = heads.scale;
-        let oracle = || oracle::tree_attention(q_nqd, kv_2gsd, places, scale, window, attended_nqd);
-        self.run("tree_attention", &[attended_nqd], oracle, |Kernels { target, scratch }| {
+        let how = (heads.scale, window);
+        let oracle = || oracle::attention(qkv_nw, places, inputs, kv_2gsd, how, attended_nqd);
+        self.run("attention", &[kv_2gsd, attended_nqd], oracle, |Kernels { target, scratch }| {
             let parts = scratch.parts(places.nodes.len());
-            target.launch(&launches::tree_attention(q_nqd, kv_2gsd, places, (scale, window), parts, attended_nqd))
+            target.launch(&launches::attention(qkv_nw, places, inputs, kv_2gsd, how, parts, attended_nqd))
         })
     }
 

@@ -106,6 +106,21 @@ fn rotate(x_nhd: &Tensor, positions_n: &Tensor, rotations: &Rotations) -> Tensor
     Tensor::cat(&[&halves[0] * &cos - &halves[1] * &sin, &halves[1] * &cos + &halves[0] * &sin], -1)
 }
 
+/// From the product for q, k and v to attention's output: [`rope_append`], then [`tree_attention`] with its queries.
+/// - `qkv_nw`: `[N, W]` — `kv_2gsd`: `[2, G, S, D]` — `o_nqd`: `[N, Q, D]`
+pub fn attention(
+    qkv_nw: &Tensor,
+    places: Places,
+    inputs: HeadInputs,
+    kv_2gsd: &Tensor,
+    (scale, window): (f64, Option<i64>),
+    o_nqd: &Tensor,
+) {
+    let q_nqd = o_nqd.empty_like();
+    rope_append(qkv_nw, places, inputs, &q_nqd, kv_2gsd);
+    tree_attention(&q_nqd, kv_2gsd, places, scale, window, o_nqd);
+}
+
 /// Attention of a step's rows to the committed rows of a layer's cache, and to those rows of the step that they may see. With a
 /// `window`, a row at position p attends only to positions above p - window.
 /// - `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`, with the step's own rows already written — `o_nqd`: `[N, Q, D]`

@@ -69,11 +69,10 @@ impl DecodeStep<'_> {
     }
 
     fn attention(&self, layer: &DenseLayer, kv_2gsd: &Tensor) -> CudaResult {
-        let (ops, buffers) = (self.ops, &self.memory.buffers);
-        let [qkv_nw, q_nqd, attended_nqd] =
-            [&buffers.qkv_nw, &buffers.q_nqd, &buffers.attended_nqd].map(|buffer| self.rows(buffer));
-        ops.rope_append(&qkv_nw, self.places(), self.head_inputs(layer), &q_nqd, kv_2gsd)?;
-        ops.tree_attention(&q_nqd, kv_2gsd, self.places(), self.config, &attended_nqd)
+        let buffers = &self.memory.buffers;
+        let [qkv_nw, attended_nqd] = [&buffers.qkv_nw, &buffers.attended_nqd].map(|buffer| self.rows(buffer));
+        let inputs = self.head_inputs(layer);
+        self.ops.attention(&qkv_nw, self.places(), inputs, kv_2gsd, self.config, &attended_nqd)
     }
 
     fn head_inputs<'a>(&'a self, layer: &'a DenseLayer) -> HeadInputs<'a> {

@@ -1,8 +1,18 @@
-// Attention of a step's rows to the cache and to each other (paper section 2.1.2), with the keys split over blocks.
+// From a step's product for q, k and v to attention's output: adds the bias, norms each head of q and k, rotates q and k by their positions,
+// appends k and v to the committed rows of the cache, and attends to the cache and to the step's own rows (paper section 2.1.2), with the
+// keys split over blocks.
+//
+// Row n has position p = CONTEXT + depths[n]. With a head's vector x, and i < D/2:
+//   x = x + bias, if there is one
+//   x = x·rsqrt(mean(x²) + eps)·weight, for q and k, if there are norms (Zhang and Sennrich 2019)
+//   y[i] = x[i]·cos[p, i] - x[i + D/2]·sin[p, i]        y[i + D/2] = x[i + D/2]·cos[p, i] + x[i]·sin[p, i]
+// The last is for q and k (Su et al. 2021; pairs are halves, not neighbours). Each of the three is computed in float32 and rounded. A block
+// computes the new keys and values of its own tiles itself, so that it waits for no other; of the blocks that share a tile, the first
+// writes them to the cache.
 //
 // A row at position p = CONTEXT + depths[n] attends to the committed tokens, and to those rows of the step whose bit is set in
 // sees[n] ([N, 2] 64-bit words, bit j % 64 of word j / 64). With window > 0, it attends only to positions above p - window. The
-// rows' own keys and values are in the cache at CONTEXT + n. The length is read from the state, so the grid is the same at every
+// rows' own keys and values go into the cache at CONTEXT + n. The length is read from the state, so the grid is the same at every
 // length.
 //
 // The R query heads that share a key/value head are handled as more rows of the same attention: row r·N + n is query head g·R + r
@@ -11,7 +21,8 @@
 // yields its unnormalised sum, its maximum (in log2 units) and its denominator in float32; the last block of the same rows combines the
 // parts, in their order.
 //
-// Layouts: q and o [N, Q, D], cache [2, G, S, D], sums [parts, Q·N, D] and marks [parts, Q·N, 2] (maximum, denominator), where
+// Layouts: qkv [N, Q + 2G, D], bias [Q + 2G, D] or null, query_norm and key_norm [D] or null, cos and sin [S, D/2] float32, o [N, Q, D],
+// cache [2, G, S, D] (keys, then values), sums [parts, Q·N, D] and marks [parts, Q·N, 2] (maximum, denominator), where
 // the rows of key/value head g start at g·R·N; arrived [R·N/64 rounded up, G] is 0. Compile time: HEAD_SIZE.
 
 #define KEYS 64                      // keys per tile
@@ -30,14 +41,63 @@ struct Parts {
 // Pieces of a row are swizzled so that the eight rows that ldmatrix reads at once lie in different banks.
 INLINE int key_at(int row, int chunk) { return row * ROW_CHUNKS + (chunk ^ (row % 8)); }
 
-// Copies keys [first, first + KEYS) of one plane; zeros from `end` on.
-INLINE void fetch_keys(uint4* tile, const element* plane, int first, int end) {
+// Copies the committed ones of keys [first, first + KEYS) of one plane; zeros from `end` on.
+INLINE void fetch_keys(uint4* tile, const element* plane, int first, int context, int end) {
 #pragma unroll
     for (int i = 0; i < KEYS * ROW_CHUNKS / 128; i++) {
         const int piece = threadIdx.x + i * 128, row = piece / ROW_CHUNKS, chunk = piece % ROW_CHUNKS;
-        const bool real = first + row < end;
+        const bool real = first + row < context;
+        if (!real && first + row < end) continue;  // the step's own
         copy16_async(&tile[key_at(row, chunk)], plane + (real ? (size_t)(first + row) * HEAD_SIZE + chunk * 8 : 0), real);
     }
+}
+
+// The product for q, k and v, and what heads get from it.
+struct Inputs {
+    const element *qkv, *bias, *query_norm, *key_norm;
+    float eps;
+    const float *cos_table, *sin_table;
+};
+
+// Eight numbers of a vector, from `chunk` on: with their bias, normed and rotated. ROW_CHUNKS neighbouring lanes call this for the chunks of
+// the same vector.
+INLINE uint4 head_piece(const Inputs& in, const Heads& heads, int node, int head, int chunk, int position) {
+    constexpr int HALF = ROW_CHUNKS / 2;
+    const int pieces[2] = {chunk, chunk ^ HALF}, all = heads.q + 2 * heads.g;  // its own, and the one that it is rotated with
+    const element* norm = head < heads.q ? in.query_norm : in.key_norm;
+    float x[2][8], squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        unpack8(x[i], load16(in.qkv + ((size_t)node * all + head) * HEAD_SIZE + pieces[i] * 8));
+        if (!in.bias) continue;
+        float bias[8];
+        unpack8(bias, load16(in.bias + (size_t)head * HEAD_SIZE + pieces[i] * 8));
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[i][j] = rounded(x[i][j] + bias[j]);
+    }
+    if (head >= heads.q + heads.g) return pack8(x[0]);
+    if (norm) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) squares += x[0][j] * x[0][j];
+#pragma unroll
+        for (int step = 1; step < ROW_CHUNKS; step *= 2) squares += __shfl_xor_sync(ALL_LANES, squares, step);
+        const float scale = rsqrtf(squares / HEAD_SIZE + in.eps);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float weights[8];
+            unpack8(weights, load16(norm + pieces[i] * 8));
+#pragma unroll
+            for (int j = 0; j < 8; j++) x[i][j] = rounded(x[i][j] * scale * weights[j]);
+        }
+    }
+    const size_t angle = (size_t)position * (HEAD_SIZE / 2) + chunk % HALF * 8;
+    float y[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float sine = chunk < HALF ? -in.sin_table[angle + j] : in.sin_table[angle + j];
+        y[j] = x[0][j] * in.cos_table[angle + j] + x[1][j] * sine;
+    }
+    return pack8(y);
 }
 
 // What one row attends to.
@@ -103,7 +163,7 @@ INLINE void merge(const Parts& from, element* o, float* weights, Heads heads, in
 // ROW_WARPS of the four warps share the rows of a block (16 each), the others share the keys of a tile. With few rows, all four
 // warps read different keys for the same 16 rows, and each yields a part of its own.
 template <int ROW_WARPS>
-INLINE void attend(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state, Parts parts,
+INLINE void attend(const Inputs& in, element* cache, const u64* sees_words, const int* depths, const int* state, Parts parts,
                    element* out, Heads heads, float scale_log2, int window) {
     constexpr int KEY_WARPS = 4 / ROW_WARPS, TILES = KEYS / KEY_WARPS / 8;  // TILES of 8 keys per warp
     begin();
@@ -115,11 +175,27 @@ INLINE void attend(const element* q_in, const element* cache, const u64* sees_wo
     const int begin = window == 0 ? 0 : max(0, context - window + 1) / KEYS;
     const int tiles = (end + KEYS - 1) / KEYS - begin, each = (tiles + gridDim.z - 1) / gridDim.z;
     const int from = begin + min(tiles, (int)blockIdx.z * each), to = begin + min(tiles, ((int)blockIdx.z + 1) * each);
-    const element* keys = cache + (size_t)g * heads.room * HEAD_SIZE;
-    const element* values = keys + (size_t)heads.g * heads.room * HEAD_SIZE;
+    element* const keys = cache + (size_t)g * heads.room * HEAD_SIZE;
+    element* const values = keys + (size_t)heads.g * heads.room * HEAD_SIZE;
+    constexpr int STAGE = KEYS * ROW_CHUNKS;
+
+    // Queries pass through the second stage of values, which is not in use yet.
+    uint4* queries = shared + 3 * STAGE;
+#pragma unroll
+    for (int i = 0; i < ROW_WARPS * 16 * ROW_CHUNKS / 128; i++) {
+        const int piece = threadIdx.x + i * 128, place = piece / ROW_CHUNKS, chunk = piece % ROW_CHUNKS;
+        const int at = blockIdx.y * ROW_WARPS * 16 + place, real = min(at, rows - 1), node = real % n;
+        const uint4 query = head_piece(in, heads, node, g * share + real / n, chunk, context + depths[node]);
+        queries[key_at(place, chunk)] = at < rows ? query : make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+    u32 q[HEAD_SIZE / 16][4];
+#pragma unroll
+    for (int k = 0; k < HEAD_SIZE / 16; k++)
+        load_matrices(q[k], &queries[key_at(warp % ROW_WARPS * 16 + lane % 16, k * 2 + lane / 16)]);
+    __syncthreads();  // the second stage may be overwritten
 
     // Lane l holds rows l / 4 and l / 4 + 8 of the warp's sixteen.
-    u32 q[HEAD_SIZE / 16][4];
     Seen row[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -128,22 +204,32 @@ INLINE void attend(const element* q_in, const element* cache, const u64* sees_wo
         row[half].depth = depths[node];
         row[half].low = row[half].real ? sees_words[2 * node] : 0;
         row[half].high = row[half].real ? sees_words[2 * node + 1] : 0;
-        const element* query = q_in + ((size_t)node * heads.q + g * share + at / n) * HEAD_SIZE + lane % 4 * 2;
-#pragma unroll
-        for (int k = 0; k < HEAD_SIZE / 16; k++) {
-            q[k][half] = row[half].real ? *(const u32*)(query + k * 16) : 0;
-            q[k][half + 2] = row[half].real ? *(const u32*)(query + k * 16 + 8) : 0;
-        }
     }
     float o[HEAD_SIZE / 8][4], most[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < HEAD_SIZE / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
 
+    // The step's own keys and values in a tile.
+    auto make_keys = [&](uint4* stage, int tile) {
+        for (int i = 0; i < KEYS * ROW_CHUNKS / 128; i++) {
+            const int piece = threadIdx.x + i * 128, place = piece / ROW_CHUNKS, chunk = piece % ROW_CHUNKS;
+            const int key = tile * KEYS + place, node = max(0, min(key - context, n - 1));
+            const uint4 k = head_piece(in, heads, node, heads.q + g, chunk, context + depths[node]);
+            const uint4 v = head_piece(in, heads, node, heads.q + heads.g + g, chunk, 0);
+            if (key < context || key >= end) continue;
+            stage[key_at(place, chunk)] = k;
+            stage[2 * STAGE + key_at(place, chunk)] = v;
+            if (blockIdx.y > 0) continue;
+            store16(keys + (size_t)key * HEAD_SIZE + chunk * 8, k);
+            store16(values + (size_t)key * HEAD_SIZE + chunk * 8, v);
+        }
+    };
     auto fetch = [&](int tile) {
         if (tile < to) {
-            uint4* stage = shared + (tile - from) % 2 * KEYS * ROW_CHUNKS;
-            fetch_keys(stage, keys, tile * KEYS, end);
-            fetch_keys(stage + 2 * KEYS * ROW_CHUNKS, values, tile * KEYS, end);
+            uint4* stage = shared + (tile - from) % 2 * STAGE;
+            fetch_keys(stage, keys, tile * KEYS, context, end);
+            fetch_keys(stage + 2 * STAGE, values, tile * KEYS, context, end);
+            if ((tile + 1) * KEYS > context) make_keys(stage, tile);
         }
         end_copies();
     };
@@ -239,14 +325,18 @@ INLINE void attend(const element* q_in, const element* cache, const u64* sees_wo
 }
 
 // R·N up to 16: each warp yields a part, parts = 4·splits. Grid (G, 1, splits), 128 threads, shared memory 4·KEYS·D elements.
-KERNEL(128) tree_attention_few(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
-                               float* sums, float* marks, int* arrived, element* o, int q, int g, int n, int room, float scale_log2,
-                               int window) {
-    attend<1>(q_in, cache, sees_words, depths, state, Parts{sums, marks, arrived}, o, Heads{q, g, n, room}, scale_log2, window);
+KERNEL(128) tree_attention_few(const element* qkv, const element* bias, const element* query_norm, const element* key_norm, float eps,
+                               const float* cos_table, const float* sin_table, element* cache, const u64* sees_words, const int* depths,
+                               const int* state, float* sums, float* marks, int* arrived, element* o, int q, int g, int n, int room,
+                               float scale_log2, int window) {
+    const Inputs in = {qkv, bias, query_norm, key_norm, eps, cos_table, sin_table};
+    attend<1>(in, cache, sees_words, depths, state, Parts{sums, marks, arrived}, o, Heads{q, g, n, room}, scale_log2, window);
 }
 // More rows: parts = splits. Grid (G, R·N/64 rounded up, splits), 128 threads, shared memory 4·KEYS·D elements.
-KERNEL(128) tree_attention_many(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
-                                float* sums, float* marks, int* arrived, element* o, int q, int g, int n, int room, float scale_log2,
-                                int window) {
-    attend<4>(q_in, cache, sees_words, depths, state, Parts{sums, marks, arrived}, o, Heads{q, g, n, room}, scale_log2, window);
+KERNEL(128) tree_attention_many(const element* qkv, const element* bias, const element* query_norm, const element* key_norm, float eps,
+                                const float* cos_table, const float* sin_table, element* cache, const u64* sees_words, const int* depths,
+                                const int* state, float* sums, float* marks, int* arrived, element* o, int q, int g, int n, int room,
+                                float scale_log2, int window) {
+    const Inputs in = {qkv, bias, query_norm, key_norm, eps, cos_table, sin_table};
+    attend<4>(in, cache, sees_words, depths, state, Parts{sums, marks, arrived}, o, Heads{q, g, n, room}, scale_log2, window);
 }
