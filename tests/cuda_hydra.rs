@@ -281,7 +281,8 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
         let libtorchs = on_libtorch(&llama, (&heads, &tree), Acceptance::Greedy, &request);
         assert_eq!((got.new_ids, got.accept_lengths), (libtorchs.new_ids, libtorchs.accept_lengths), "{of}");
         let distances = fast.engine().ops().distances();
-        let expected = ["embed_nodes", "first_block", "fill_level", "fill_tree", "top_guesses", "linear 1/4", "linear 8/4"];
+        let expected =
+            ["embed_nodes", "first_block", "fill_level", "fill_tree", "top_guesses", "linear 1/4", "linear 8/4"];
         assert!(expected.iter().all(|kernel| distances.contains_key(*kernel)), "{distances:?}");
         assert_eq!(distances.contains_key("residual"), variant.blocks > 1, "{of}");
         let far: Vec<_> = distances.into_iter().filter(|(_, found)| found.distance > 0.01).collect();
