@@ -12,7 +12,7 @@ use medusa::engine::cuda::launches::{self, AttentionParts};
 use medusa::engine::cuda::layout::{Nodes, Rotations};
 use medusa::engine::cuda::oracle::{self, Accepted, BlockInput, Draws, HeadInputs, HeadNorms, Inherited, Places};
 use medusa::engine::cuda::state::{self, Slot};
-use medusa::nvidia::gemm::{Ending, InputNorm, Operands, Product, SplitRoom, Way, Written};
+use medusa::nvidia::gemm::{Ending, InputNorm, Operands, Product, SplitRoom, Way, WrittenSums};
 use medusa::nvidia::kernels::{KernelDtype, PRELUDE, Program};
 use medusa::nvidia::launch::{Argument, Kernel, Launch};
 use medusa::nvidia::nvrtc::Compiler;
@@ -291,18 +291,19 @@ fn split_room(case: &Case, way: Way, m: i64) -> SplitRoom {
 }
 
 /// Runs one implementation of a product, and its oracle.
-fn check_product(case: &Case, way: Way, [n, m, k]: [i64; 3], (normed, written): (bool, Written)) {
-    let columns = if written == Written::Gated { m / 2 } else { m };
-    let kind = if written == Written::Float32 { Kind::Float } else { case.kind };
-    let y = if written == Written::Added { case.normal(&[n, columns]) } else { case.output_of(&[n, columns], kind) };
+fn check_product(case: &Case, way: Way, [n, m, k]: [i64; 3], (normed, written): (bool, WrittenSums)) {
+    let columns = if written == WrittenSums::Gated { m / 2 } else { m };
+    let kind = if written == WrittenSums::Float32 { Kind::Float } else { case.kind };
+    let y =
+        if written == WrittenSums::Added { case.normal(&[n, columns]) } else { case.output_of(&[n, columns], kind) };
     let (x_nk, w_mk, [got, expected]) = (case.normal(&[n, k]), case.weights(&[m, k]), both(case, &y));
     let (norm_k, normed_nk, sums_nm) = (case.normal(&[k]), case.output(&[n, k]), case.output(&[n, m]));
     let of = |y_nm: &Tensor| {
         let [weight_k, normed_nk] = [&norm_k, &normed_nk].map(Tensor::shallow_clone);
         let ending = match written {
-            Written::Rounded | Written::Float32 => Ending::Stored,
-            Written::Added => Ending::Added,
-            Written::Gated => Ending::Gated { sums_nm: sums_nm.shallow_clone() },
+            WrittenSums::Rounded | WrittenSums::Float32 => Ending::Stored,
+            WrittenSums::Added => Ending::Added,
+            WrittenSums::Gated => Ending::Gated { sums_nm: sums_nm.shallow_clone() },
         };
         let norm = normed.then_some(InputNorm { weight_k, eps: 1e-5, normed_nk });
         Operands { norm, ending, ..Operands::new(&x_nk, &w_mk, y_nm) }
@@ -313,23 +314,23 @@ fn check_product(case: &Case, way: Way, [n, m, k]: [i64; 3], (normed, written): 
     oracle::linear(&of(&expected));
     let size = (k as f64).sqrt();
     let scale = match written {
-        Written::Float32 => 8.0 * size,
-        Written::Rounded | Written::Added => 8e-3 * size,
-        Written::Gated => 4.0 * size, // gate and up, which are rounded first, may be rounded to the other neighbour
+        WrittenSums::Float32 => 8.0 * size,
+        WrittenSums::Rounded | WrittenSums::Added => 8e-3 * size,
+        WrittenSums::Gated => 4.0 * size, // gate and up, which are rounded first, may be rounded to the other neighbour
     };
-    case.assert_close(&got, &expected, if written == Written::Gated { 2.0 } else { 1.0 }, scale);
+    case.assert_close(&got, &expected, if written == WrittenSums::Gated { 2.0 } else { 1.0 }, scale);
 }
 
 #[test]
 fn products_are_those_of_every_row_and_weight() {
     // Columns that do not fill a tile, depths that do not fill a stage, and the tall tiles of a vocabulary.
     let weights = [(40, 8), (64, 64), (100, 328), (8200, 72)];
-    let written = [Written::Float32, Written::Rounded, Written::Added, Written::Gated];
+    let written = [WrittenSums::Float32, WrittenSums::Rounded, WrittenSums::Added, WrittenSums::Gated];
     cases(product(&ROWS, &weights), |case, (n, (m, k))| {
         if m > 1000 && ![1, 8, 9, 64, 65, 128].contains(&n) {
             return;
         }
-        let plain = Product { rows: n, outputs: m, inputs: k, normed: false, written: Written::Rounded };
+        let plain = Product { rows: n, outputs: m, inputs: k, normed: false, written: WrittenSums::Rounded };
         let split = plain.own_ways().into_iter().filter_map(|way| match way {
             Way::Tile { height, width, .. } if m < 1000 => Some(Way::Tile { height, width, splits: 3 }),
             _ => None,

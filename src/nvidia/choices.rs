@@ -109,13 +109,13 @@ impl Choices {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nvidia::gemm::Written;
+    use crate::nvidia::gemm::WrittenSums;
 
     #[test]
     fn what_was_timed_is_found_again_and_a_damaged_file_is_as_none() {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("cuda/products.json");
-        let product = |rows| Product { rows, outputs: 64, inputs: 64, normed: false, written: Written::Rounded };
+        let product = |rows| Product { rows, outputs: 64, inputs: 64, normed: false, written: WrittenSums::Rounded };
         let mut choices = Choices::open(Some(file.clone()));
         let ways = [Way::CublasLt { algorithm: 2 }];
         assert!(!choices.has(product(1), &ways));

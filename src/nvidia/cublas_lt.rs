@@ -16,7 +16,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::device::address;
 use super::error::GpuError;
-use super::gemm::{Product, TRIED, Written};
+use super::gemm::{Product, TRIED, WrittenSums};
 
 /// Size of cublasLt's workspace.
 pub const WORKSPACE_BYTES: i64 = 32 << 20;
@@ -102,7 +102,7 @@ impl CublasLt {
             return Err(failed(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)));
         }
         let prepared = &self.prepared.borrow()[&product];
-        let (one, before) = (1.0f32, if product.written == Written::Added { 1.0f32 } else { 0.0 });
+        let (one, before) = (1.0f32, if product.written == WrittenSums::Added { 1.0f32 } else { 0.0 });
         let y = address(y_nm) as *mut c_void;
         // SAFETY: the layouts are those of these tensors, which live on the device as long as the engine; scalars are read during
         // the call.
@@ -132,7 +132,7 @@ impl CublasLt {
     /// cublasLt is column-major, so our rows are its columns: `y [M, N] = (w [K, M])ᵀ · x [K, N]`.
     fn prepare(&self, product: Product) -> Result<LtProduct, CublasError> {
         let Product { rows, outputs, inputs, written, .. } = product;
-        let to = if written == Written::Float32 { sys::cudaDataType_t::CUDA_R_32F } else { self.kind };
+        let to = if written == WrittenSums::Float32 { sys::cudaDataType_t::CUDA_R_32F } else { self.kind };
         let layout = |kind, height: i64, width: i64| {
             result::create_matrix_layout(kind, height.unsigned_abs(), width.unsigned_abs(), height)
         };

@@ -18,7 +18,7 @@ pub(super) const TRIED: usize = 16;
 /// What is written of a product's sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Written {
+pub enum WrittenSums {
     /// The sums, in the weight's dtype.
     Rounded,
     /// The sums, in float32.
@@ -40,7 +40,7 @@ pub struct Product {
     pub inputs: i64,
     /// Whether x is normed before the product.
     pub normed: bool,
-    pub written: Written,
+    pub written: WrittenSums,
 }
 
 /// The norm of a product's input: `x / √(mean(x²) + eps) · weight`.
@@ -60,7 +60,7 @@ pub enum Ending {
     Stored,
     /// They are added to y, before rounding.
     Added,
-    /// y `[N, M/2]` is gated, see [`Written::Gated`].
+    /// y `[N, M/2]` is gated, see [`WrittenSums::Gated`].
     Gated {
         /// `[N, M]`: the sums, for implementations that gate them after the product.
         sums_nm: Tensor,
@@ -91,10 +91,10 @@ impl Operands {
     pub fn product(&self) -> Product {
         let [outputs, inputs] = self.w_mk.size()[..] else { panic!("[M, K], got {:?}", self.w_mk) };
         let written = match self.ending {
-            Ending::Stored if self.y_nm.kind() == Kind::Float => Written::Float32,
-            Ending::Stored => Written::Rounded,
-            Ending::Added => Written::Added,
-            Ending::Gated { .. } => Written::Gated,
+            Ending::Stored if self.y_nm.kind() == Kind::Float => WrittenSums::Float32,
+            Ending::Stored => WrittenSums::Rounded,
+            Ending::Added => WrittenSums::Added,
+            Ending::Gated { .. } => WrittenSums::Gated,
         };
         Product { rows: self.x_nk.size()[0], outputs, inputs, normed: self.norm.is_some(), written }
     }
@@ -148,13 +148,13 @@ impl Product {
 
     /// The product without what only own kernels fuse into it.
     pub fn bare(self) -> Self {
-        let written = if self.written == Written::Gated { Written::Rounded } else { self.written };
+        let written = if self.written == WrittenSums::Gated { WrittenSums::Rounded } else { self.written };
         Self { normed: false, written, ..self }
     }
 
     /// Columns of y.
     fn columns(&self) -> i64 {
-        if self.written == Written::Gated { self.outputs / 2 } else { self.outputs }
+        if self.written == WrittenSums::Gated { self.outputs / 2 } else { self.outputs }
     }
 }
 
@@ -230,7 +230,7 @@ fn arguments(x_nk: &Tensor, of: &Operands) -> Vec<Argument> {
     let product = of.product();
     let Product { rows, outputs, inputs, written, .. } = product;
     assert!(of.y_nm.size() == [rows, product.columns()], "y of {product:?}, got {:?}", of.y_nm);
-    let y = if written == Written::Float32 { floats(&of.y_nm) } else { elements(&of.y_nm) };
+    let y = if written == WrittenSums::Float32 { floats(&of.y_nm) } else { elements(&of.y_nm) };
     let sizes = [size(rows), size(outputs), eighths(inputs), Argument::Int(written as i32)];
     [&[elements(x_nk), elements(&of.w_mk), y], &sizes[..]].concat()
 }
@@ -288,13 +288,14 @@ impl SplitRoom {
 mod tests {
     use super::*;
 
-    fn product([rows, outputs, inputs]: [i64; 3], written: Written) -> Product {
+    fn product([rows, outputs, inputs]: [i64; 3], written: WrittenSums) -> Product {
         Product { rows, outputs, inputs, normed: false, written }
     }
 
     #[test]
     fn a_product_is_tried_with_the_smallest_kernels_that_hold_its_rows() {
-        let own = |sizes| product(sizes, Written::Rounded).own_ways().iter().map(Way::to_string).collect::<Vec<_>>();
+        let own =
+            |sizes| product(sizes, WrittenSums::Rounded).own_ways().iter().map(Way::to_string).collect::<Vec<_>>();
         assert_eq!(own([3, 22016, 4096])[..3], ["4/1", "4/4", "32x16"]);
         // K is split where whole tiles are fewer than multiprocessors.
         let of_o =
@@ -307,11 +308,11 @@ mod tests {
             ["32x64", "32x64/2", "64x64", "64x64/2", "128x64"],
             "each split has four stages"
         );
-        let all = product([64, 22016, 4096], Written::Gated).ways();
+        let all = product([64, 22016, 4096], WrittenSums::Gated).ways();
         assert_eq!(all.len(), 4 + TRIED);
-        let odd = product([1, 32001, 4096], Written::Float32).ways();
+        let odd = product([1, 32001, 4096], WrittenSums::Float32).ways();
         assert_eq!(odd.len(), 5, "of no multiple of 16 bytes, the second row of logits is cublasLt's no more: {odd:?}");
-        let untimed = Way::untimed(product([64, 8, 8], Written::Float32));
+        let untimed = Way::untimed(product([64, 8, 8], WrittenSums::Float32));
         assert_eq!(untimed, Way::Tile { height: 32, width: 64, splits: 1 });
     }
 }

@@ -3,7 +3,7 @@
 // A step reads every weight once, whatever the number of rows. Speed therefore needs wide reads, many reads in flight, and no
 // byte read twice. K is a multiple of 8; sums are float32.
 
-// What is written of the sums; see `Written` in src/nvidia/gemm.rs. GATED: y [N, M/2] is SiLU(gate)·up, with gate from the first M/2 rows
+// What is written of the sums; see `WrittenSums` in src/nvidia/gemm.rs. GATED: y [N, M/2] is SiLU(gate)·up, with gate from the first M/2 rows
 // of w and up from the others.
 enum { ROUNDED = 0, FLOAT32 = 1, ADDED = 2, GATED = 3 };
 
