@@ -16,8 +16,8 @@ use super::kernels::{KernelDtype, Program};
 use super::launch::{Argument, Kernel, Launch};
 use super::nvrtc::Compiler;
 
-/// Dynamic shared memory that a kernel may use without raising its limit.
-const FREE_SHARED: u32 = 48 << 10;
+/// Dynamic shared memory that a kernel may use without raising its limit, which is 48 KiB with the static memory of the kernel.
+const FREE_SHARED: u32 = 32 << 10;
 
 /// The kernels of some files.
 #[derive(Debug)]

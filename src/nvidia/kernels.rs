@@ -182,7 +182,7 @@ const fn tile(name: &'static str, height: i64, width: i64) -> LinearTile {
 }
 
 /// The kernels in linear.cu, narrow ones first.
-pub(super) const LINEAR_TILES: [LinearTile; 9] = [
+pub(super) const LINEAR_TILES: [LinearTile; 8] = [
     tile("linear_32x16", 32, 16),
     tile("linear_64x16", 64, 16),
     tile("linear_32x32", 32, 32),
@@ -191,7 +191,6 @@ pub(super) const LINEAR_TILES: [LinearTile; 9] = [
     tile("linear_64x64", 64, 64),
     tile("linear_128x64", 128, 64),
     tile("linear_64x128", 64, 128),
-    tile("linear_128x128", 128, 128),
 ];
 
 #[cfg(test)]
