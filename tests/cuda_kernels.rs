@@ -314,7 +314,7 @@ fn check_product(case: &Case, way: Way, [n, m, k]: [i64; 3], (normed, written): 
     oracle::linear(&of(&expected));
     let size = (k as f64).sqrt();
     let scale = match written {
-        WrittenSums::Float32 => 8.0 * size,
+        WrittenSums::Float32 => 16.0 * size, // sums in another order
         WrittenSums::Rounded | WrittenSums::Added => 8e-3 * size,
         WrittenSums::Gated => 4.0 * size, // gate and up, which are rounded first, may be rounded to the other neighbour
     };
@@ -326,18 +326,21 @@ fn products_are_those_of_every_row_and_weight() {
     // Columns that do not fill a tile, depths that do not fill a stage, and the tall tiles of a vocabulary.
     let weights = [(40, 8), (64, 64), (100, 328), (8200, 72)];
     let written = [WrittenSums::Float32, WrittenSums::Rounded, WrittenSums::Added, WrittenSums::Gated];
-    cases(product(&ROWS, &weights), |case, (n, (m, k))| {
-        if m > 1000 && ![1, 8, 9, 64, 65, 128].contains(&n) {
+    cases(product(&[1, 2, 7, 8, 9, 20, 63, 65, 128], &weights), |case, (n, (m, k))| {
+        if m > 1000 && ![1, 8, 9, 65].contains(&n) {
             return;
         }
         let plain = Product { rows: n, outputs: m, inputs: k, normed: false, written: WrittenSums::Rounded };
         let split = plain.own_ways().into_iter().filter_map(|way| match way {
-            Way::Tile { height, width, .. } if m < 1000 => Some(Way::Tile { height, width, splits: 3 }),
+            Way::Tile { height, width, .. } if k == 8 || k == 328 => Some(Way::Tile { height, width, splits: 3 }),
             _ => None,
         });
         for (number, way) in plain.own_ways().into_iter().chain(split).enumerate() {
-            // Whatever is fused, one after the other; everything where it costs little.
             let is_few = matches!(way, Way::Few { .. });
+            if !is_few && [2, 7, 8].contains(&n) {
+                continue; // rows that fill a tile as little as one does
+            }
+            // Whatever is fused, one after the other; everything where it costs little.
             let all = product(if is_few { &[false, true][..] } else { &[false][..] }, &written);
             let count = if m < 1000 && (is_few || k == 8) { all.len() } else { 1 };
             let all = all.into_iter().cycle().skip(number + case.seed as usize).take(count);
