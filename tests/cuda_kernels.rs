@@ -238,17 +238,17 @@ fn check_attention(case: &Case, [n, context, q, g, d]: [i64; 5], window: Option<
     let weights = [case.normal(&[d]), case.normal(&[d])];
     let [query_d, key_d] = &weights;
     let norms = has_norms.then_some(HeadNorms { query_d, key_d, eps: 1e-6 });
-    let inputs = HeadInputs { bias_w: bias_w.as_ref(), norms, rotations: &rotations };
     let (qkv_nw, [kv_got, kv_expected]) =
         (case.normal(&[n, (q + 2 * g) * d]), both(case, &case.normal(&[2, g, room, d])));
+    let inputs = HeadInputs { qkv_nw: &qkv_nw, bias_w: bias_w.as_ref(), norms, rotations: &rotations };
     let mut parts = AttentionParts::with_splits([n, q, d], g, splits, Device::Cpu);
     for tensor in parts.tensors_mut() {
         *tensor = case.memory.poisoned(&tensor.size(), tensor.kind());
     }
     let [got, expected] = both(case, &case.output(&[n, q, d]));
     let how = ((d as f64).powf(-0.5), window);
-    case.run_with(d, &[launches::attention(&qkv_nw, places, inputs, &kv_got, how, &parts, &got)]);
-    oracle::attention(&qkv_nw, places, inputs, &kv_expected, how, &expected);
+    case.run_with(d, &[launches::attention(inputs, places, &kv_got, how, &parts, &got)]);
+    oracle::attention(inputs, places, &kv_expected, how, &expected);
     // The sum of squares in another order may round a normed number, of size up to 8, to its other neighbour.
     case.assert_close(&kv_got, &kv_expected, 1.0, if has_norms { 32.0 } else { 1e-3 });
     // That is rare. A kernel that does not round the sum or the norm as the oracle does is 2e-4 away in float16.

@@ -83,9 +83,8 @@ fn parts_a_split(rows: i64) -> i64 {
 
 /// See [`oracle::attention`](super::oracle::attention).
 pub fn attention(
-    qkv_nw: &Tensor,
-    places: Places,
     inputs: HeadInputs,
+    places: Places,
     kv_2gsd: &Tensor,
     (scale, window): (f64, Option<i64>),
     parts: &AttentionParts,
@@ -95,7 +94,7 @@ pub fn attention(
     assert!(n <= MAX_NODES as i64, "a step has at most {MAX_NODES} rows");
     let rows = q / g * n;
     let name = if rows <= FEW_ROWS { "tree_attention_few" } else { "tree_attention_many" };
-    let HeadInputs { bias_w, norms, rotations } = inputs;
+    let HeadInputs { qkv_nw, bias_w, norms, rotations } = inputs;
     let arguments = vec![
         elements(qkv_nw),
         if_any(bias_w),

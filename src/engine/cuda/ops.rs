@@ -190,9 +190,8 @@ impl Ops {
 
     pub(super) fn attention(
         &self,
-        qkv_nw: &Tensor,
-        places: Places,
         inputs: HeadInputs,
+        places: Places,
         kv_2gsd: &Tensor,
         config: &LlamaConfig,
         attended_nqd: &Tensor,
@@ -200,10 +199,10 @@ impl Ops {
         let BlockSpec { heads, layers, .. } = config.block();
         let window = layers.only().expect("check_blocks refuses other backbones").window;
         let how = (heads.scale, window);
-        let oracle = || oracle::attention(qkv_nw, places, inputs, kv_2gsd, how, attended_nqd);
+        let oracle = || oracle::attention(inputs, places, kv_2gsd, how, attended_nqd);
         self.run("attention", &[kv_2gsd, attended_nqd], oracle, |Kernels { target, scratch }| {
             let parts = scratch.parts(places.nodes.len());
-            target.launch(&launches::attention(qkv_nw, places, inputs, kv_2gsd, how, parts, attended_nqd))
+            target.launch(&launches::attention(inputs, places, kv_2gsd, how, parts, attended_nqd))
         })
     }
 

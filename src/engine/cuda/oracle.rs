@@ -48,6 +48,8 @@ impl Places<'_> {
 /// From the product for q, k and v to attention.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadInputs<'a> {
+    /// `[N, W]`: queries, keys and values.
+    pub qkv_nw: &'a Tensor,
     /// `[W]`: added to q, k and v.
     pub bias_w: Option<&'a Tensor>,
     /// Of each head of q and k, before the rotation.
@@ -68,8 +70,9 @@ pub struct HeadNorms<'a> {
 /// Adds the bias to q, k and v, norms each head of q and k, rotates both by their positions (Su et al. 2021; pairs halves, not
 /// neighbours), and appends k and v to the committed rows of a layer's cache. Sum and norm are rounded to the product's dtype, as in
 /// libtorch's pass.
-/// - `qkv_nw`: `[N, W]` — `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`
-pub fn rope_append(qkv_nw: &Tensor, places: Places, inputs: HeadInputs, q_nqd: &Tensor, kv_2gsd: &Tensor) {
+/// - `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`
+pub fn rope_append(inputs: HeadInputs, places: Places, q_nqd: &Tensor, kv_2gsd: &Tensor) {
+    let qkv_nw = inputs.qkv_nw;
     let [n, q, d] = q_nqd.size()[..] else { panic!("[N, Q, D], got {q_nqd:?}") };
     let g = kv_2gsd.size()[1];
     let qkv_nhd = biased(qkv_nw, inputs.bias_w).view([n, q + 2 * g, d]);
@@ -107,17 +110,16 @@ fn rotate(x_nhd: &Tensor, positions_n: &Tensor, rotations: &Rotations) -> Tensor
 }
 
 /// From the product for q, k and v to attention's output: [`rope_append`], then [`tree_attention`] with its queries.
-/// - `qkv_nw`: `[N, W]` — `kv_2gsd`: `[2, G, S, D]` — `o_nqd`: `[N, Q, D]`
+/// - `kv_2gsd`: `[2, G, S, D]` — `o_nqd`: `[N, Q, D]`
 pub fn attention(
-    qkv_nw: &Tensor,
-    places: Places,
     inputs: HeadInputs,
+    places: Places,
     kv_2gsd: &Tensor,
     (scale, window): (f64, Option<i64>),
     o_nqd: &Tensor,
 ) {
     let q_nqd = o_nqd.empty_like();
-    rope_append(qkv_nw, places, inputs, &q_nqd, kv_2gsd);
+    rope_append(inputs, places, &q_nqd, kv_2gsd);
     tree_attention(&q_nqd, kv_2gsd, places, scale, window, o_nqd);
 }
 

@@ -71,14 +71,15 @@ impl DecodeStep<'_> {
     fn attention(&self, layer: &DenseLayer, kv_2gsd: &Tensor) -> CudaResult {
         let buffers = &self.memory.buffers;
         let [qkv_nw, attended_nqd] = [&buffers.qkv_nw, &buffers.attended_nqd].map(|buffer| self.rows(buffer));
-        let inputs = self.head_inputs(layer);
-        self.ops.attention(&qkv_nw, self.places(), inputs, kv_2gsd, self.config, &attended_nqd)
+        let inputs = self.head_inputs(layer, &qkv_nw);
+        self.ops.attention(inputs, self.places(), kv_2gsd, self.config, &attended_nqd)
     }
 
-    fn head_inputs<'a>(&'a self, layer: &'a DenseLayer) -> HeadInputs<'a> {
+    fn head_inputs<'a>(&'a self, layer: &'a DenseLayer, qkv_nw: &'a Tensor) -> HeadInputs<'a> {
         let norms = layer.query_key_norms_d.as_ref();
         let eps = self.config.rms_norm_eps;
         HeadInputs {
+            qkv_nw,
             bias_w: layer.qkv_bias_w.as_ref(),
             norms: norms.map(|[query_d, key_d]| HeadNorms { query_d, key_d, eps }),
             rotations: &self.memory.rotations,
