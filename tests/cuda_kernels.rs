@@ -64,7 +64,7 @@ impl Case {
 
     fn run_with(&self, head_size: i64, launches: &[Launch]) {
         let hidden = self.memory.hidden();
-        launches.iter().for_each(|launch| self.emulator(head_size).run(launch, self.order, &hidden));
+        launches.iter().for_each(|launch| self.emulator(head_size).run_hiding(launch, self.order, &hidden));
     }
 
     fn rng(&self) -> ChaCha8Rng {

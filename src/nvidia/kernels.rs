@@ -58,7 +58,7 @@ pub enum Program {
 pub const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
 /// Name and source of each file, in the order of [`Program::ALL`].
-const FILES: [(&str, &str); 10] = [
+const FILES: [(&str, &str); 11] = [
     ("rows.cu", include_str!("kernels/rows.cu")),
     ("linear.cu", include_str!("kernels/linear.cu")),
     ("tree_attention.cu", include_str!("kernels/tree_attention.cu")),
@@ -73,7 +73,7 @@ const FILES: [(&str, &str); 10] = [
 ];
 
 impl Program {
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Rows,
         Self::Linear,
         Self::TreeAttention,

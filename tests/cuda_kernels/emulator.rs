@@ -68,7 +68,7 @@ impl LaunchTarget for EmulatedTarget {
 
     fn launch(&self, launch: &Launch) -> Result<(), CudaError> {
         if self.broken != Some(launch.kernel.name) {
-            self.emulator.run(launch, Order::Forwards, &[]);
+            self.emulator.run(launch, Order::Forwards);
         }
         Ok(())
     }
@@ -79,7 +79,12 @@ static LIBRARIES: Mutex<Option<HashMap<PathBuf, Library>>> = Mutex::new(None);
 
 impl Emulator {
     /// Panics if the launch fails.
-    pub(crate) fn run(self, launch: &Launch, order: Order, hidden: &[Hidden]) {
+    pub(crate) fn run(self, launch: &Launch, order: Order) {
+        self.run_hiding(launch, order, &[]);
+    }
+
+    /// Like [`Emulator::run`]; memory is hidden until the kernel has waited for those before it.
+    pub(crate) fn run_hiding(self, launch: &Launch, order: Order, hidden: &[Hidden]) {
         let source = launch.kernel.program.source(self.element, self.head_size);
         let kernels = launch.kernel.program.kernels();
         let result = run(&source, &kernels, launch, order, hidden);
@@ -87,7 +92,7 @@ impl Emulator {
     }
 
     pub(crate) fn run_all(self, launches: &[Launch], order: Order) {
-        launches.iter().for_each(|launch| self.run(launch, order, &[]));
+        launches.iter().for_each(|launch| self.run(launch, order));
     }
 }
 
