@@ -491,6 +491,7 @@ static inline uint4 load16(const void* from) {
     emulator::check_aligned(from);
     return *(const uint4*)from;
 }
+static inline uint4 stream16(const void* from) { return load16(from); }
 static inline uint4 load16_shared(const uint4* from) {
     if (!emulator::is_shared(from)) emulator::fail("loads from what is not shared memory", "");
     return load16(from);

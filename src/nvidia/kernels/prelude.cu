@@ -58,6 +58,14 @@ INLINE float high(u32 both) {
 // Loads and stores 16 bytes of device memory; the address is a multiple of 16.
 INLINE uint4 load16(const void* from) { return *(const uint4*)from; }
 INLINE void store16(void* to, uint4 bytes) { *(uint4*)to = bytes; }
+// Loads bytes that the kernel reads only once: they do not evict others from the L1 cache.
+INLINE uint4 stream16(const void* from) {
+    uint4 b;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w) : "l"(from));
+    return b;
+}
+
 INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 // Loads 16 bytes of shared memory that an asynchronous copy has written.
 INLINE uint4 load16_shared(const uint4* from) {
