@@ -1059,8 +1059,13 @@ fn hidden_states_that_find_no_room_say_how_much_they_need() {
     keep_hidden_states(&small);
     let script = "trap '' XFSZ; ulimit -f 8; exec \"$1\" recipe.toml";
     let mut limited = small.program("bash", &["-c", script, "bash", env!("CARGO_BIN_EXE_medusa-train")]);
-    let facts = ["train.hidden_state_cache", "states/", "File too large", "the cache needs", "free some space"];
-    Ended::from(limited.output().expect("bash")).failed(1, &facts);
+    let facts =
+        ["warning: train.hidden_state_cache", "states/", "File too large", "the cache needs", "free some space"];
+    let ended = Ended::from(limited.output().expect("bash"));
+    let warning = ended.stderr.lines().find(|line| line.contains(facts[0])).unwrap_or_default();
+    assert!(facts.iter().all(|fact| warning.contains(fact)), "{}", ended.stderr);
     assert_eq!(small.names("states"), [""; 0]);
+    // The run goes on, up to a checkpoint that the limit does not let it write either.
+    assert!(ended.stderr.contains("step-000003.partial/heads.safetensors: File too large"), "{}", ended.stderr);
     small.train(&["--resume"]).succeeded();
 }

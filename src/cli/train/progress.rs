@@ -39,9 +39,8 @@ impl<'c> TrainProgress<'c> {
             RunEvent::HiddenStates { path, filled, rows } => {
                 self.line(&format!("hidden states of {filled} of {rows} rows are cached in {}", path.display()));
             }
-            RunEvent::CacheFull(why) => self.line(&format!(
-                "warning: {why}; states that are not stored are computed in every epoch: free some space, or choose another folder"
-            )),
+            RunEvent::CacheFull(why) => self
+                .line(&format!("warning: {why}; until then, states that are not stored are computed in every epoch")),
             RunEvent::Stepped(line) => self.stepped(line),
             RunEvent::Evaluated(line) => {
                 self.line(&format!("validation after step {}: {}", line.step, quality(line)));

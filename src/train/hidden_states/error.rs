@@ -22,7 +22,7 @@ pub enum HiddenStatesError {
     /// The disk of the folder has too little space.
     #[error(
         "train.hidden_state_cache: {} has {:.1} MiB free, of which {:.1} MiB are left to checkpoints, and the hidden states take \
-         {:.1} MiB more", folder.display(), mib(*free), mib(*reserved), mib(*needed)
+         {:.1} MiB more: free some space, or choose another folder", folder.display(), mib(*free), mib(*reserved), mib(*needed)
     )]
     NoSpace { folder: PathBuf, needed: u64, free: u64, reserved: u64 },
     #[error(transparent)]
