@@ -149,13 +149,14 @@ impl<'t> Findings<'t> {
 impl Mistake {
     /// A message of the TOML parser or of serde, in the words of recipes.
     pub(super) fn of_parser(key: Option<String>, reason: &str) -> Self {
-        const WORDS: [(&str, &str); 6] = [
+        const WORDS: [(&str, &str); 7] = [
             ("unknown field", "unknown key"),
             ("unknown variant", "unknown value"),
             ("there are no fields", "this table has no keys"),
             ("a nonzero usize", "a whole number above 0"),
             ("expected usize", "expected a whole number of at least 0"),
             ("expected u64", "expected a whole number of at least 0"),
+            ("expected f64", "expected a number"),
         ];
         let reason = WORDS.iter().fold(reason.to_owned(), |reason, (from, to)| reason.replace(from, to));
         Self::Value { key, reason: with_suggestion(reason) }
