@@ -119,82 +119,96 @@ fn without_torch(folder: &Path) -> PathBuf {
     none
 }
 
-/// Simulates a machine with a GPU: a script replaces the program.
+/// A machine with a GPU, simulated: scripts replace the programs.
+struct PlayedMachine {
+    folder: tempfile::TempDir,
+    script: PathBuf,
+    programs: PathBuf,
+    none: PathBuf,
+}
+
+impl PlayedMachine {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (programs, none) = (played_programs(folder.path()), without_torch(folder.path()));
+        // The copy has an unused libtorch folder next to it, where the script looks for one.
+        let script = folder.path().join("scripts/gpu_check");
+        std::fs::create_dir_all(folder.path().join(".libtorch")).expect("a folder");
+        std::fs::create_dir_all(folder.path().join("scripts/gpu")).expect("a folder");
+        std::fs::copy(SCRIPT, &script).expect("a copy");
+        for module in std::fs::read_dir(Path::new(SCRIPT).with_file_name("gpu")).expect("the script's modules") {
+            let module = module.expect("a file").path();
+            if module.is_file() {
+                let name = module.file_name().expect("a name");
+                std::fs::copy(&module, script.with_file_name("gpu").join(name)).expect("a copy");
+            }
+        }
+        Self { folder, script, programs, none }
+    }
+
+    fn out(&self) -> PathBuf {
+        self.folder.path().join("results")
+    }
+
+    fn check(&self, stages: &[&str]) -> Output {
+        let path = format!("{}:{}", self.programs.display(), std::env::var("PATH").expect("a path"));
+        let mut command = Command::new("python3");
+        command.arg(&self.script).args(stages).arg("--programs").arg(&self.programs).arg("--out").arg(self.out());
+        command.args(["--seconds", "10"]).env("PATH", path).env("PYTHONPATH", &self.none).output().expect("python3")
+    }
+
+    /// The recorded JSON of a stage, beside which lies its table.
+    fn recorded(&self, stage: &str) -> serde_json::Value {
+        let files = std::fs::read_dir(self.out()).expect("results").map(|file| file.expect("a file").path());
+        let end = format!("-{stage}.json");
+        let json = files.into_iter().find(|path| path.to_string_lossy().ends_with(&end)).expect("JSON of each stage");
+        assert!(json.with_extension("md").is_file());
+        serde_json::from_str(&std::fs::read_to_string(json).expect("a file")).expect("an object")
+    }
+}
+
 #[test]
 fn a_part_that_fails_or_takes_too_long_costs_the_others_nothing() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let programs = played_programs(folder.path());
-    // The copy has an unused libtorch folder next to it, where the script looks for one.
-    let script = folder.path().join("scripts/gpu_check");
-    std::fs::create_dir_all(folder.path().join(".libtorch")).expect("a folder");
-    std::fs::create_dir_all(folder.path().join("scripts/gpu")).expect("a folder");
-    std::fs::copy(SCRIPT, &script).expect("a copy");
-    for module in std::fs::read_dir(Path::new(SCRIPT).with_file_name("gpu")).expect("the script's modules") {
-        let module = module.expect("a file").path();
-        if module.is_file() {
-            let name = module.file_name().expect("a name");
-            std::fs::copy(&module, script.with_file_name("gpu").join(name)).expect("a copy");
-        }
-    }
-    let out = folder.path().join("results");
-    let [programs, out_text] = [&programs, &out].map(|path| path.to_str().expect("UTF-8"));
-    let path = format!("{programs}:{}", std::env::var("PATH").expect("a path"));
-    let none = without_torch(folder.path());
-    let check = |stages: &[&str]| {
-        let output = ["--programs", programs, "--out", out_text, "--seconds", "10"];
-        let mut command = Command::new("python3");
-        command.arg(&script).args(stages).args(output).env("PATH", &path).env("PYTHONPATH", &none);
-        command.output().expect("python3")
-    };
-    let run = check(&["engine"]);
+    let machine = PlayedMachine::new();
+    let run = machine.check(&["engine"]);
     let said = words(&run.stderr);
     assert!(!run.status.success() && said.contains("error: failed: loops, steps;"), "{said}");
     assert!(said.contains("== loops failed; decode with --engine tch"), "{said}");
     assert!(words(&run.stdout).contains("20000 steps: device memory grew by 0.0 MiB"), "{}", words(&run.stdout));
-    let run = check(&["sanitizers", "profile"]);
+    let parts = &machine.recorded("engine")["parts"];
+    let failed = |part: &str| parts[part]["failed"].as_str().unwrap_or_else(|| panic!("{part} fails: {parts}"));
+    assert!(failed("loops").contains("exit status 3: no good"), "{parts}");
+    assert_eq!(parts["loops"]["lines"][0]["same"], false);
+    assert!(failed("steps").starts_with("not done after"), "{parts}");
+    assert!(failed("steps").ends_with("half a line: going on"), "{parts}");
+    assert_eq!(parts["steps"]["lines"][0]["step_ms"], 3.5);
+    assert_eq!(parts["endurance"]["failed"], serde_json::Value::Null);
+    assert!(parts["transformers"]["skipped"].is_string(), "{parts}");
+}
+
+#[test]
+fn sanitizers_and_the_profiler_run_the_program() {
+    let machine = PlayedMachine::new();
+    let run = machine.check(&["sanitizers", "profile"]);
     let said = words(&run.stderr);
     assert!(said.contains("error: failed: memcheck, racecheck, synccheck;"), "{said}");
-    let files: Vec<_> = std::fs::read_dir(&out).expect("results").map(|file| file.expect("a file").path()).collect();
-    assert_eq!(files.len(), 6, "{files:?}");
-    let of_stage = |stage: &str| -> serde_json::Value {
-        let end = format!("-{stage}.json");
-        let json = files.iter().find(|path| path.to_string_lossy().ends_with(&end)).expect("JSON of each stage");
-        serde_json::from_str(&std::fs::read_to_string(json).expect("a file")).expect("an object")
-    };
-    let told = of_stage("engine");
-    assert!(
-        told["parts"]["loops"]["failed"].as_str().is_some_and(|why| why.contains("exit status 3: no good")),
-        "{told}"
-    );
-    assert_eq!(told["parts"]["loops"]["lines"][0]["same"], false);
-    assert!(told["parts"]["steps"]["failed"].as_str().is_some_and(|why| why.starts_with("not done after")), "{told}");
-    assert!(
-        told["parts"]["steps"]["failed"].as_str().is_some_and(|why| why.ends_with("half a line: going on")),
-        "{told}"
-    );
-    assert_eq!(told["parts"]["steps"]["lines"][0]["step_ms"], 3.5);
-    assert_eq!(told["parts"]["endurance"]["failed"], serde_json::Value::Null);
-    assert!(told["parts"]["transformers"]["skipped"].is_string(), "{told}");
-    let told = of_stage("sanitizers");
-    let sanitized = |tool: &str, ends: &str| {
-        let why = told["parts"][tool]["failed"].as_str().expect("it fails");
+    let parts = &machine.recorded("sanitizers")["parts"];
+    for (tool, ends) in [("memcheck", "gpu_check gpu-check brief caching=1"), ("racecheck", "gpu-check brief caching=")]
+    {
+        let why = parts[tool]["failed"].as_str().expect("it fails");
         assert!(why.starts_with("exit status 9: 17\n=========") && why.ends_with(ends), "{why}");
-    };
-    sanitized("memcheck", "gpu_check gpu-check brief caching=1");
-    sanitized("racecheck", "gpu_check gpu-check brief caching=");
-    let memcheck = told["parts"]["memcheck"]["failed"].as_str().expect("it fails");
+    }
+    let memcheck = parts["memcheck"]["failed"].as_str().expect("it fails");
     assert!(memcheck.contains("--tool memcheck --report-api-errors no --error-exitcode 9"), "{memcheck}");
     let printed = words(&run.stdout);
     assert!(printed.contains("| linear_1 | 1.0 | 1000.0 | 99.9 % | 2500 |"), "{printed}");
     assert!(printed.contains("| norm | 2.0 | 1.0 | 0.1 % | 2 |"), "{printed}");
 }
 
-#[test]
-fn what_was_recorded_becomes_a_table() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let recorded = folder.path().join("recorded.json");
+/// Lines of every part that has a section.
+fn recorded_results() -> serde_json::Value {
     let part = |lines: serde_json::Value| json!({"lines": lines, "failed": null, "seconds": 1.0});
-    let results = json!({
+    json!({
         "date": "2026-01-02",
         "stage": "engine",
         "command": "scripts/gpu_check engine",
@@ -226,8 +240,14 @@ fn what_was_recorded_becomes_a_table() {
             "medusa2": json!({"lines": [], "failed": "not done after 9 s", "seconds": 9.0}),
             "memcheck": json!({"lines": [], "failed": null, "skipped": "there is no compute-sanitizer", "seconds": 0})
         }
-    });
-    write_atomic(&recorded, |out| Ok(serde_json::to_writer(out, &results)?)).expect("a file of a test");
+    })
+}
+
+#[test]
+fn what_was_recorded_becomes_a_table() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let recorded = folder.path().join("recorded.json");
+    write_atomic(&recorded, |out| Ok(serde_json::to_writer(out, &recorded_results())?)).expect("a file of a test");
     let told = run(Path::new(SCRIPT), &["--table", recorded.to_str().expect("UTF-8")]);
     let table = words(&told.stdout);
     assert!(told.status.success(), "{}", words(&told.stderr));
