@@ -324,7 +324,7 @@ fn check_product(case: &Case, way: Way, [n, m, k]: [i64; 3], (normed, written): 
 #[test]
 fn products_are_those_of_every_row_and_weight() {
     // Columns that do not fill a tile, depths that do not fill a stage, and the tall tiles of a vocabulary.
-    let weights = [(40, 8), (64, 64), (100, 328), (8200, 72)];
+    let weights = [(40, 8), (64, 64), (100, 328), (2100, 72)];
     let written = [WrittenSums::Float32, WrittenSums::Rounded, WrittenSums::Added, WrittenSums::Gated];
     cases(product(&[1, 2, 7, 8, 9, 20, 63, 65, 128], &weights), |case, (n, (m, k))| {
         if m > 1000 && ![1, 8, 9, 65].contains(&n) {
