@@ -106,7 +106,7 @@ impl<'a> SequenceBatch<'a> {
     }
 
     /// Runs the prompts of new texts. Then it returns the texts that ended with their first token; if there are none, it runs one step for every
-    /// text and returns the texts that ended. They leave the batch.
+    /// text and returns the texts that ended, in the order of their keys. They leave the batch.
     ///
     /// Where memory runs out, it halves the size of the batch instead, and the next steps go on with all texts; without a drafter only.
     ///
@@ -115,7 +115,11 @@ impl<'a> SequenceBatch<'a> {
     pub fn step(&mut self) -> Result<Vec<Ended>, DecodeError> {
         match self.begin_waiting().and_then(|()| self.step_all()) {
             Err(panic) if panic.out_of_memory && !self.stepper.drafts() && self.halve() => Ok(vec![]),
-            done => Ok(done?),
+            done => {
+                let mut ended = done?;
+                ended.sort_by_key(|(key, _)| *key);
+                Ok(ended)
+            }
         }
     }
 
