@@ -107,7 +107,7 @@ impl BenchRun<'_> {
     /// Warms up, then passes over the prompts `repeats` times; one [`BenchPass`] per contestant of every repeat.
     ///
     /// # Errors
-    /// An error in a prompt.
+    /// An error in a prompt, or no prompt that fits the backbone's context.
     pub(super) fn run(&self, repeats: usize, progress: &BenchProgress) -> anyhow::Result<Vec<Vec<BenchPass>>> {
         let mut is_warm = false;
         (0..repeats).map(|repeat| self.pass(repeat == 0, &mut is_warm, progress)).collect()
@@ -148,7 +148,19 @@ impl BenchRun<'_> {
             }
             progress.inc();
         }
+        self.check_any_fits(&passes)?;
         Ok(passes)
+    }
+
+    /// Prompts that are cut to a swept context were not compared with the backbone's before.
+    fn check_any_fits(&self, passes: &[BenchPass]) -> anyhow::Result<()> {
+        let nothing = passes.iter().any(|pass| pass.all.times.plain.steps == 0 && pass.too_long > 0);
+        anyhow::ensure!(
+            !nothing,
+            "no prompt fits the backbone's context of {} tokens; use shorter prompts",
+            self.decoder.backbone.config.max_position_embeddings
+        );
+        Ok(())
     }
 
     /// Decodes the start of a request once with everyone, unmeasured.
