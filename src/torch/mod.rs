@@ -24,12 +24,11 @@ pub mod optim;
 pub mod products;
 pub mod rehearsal;
 pub mod transfer;
-mod upload;
 
 pub use accelerator::Accelerator;
 pub use generator::Generator;
 pub use guard::{TorchPanic, guard, raise};
-pub use upload::upload;
+pub use transfer::upload;
 
 /// The libtorch version that the program is built for.
 pub const LIBTORCH_VERSION: &str = "2.11.0";
