@@ -5,6 +5,7 @@ use std::io::Write;
 use std::path::Path;
 
 use anyhow::Context;
+use console::Term;
 
 use self::drafters::{DrafterFacts, Rows};
 use self::measure::{BenchRun, Contestant};
@@ -16,7 +17,7 @@ use super::drafter::plan::DrafterPlan;
 use super::drafter::{Drafts, ReadyDrafter};
 use super::prompts::{self, EndedEarly, IndexedPrompt};
 use super::served::Served;
-use super::{CommonFlags, UsageError, print_json, print_line};
+use super::{CommonFlags, UsageError, print_json, print_text, wrap};
 use crate::decode::request::Request;
 use crate::engine::sample::Stream;
 use crate::files;
@@ -75,7 +76,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     drop(progress);
     bench.ended_early.borrow().report(common);
     if !common.json && !results.is_empty() {
-        print_line(table::table(&results))?; // also where a later value of a sweep failed
+        print_text(table::table(&results, wrap::columns(&Term::stdout())))?; // also where a later value of a sweep failed
     }
     ended
 }

@@ -17,7 +17,7 @@ use super::progress::Counter;
 use super::prompts::{self, EndedEarly, FitFlags};
 use super::reading::watched;
 use super::served::{Served, ServedFlags};
-use super::{CommonFlags, print_json, print_line};
+use super::{CommonFlags, print_json, print_text};
 use crate::calibrate;
 use crate::data::cache::TokenCache;
 use crate::data::chat_template::ChatTemplate;
@@ -101,7 +101,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
         counted(rows.len(), "row"),
         args.out.display()
     ));
-    if common.json { print_json(&summary(&calibration, too_long, &args.out)) } else { print_line(table(&calibration)) }
+    if common.json { print_json(&summary(&calibration, too_long, &args.out)) } else { print_text(table(&calibration)) }
 }
 
 /// The backbone, its answers to every turn of the prompts, and how many prompts have a turn that does not fit.

@@ -12,7 +12,7 @@ use super::backbone::backbone_config;
 use super::decoder::chat_template;
 use super::numbers::{above_zero, positive};
 use super::reading::watched;
-use super::{CommonFlags, UsageError, print_json, print_line};
+use super::{CommonFlags, UsageError, print_json, print_line, print_text};
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
@@ -153,17 +153,17 @@ fn tell(
         return print_json(&line);
     }
     for file in &report.files {
-        print_line(format_args!("{}: {}", file.path.display(), counted(file.rows, "row")))?;
+        print_text(format_args!("{}: {}", file.path.display(), counted(file.rows, "row")))?;
     }
-    print_line(report)?;
+    print_text(report)?;
     if let Some(took) = &report.tokenised {
         common.say(format_args!("tokenised {took}"));
     }
     for (entry, share) in args.files.iter().zip(&shares) {
-        print_line(format_args!("mix: {entry}: {share}"))?;
+        print_text(format_args!("mix: {entry}: {share}"))?;
     }
     let (sequences, fill) = (counted(packed.sequences, "sequence"), 100.0 * packed.fill_rate());
-    print_line(format_args!("packed: {sequences} of {max_length} tokens, {fill:.1} % full"))
+    print_text(format_args!("packed: {sequences} of {max_length} tokens, {fill:.1} % full"))
 }
 
 fn show(

@@ -19,7 +19,7 @@ use super::numbers::{above_zero, probability, temperature};
 use super::progress::Counter;
 use super::prompts::{self, FitFlags, TooLong};
 use super::served::ServedFlags;
-use super::{CommonFlags, Interrupted, UsageError, batch_size, downloads, interrupted, print_json, print_line};
+use super::{CommonFlags, Interrupted, UsageError, batch_size, downloads, interrupted, print_json, print_text};
 use crate::data::prompts::{Dialogue, PromptFile};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
@@ -302,7 +302,7 @@ fn summary(args: &DistillArgs, output: &Output, run: &FinishedRun, common: &Comm
             "batch_size_at_end": at_end,
         }));
     }
-    print_line(format_args!(
+    print_text(format_args!(
         "{} in {} of {}; {} in {seconds:.1} s, {speed:.0} tokens/s",
         counted(kept, "conversation"),
         counted(shards, "file"),

@@ -8,7 +8,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::threads::busy_cores;
-use super::{CommonFlags, print_json, print_line};
+use super::{CommonFlags, print_json, print_text};
 use crate::nvidia::device;
 use crate::torch::device_name;
 use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, memory};
@@ -98,7 +98,7 @@ struct MachineMemory {
 /// If stdout cannot be written.
 pub fn run(_: &DoctorArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let report = look(common);
-    if common.json { print_json(&report) } else { print_line(text(&report)?.trim_end()) }
+    if common.json { print_json(&report) } else { print_text(text(&report)?.trim_end()) }
 }
 
 fn look(common: &CommonFlags) -> DoctorReport {

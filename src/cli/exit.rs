@@ -3,6 +3,9 @@
 use std::error::Error;
 use std::io::{self, Write};
 
+use console::Term;
+
+use super::CommonFlags;
 use crate::data::chat_template::TemplateError;
 use crate::recipe::RecipeError;
 use crate::train::error::TrainError;
@@ -31,7 +34,19 @@ pub(super) fn report(error: &anyhow::Error) {
             told = format!("{told}\ncaused by: {cause}");
         }
     }
-    let _ = writeln!(io::stderr(), "{told}"); // a closed stderr cannot be reported anywhere
+    CommonFlags::print(told);
+}
+
+/// Ends the program with clap's text and status, on a terminal with its lines broken between words; clap breaks only those of help.
+pub(super) fn refuse(error: &clap::Error) -> ! {
+    if !error.use_stderr() || !Term::stderr().is_term() {
+        error.exit()
+    }
+    let text = error.render();
+    CommonFlags::print(
+        if console::colors_enabled_stderr() { text.ansi().to_string() } else { text.to_string() }.trim_end(),
+    );
+    end(WRONG_USAGE)
 }
 
 pub(super) fn status(error: &anyhow::Error) -> u8 {

@@ -5,8 +5,9 @@ use std::io::{self, Write};
 use std::num::NonZeroUsize;
 
 use clap::Args;
+use console::Term;
 
-use super::threads;
+use super::{threads, wrap};
 use crate::dtype::Dtype;
 use crate::torch::DeviceChoice;
 
@@ -48,8 +49,9 @@ impl CommonFlags {
         }
     }
 
-    /// Prints a line to stderr.
+    /// Prints a line to stderr, broken between words where stderr is a terminal.
     pub(super) fn print(line: impl Display) {
+        let line = wrap::wrapped(&line.to_string(), wrap::columns(&Term::stderr()));
         let _ = writeln!(io::stderr(), "{line}"); // a closed stderr is no reason to stop
     }
 }

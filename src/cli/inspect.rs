@@ -9,7 +9,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
+use super::{CommonFlags, UsageError, mebibytes, print_json, print_text};
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::draft::medusa::heads::import::{self, HeadsFile};
 use crate::draft::medusa::heads::layout::HeadsLayout;
@@ -105,7 +105,7 @@ pub fn run(args: &InspectArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if common.json {
         return print_json(&Inspected { path, contents });
     }
-    print_line(text(path, &contents)?.trim_end())
+    print_text(text(path, &contents)?.trim_end())
 }
 
 fn folder(path: &Path) -> anyhow::Result<Contents> {

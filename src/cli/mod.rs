@@ -13,7 +13,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use self::downloads::HubArgument;
 use self::drafter::spec::DrafterSpec;
-use self::exit::{INTERRUPTED, SUCCESS, report, status};
+use self::exit::{INTERRUPTED, SUCCESS, refuse, report, status};
 use crate::hub::{DataSplit, Wanted};
 
 pub mod backbone;
@@ -21,6 +21,7 @@ mod batch_size;
 pub mod bench;
 pub mod calibrate;
 pub mod chat;
+mod columns;
 pub mod data;
 pub mod decoder;
 pub mod decoding;
@@ -55,10 +56,12 @@ mod threads;
 pub mod train;
 pub mod tree;
 mod unused_flags;
+mod wrap;
 
 pub use exit::{Interrupted, UsageError, end};
 pub use flags::CommonFlags;
 pub use in_process::finish;
+use print::print_text;
 pub use print::{gibibytes, mebibytes, print_json, print_line};
 pub use same_build::run_if_same_build;
 pub use signals::interrupted;
@@ -204,8 +207,9 @@ fn medusa_arguments() -> (CommonFlags, Verb) {
 
 /// Parses the command line, or exits like clap: 0 after help, 2 for an invalid command line.
 fn parse<P: CommandFactory + FromArgMatches>() -> (P, ArgMatches) {
-    let matches = unused_flags::hide(P::command()).get_matches();
-    let parsed = P::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut P::command()).exit());
+    let matches = unused_flags::hide(P::command()).try_get_matches();
+    let matches = matches.unwrap_or_else(|error| refuse(&error));
+    let parsed = P::from_arg_matches(&matches).unwrap_or_else(|error| refuse(&error.format(&mut P::command())));
     (parsed, matches)
 }
 

@@ -3,7 +3,10 @@
 use std::fmt::Display;
 use std::io::{self, Write};
 
+use console::Term;
 use serde::Serialize;
+
+use super::wrap;
 
 /// Bytes in MiB.
 pub fn mebibytes(bytes: u64) -> String {
@@ -25,12 +28,20 @@ pub(super) fn duration(seconds: f64) -> String {
     }
 }
 
-/// Prints a line of a result to stdout.
+/// Prints a line of a result to stdout, never broken: a path, JSON, text of a model.
 ///
 /// # Errors
 /// If stdout cannot be written.
 pub fn print_line(line: impl Display) -> anyhow::Result<()> {
     Ok(writeln!(io::stdout(), "{line}")?)
+}
+
+/// Prints text for people to stdout, broken between words where stdout is a terminal.
+///
+/// # Errors
+/// If stdout cannot be written.
+pub(super) fn print_text(text: impl Display) -> anyhow::Result<()> {
+    print_line(wrap::wrapped(&text.to_string(), wrap::columns(&Term::stdout())))
 }
 
 /// Prints a result as one line of JSON to stdout.

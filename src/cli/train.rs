@@ -9,7 +9,7 @@ use tch::Device;
 
 use super::downloads::told;
 use super::reading::watched;
-use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
+use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line, print_text};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::import::notices::Notice;
 use crate::formats::best::BestEvaluation;
@@ -73,7 +73,10 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
         let recipe = json!({"recipe": loaded.recipe, "defaults": loaded.default_keys()});
         return match common.json {
             true => print_json(&CheckedPlan { recipe, preview }),
-            false => print_line(format_args!("{}\n\n{}", loaded.marked_toml(), preview.text())),
+            false => {
+                print_line(format_args!("{}\n", loaded.marked_toml()))?;
+                print_text(preview.text())
+            }
         };
     }
     common.say(preview.text());

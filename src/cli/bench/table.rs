@@ -1,13 +1,15 @@
 //! Results of `bench` as tables for people.
 
+use crate::cli::columns::aligned;
 use crate::formats::bench::{BenchResult, DecodingComparison};
 use crate::plural::counted;
 
-/// One drafter: a row per category, or per value of the sweep. Several: a row per drafter, and their categories in a second table.
-pub(super) fn table(results: &[BenchResult]) -> String {
+/// One drafter: a row per category, or per value of the sweep. Several: a row per drafter, and their categories in a second table. `width` is that
+/// of the terminal.
+pub(super) fn table(results: &[BenchResult], width: Option<usize>) -> String {
     let Some(first) = results.first() else { return String::new() };
     if results.iter().any(|result| (&result.drafter, &result.weights) != (&first.drafter, &first.weights)) {
-        return of_drafters(results, first);
+        return of_drafters(results, first, width);
     }
     let swept = first.sweep.as_ref().map(|swept| swept.name.as_str());
     let mut rows = vec![header(swept.unwrap_or("category"), results)];
@@ -17,22 +19,22 @@ pub(super) fn table(results: &[BenchResult]) -> String {
             None => rows.extend(result.groups().map(|(name, group)| row(name, group))),
         }
     }
-    let mut lines = aligned(&rows);
+    let mut lines = aligned(&rows, width);
     let nodes = format!(", a tree of {}", counted(first.tree_nodes, "node"));
     lines.push(conditions(first, if swept == Some("nodes") { "" } else { &nodes }));
     lines.join("\n")
 }
 
-fn of_drafters(results: &[BenchResult], first: &BenchResult) -> String {
+fn of_drafters(results: &[BenchResult], first: &BenchResult, width: Option<usize>) -> String {
     let names = names(results);
     let engines_differ = results.iter().any(|result| result.engine != first.engine);
     let columns = |result: &BenchResult, name: &str| comparison_row(result, name, engines_differ);
     let mut rows = vec![columns_of_drafters(results, first, engines_differ)];
     rows.extend(results.iter().zip(&names).map(|(result, name)| columns(result, name)));
-    let mut lines = aligned(&rows);
+    let mut lines = aligned(&rows, width);
     if first.sweep.is_none() && !first.categories.is_empty() {
         lines.push(String::new());
-        lines.extend(aligned(&by_category(results, &names, first)));
+        lines.extend(aligned(&by_category(results, &names, first), width));
     }
     lines.push(conditions(first, ""));
     lines.join("\n")
@@ -141,18 +143,6 @@ fn row(name: &str, group: &DecodingComparison) -> Vec<String> {
     ]
 }
 
-/// Aligns the columns, the first to the left, the others to the right.
-fn aligned(rows: &[Vec<String>]) -> Vec<String> {
-    let columns = rows.first().map_or(0, Vec::len);
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..columns).map(width).collect();
-    let line = |row: &Vec<String>| {
-        let rest = row.iter().zip(&widths).skip(1).map(|(cell, width)| format!("   {cell:>width$}"));
-        format!("{:<width$}{}", row[0], rest.collect::<String>(), width = widths[0])
-    };
-    rows.iter().map(line).collect()
-}
-
 fn conditions(result: &BenchResult, nodes: &str) -> String {
     let repeats = match result.repeats {
         1 => "measured once".into(),
@@ -172,15 +162,4 @@ fn conditions(result: &BenchResult, nodes: &str) -> String {
     });
     let quantized = result.quantization.as_ref().map_or_else(String::new, |name| format!(", weights in {name}"));
     format!("{}{quantized} on {}{nodes}; {repeats}{too_long}{forced}", result.dtype, result.device)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn columns_are_as_wide_as_their_widest_cell() {
-        let rows = [vec!["a".to_owned(), "tokens".into()], vec!["all of it".into(), "7".into()]];
-        assert_eq!(aligned(&rows), ["a           tokens", "all of it        7"]);
-    }
 }
