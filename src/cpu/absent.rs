@@ -43,6 +43,13 @@ pub mod matrix {
 pub(crate) mod attention {
     use super::super::{AttentionShape, Plane, team::Team};
 
+    /// New tokens of one sequence.
+    #[derive(Debug, Clone, Copy)]
+    pub(crate) struct SequenceTokens<'a> {
+        pub(crate) planes: [Plane<'a>; 2],
+        pub(crate) seen: &'a [SeenTokens],
+    }
+
     /// Cached tokens that a new one sees.
     #[derive(Debug)]
     pub struct SeenTokens;
@@ -54,14 +61,7 @@ pub(crate) mod attention {
     }
 
     /// Never called.
-    pub(crate) fn attend(
-        _: (&[f32], usize),
-        _: [Plane<'_>; 2],
-        _: &[SeenTokens],
-        _: AttentionShape,
-        _: &mut [f32],
-        _: &Team,
-    ) {
+    pub(crate) fn attend(_: (&[f32], usize), _: &[SequenceTokens], _: AttentionShape, _: &mut [f32], _: &Team) {
         unreachable!("there is no matrix, so there is no pass")
     }
 }

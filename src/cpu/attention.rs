@@ -27,43 +27,66 @@ impl FromIterator<usize> for SeenTokens {
     }
 }
 
-/// Queries `[N, Q, D]`, of rows of `stride` numbers, to `out` `[N, Q, D]`: `softmax(q·Kᵀ · scale)·V` over what each token sees.
+/// New tokens of one sequence.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SequenceTokens<'a> {
+    /// The sequence's keys and values.
+    pub(crate) planes: [Plane<'a>; 2],
+    /// What each of the tokens sees.
+    pub(crate) seen: &'a [SeenTokens],
+}
+
+impl SequenceTokens<'_> {
+    fn check(&self, heads: AttentionShape) {
+        let [keys, values] = self.planes;
+        let shape = |plane: Plane| (plane.number, plane.room, plane.head_size, plane.bytes.len());
+        assert_eq!(shape(keys), shape(values), "one shape");
+        let numbers = heads.groups * keys.room * keys.head_size;
+        assert_eq!(keys.bytes.len(), numbers * keys.number.bytes(), "[G, S, D]");
+        let in_cache = |seen: &SeenTokens| seen.0.last().is_some_and(|&last| (last as usize) < keys.room);
+        assert!(self.seen.iter().all(in_cache), "in the cache"); // slots grow, so the last one is the largest
+    }
+}
+
+/// Queries `[N, Q, D]`, of rows of `stride` numbers, to `out` `[N, Q, D]`: `softmax(q·Kᵀ · scale)·V` over what each token sees of its own
+/// sequence. The sequences' tokens follow one another.
 ///
 /// # Panics
 /// If a shape does not fit, or a token sees what is not in the cache.
 pub(crate) fn attend(
     queries: (&[f32], usize),
-    [keys, values]: [Plane<'_>; 2],
-    seen: &[SeenTokens],
+    sequences: &[SequenceTokens],
     heads: AttentionShape,
     out: &mut [f32],
     team: &Team,
 ) {
-    let ((q, stride), d) = (queries, keys.head_size);
+    let Some(first) = sequences.first() else { return };
+    let ((q, stride), d) = (queries, first.planes[0].head_size);
     let width = heads.queries * d;
-    assert!(out.len() == seen.len() * width && q.len() >= seen.len().saturating_sub(1) * stride + width, "[N, Q, D]");
-    let shape = |plane: Plane| (plane.number, plane.room, plane.head_size);
-    assert!(shape(keys) == shape(values) && heads.queries.is_multiple_of(heads.groups) && stride >= width, "one shape");
-    for plane in [keys, values] {
-        assert_eq!(plane.bytes.len(), heads.groups * plane.room * d * plane.number.bytes(), "[G, S, D]");
-        assert!(
-            seen.iter().all(|seen| !seen.0.is_empty() && seen.0.iter().all(|&slot| (slot as usize) < plane.room)),
-            "in the cache"
-        );
-    }
+    let tokens: Vec<([Plane; 2], &[u32])> = (sequences.iter())
+        .flat_map(|sequence| sequence.seen.iter().map(|seen| (sequence.planes, &seen.0[..])))
+        .collect();
+    assert!(
+        out.len() == tokens.len() * width && q.len() >= tokens.len().saturating_sub(1) * stride + width,
+        "[N, Q, D]"
+    );
+    assert!(heads.queries.is_multiple_of(heads.groups) && stride >= width, "one shape");
+    assert!(sequences.iter().all(|sequence| sequence.planes[0].head_size == d), "heads of one size");
+    sequences.iter().for_each(|sequence| sequence.check(heads));
     let shared = Shared::new(out);
     // The heads of one key where there are enough tokens, else single heads.
-    let heads_of_part = if seen.len() < 2 * team.size() { 1 } else { heads.queries / heads.groups };
+    let heads_of_part = if tokens.len() < 2 * team.size() { 1 } else { heads.queries / heads.groups };
     let part = |part: usize| {
         let first = part * heads_of_part;
         let (n, first) = (first / heads.queries, first % heads.queries);
-        let mut scores = vec![0.0; seen[n].0.len().next_multiple_of(LANES)];
+        let ([keys, values], slots) = tokens[n];
+        let mut scores = vec![0.0; slots.len().next_multiple_of(LANES)];
         for head in first..first + heads_of_part {
             let group = head / (heads.queries / heads.groups);
             let q_d = &q[n * stride + head * d..][..d];
             // SAFETY: each part has its own heads of its own token.
             let out_d = unsafe { shared.part(n * width + head * d, d) };
-            let one = One { q_d, keys, values, group, slots: &seen[n].0, heads };
+            let one = One { q_d, keys, values, group, slots, heads };
             // SAFETY: a matrix was made before, so the CPU has AVX-512.
             unsafe {
                 match keys.number {
@@ -73,8 +96,8 @@ pub(crate) fn attend(
             }
         }
     };
-    let parts = seen.len() * heads.queries / heads_of_part;
-    let work = 2 * width * seen.iter().map(|seen| seen.0.len()).sum::<usize>();
+    let parts = tokens.len() * heads.queries / heads_of_part;
+    let work = 2 * width * tokens.iter().map(|(_, slots)| slots.len()).sum::<usize>();
     if work >= WORTH_SHARING { team.run(parts, part) } else { (0..parts).for_each(part) }
 }
 
@@ -148,7 +171,7 @@ impl One<'_> {
         let (first, mask) =
             (self.group * self.values.room * d + chunk * LANES, mask_of((d - chunk * LANES).min(LANES)));
         let add = |sum: &mut __m512, p: f32, slot: u32| {
-            // SAFETY: `attend` has checked that the token is in the plane, and the mask ends with the head.
+            // SAFETY: `check` has seen that the token is in the plane, and the mask ends with the head.
             let value = unsafe { numbers_at::<BF16>(self.values.bytes, first + slot as usize * d, mask) };
             *sum = _mm512_fmadd_ps(_mm512_set1_ps(p), value, *sum);
         };
@@ -233,12 +256,14 @@ mod tests {
                     number.write(&random(groups * room * d, seed), &mut bytes);
                     bytes
                 };
-                let planes = [stored(1), stored(2)];
+                let planes = [1, 2, 4, 5].map(stored); // keys and values of two sequences
                 let read = |bytes: &[u8]| match number {
                     Number::Float32 => f64::from(f32::from_ne_bytes(bytes.try_into().expect("4 bytes"))),
                     Number::BFloat16 => f64::from(half::bf16::from_ne_bytes(bytes.try_into().expect("2 bytes"))),
                 };
-                let row = |plane: usize, group: usize, slot: usize| -> Vec<f64> {
+                // Two tokens of each sequence.
+                let row = |n: usize, plane: usize, group: usize, slot: usize| -> Vec<f64> {
+                    let plane = 2 * (n / 2) + plane;
                     let first = (group * room + slot) * d * number.bytes();
                     planes[plane][first..][..d * number.bytes()].chunks_exact(number.bytes()).map(read).collect()
                 };
@@ -246,11 +271,14 @@ mod tests {
                 let plane = |bytes| Plane { bytes, number, room, head_size: d };
                 let heads = AttentionShape { queries, groups, scale: 0.3, softcap: None };
                 let slots: Vec<SeenTokens> = seen.iter().map(|slots| slots.iter().copied().collect()).collect();
-                attend((&q, width + 3), [plane(&planes[0][..]), plane(&planes[1][..])], &slots, heads, &mut out, &team);
+                let sequences: Vec<SequenceTokens> = (planes.chunks(2).zip(slots.chunks(2)))
+                    .map(|(planes, seen)| SequenceTokens { planes: [plane(&planes[0]), plane(&planes[1])], seen })
+                    .collect();
+                attend((&q, width + 3), &sequences, heads, &mut out, &team);
                 for (n, head) in (0..seen.len()).flat_map(|n| (0..queries).map(move |head| (n, head))) {
                     let group = head / (queries / groups);
                     let q_d = &q[n * (width + 3) + head * d..][..d];
-                    let expected = oracle(q_d, &seen[n], |plane, slot| row(plane, group, slot), f64::from(0.3f32));
+                    let expected = oracle(q_d, &seen[n], |plane, slot| row(n, plane, group, slot), f64::from(0.3f32));
                     for (got, expected) in out[n * width + head * d..][..d].iter().zip(expected) {
                         assert!(
                             (f64::from(*got) - expected).abs() < 2e-5,

@@ -1,12 +1,13 @@
-//! The CPU engine: [`Llama::extend`] with the AVX-512 kernels of [`crate::cpu`] in float32 or bfloat16. Its oracle is libtorch.
-//! Activations are float32.
+//! The CPU engine: [`Llama::extend_several`] with the AVX-512 kernels of [`crate::cpu`] in float32 or bfloat16. Its oracle is libtorch.
+//! Activations are float32. The rows of all sequences go through each product together; what a row computes does not depend on the others,
+//! bit by bit.
 
 // N new tokens, H hidden, F intermediate size, Q query heads, G key/value heads, D head size
 use tch::{Device, Kind, Tensor};
 
-use super::{Engine, RowTokens, each_row};
+use super::{Engine, RowTokens};
 use crate::cpu;
-use crate::cpu::attention::{SeenTokens, attend};
+use crate::cpu::attention::{SeenTokens, SequenceTokens, attend};
 use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::{
     add, add_to_each, gelu_tanh_product, rms_norm, rms_norm_in_place, rotate, rotation, silu_product,
@@ -18,7 +19,10 @@ use crate::model::kv_cache::{CacheBytes, KvCache};
 use crate::model::linear::Linear;
 use crate::model::llama::{Llama, MergedLayer};
 use crate::model::lora::Adapters;
-use crate::model::new_tokens::NewTokens;
+
+use self::pass::{PassTokens, passes};
+
+mod pass;
 
 /// Tokens per pass through the layers: few enough that their activations fit the L2 cache.
 const TOGETHER: usize = 64;
@@ -153,32 +157,16 @@ impl<'a> CpuEngine<'a> {
         kernel_layers(backbone).map(drop)
     }
 
-    fn extend_row(&self, cache: &mut KvCache, tokens_n: &Tensor, at: RowTokens) -> Tensor {
-        cache.reserve_tokens(at.row, at.nodes.len());
-        let (n, h) = (at.nodes.len(), self.backbone.config.hidden_size);
-        let tokens: Vec<i64> = Vec::try_from(tokens_n).expect("one axis of int64");
-        let mut x_nh = self.backbone.embed_numbers(&tokens);
-        for (chunk, x_nh) in x_nh.chunks_mut(TOGETHER * h as usize).enumerate() {
-            self.run_tokens(cache, chunk * TOGETHER, x_nh, at);
-        }
-        let hidden_nh = Tensor::from_slice(&x_nh).view([n, h]);
-        if self.number == Number::Float32 { hidden_nh } else { hidden_nh.to_kind(self.backbone.kind()) }
-    }
-
-    /// Runs the tokens from index `first` on through all layers. Replaces embeddings by hidden states after the final norm.
-    fn run_tokens(&self, cache: &mut KvCache, first: usize, x_nh: &mut [f32], row: RowTokens) {
-        let block = self.backbone.block();
-        let (n, eps) = (x_nh.len() / block.hidden_size as usize, block.norms.eps as f32);
-        let len = cache.len(row.row);
-        let at = len as usize + first;
-        let mut buffers = self.buffers(x_nh.to_vec(), len, first..first + n, row.nodes);
-        let mut cache = cache.bytes_mut();
+    /// Runs the tokens of a pass through all layers. Replaces embeddings by hidden states after the final norm.
+    fn run_pass(&self, cache: &mut CacheBytes, x_nh: &mut [f32], pass: &[PassTokens]) {
+        let (block, eps) = (self.backbone.block(), self.backbone.block().norms.eps as f32);
+        let mut buffers = self.buffers(x_nh.to_vec(), pass);
         for (index, layer) in self.layers.iter().enumerate() {
             buffers.norm_stream(layer.norms.at(NormPlace::AttentionInput), eps);
             layer.qkv.multiply(&buffers.normed_nh, &mut buffers.qkv, self.team);
             self.norm_and_rotate(layer, &mut buffers);
-            self.write_keys_and_values(&mut cache, [index, row.row], at, &buffers);
-            self.attend(&cache, [index, row.row], layer.kind, &mut buffers);
+            pass.iter().for_each(|piece| self.write_keys_and_values(cache, index, piece, &buffers));
+            self.attend(cache, (index, layer.kind), pass, &mut buffers);
             layer.o.multiply(&buffers.attended, &mut buffers.normed_nh, self.team);
             layer.norms.apply(NormPlace::AttentionOutput, &mut buffers.normed_nh, eps);
             self.add_to_stream(&mut buffers);
@@ -201,16 +189,19 @@ impl<'a> CpuEngine<'a> {
         add(&mut buffers.x_nh, &buffers.normed_nh);
     }
 
-    fn buffers(&self, x_nh: Vec<f32>, len: i64, range: std::ops::Range<usize>, nodes: &NewTokens) -> Buffers {
-        let size = |size: i64| vec![0.0; range.len() * size as usize];
+    fn buffers(&self, x_nh: Vec<f32>, pass: &[PassTokens]) -> Buffers {
         let config = &self.backbone.config;
+        let rows = x_nh.len() / config.hidden_size as usize;
+        let size = |size: i64| vec![0.0; rows * size as usize];
         let kinds = 0..self.backbone.block().layers.kinds().len();
+        let each = || pass.iter().flat_map(|piece| piece.nodes.clone().map(move |node| (piece, node)));
         let rotations_of = |kind: usize| {
             let frequencies = self.backbone.rotary_frequencies(kind)?;
             let magnitude = frequencies.magnitude as f32;
-            Some(range.clone().map(|n| rotation(len + nodes.offset(n), &frequencies.each, magnitude)).collect())
+            let position = |(piece, node): (&PassTokens, usize)| piece.len as i64 + piece.tokens.offset(node);
+            Some(each().map(|token| rotation(position(token), &frequencies.each, magnitude)).collect())
         };
-        let seen_of = |kind: usize| range.clone().map(|n| nodes.seen(n, len as usize, kind)).collect();
+        let seen_of = |kind: usize| each().map(|(piece, node)| piece.tokens.seen(node, piece.len, kind)).collect();
         Buffers {
             x_nh,
             normed_nh: size(config.hidden_size),
@@ -238,13 +229,14 @@ impl<'a> CpuEngine<'a> {
         }
     }
 
-    /// Writes keys and values to a row of the cache from token `at` on.
-    fn write_keys_and_values(&self, cache: &mut CacheBytes, [layer, row]: [usize; 2], at: usize, buffers: &Buffers) {
+    /// Writes the keys and values of a piece to its row of the cache.
+    fn write_keys_and_values(&self, cache: &mut CacheBytes, layer: usize, piece: &PassTokens, buffers: &Buffers) {
         let config = &self.backbone.config;
         let (q, kv, d) = (config.query_size() as usize, config.key_value_size() as usize, config.head_dim as usize);
-        let room = cache.room();
-        for (bytes, first) in cache.planes_mut(layer, row).into_iter().zip([q, q + kv]) {
-            for (n, qkv) in buffers.qkv.chunks_exact(q + 2 * kv).enumerate() {
+        let (room, at) = (cache.room(), piece.len + piece.nodes.start);
+        let qkv = &buffers.qkv[piece.at.start * (q + 2 * kv)..piece.at.end * (q + 2 * kv)];
+        for (bytes, first) in cache.planes_mut(layer, piece.row).into_iter().zip([q, q + kv]) {
+            for (n, qkv) in qkv.chunks_exact(q + 2 * kv).enumerate() {
                 for (group, head_d) in qkv[first..first + kv].chunks_exact(d).enumerate() {
                     let from = (group * room + at + n) * d * self.number.bytes();
                     self.number.write(head_d, &mut bytes[from..from + d * self.number.bytes()]);
@@ -253,7 +245,8 @@ impl<'a> CpuEngine<'a> {
         }
     }
 
-    fn attend(&self, cache: &CacheBytes, [layer, row]: [usize; 2], kind: usize, buffers: &mut Buffers) {
+    /// Each token attends to its own sequence.
+    fn attend(&self, cache: &CacheBytes, (layer, kind): (usize, usize), pass: &[PassTokens], buffers: &mut Buffers) {
         let config = &self.backbone.config;
         let (q, kv, d) = (config.query_size() as usize, config.key_value_size() as usize, config.head_dim as usize);
         let HeadShape { scale, softcap, .. } = self.backbone.block().heads;
@@ -264,9 +257,12 @@ impl<'a> CpuEngine<'a> {
             scale: scale as f32,
             softcap: softcap.map(|cap| cap as f32),
         };
-        let queries = (&buffers.qkv[..], q + 2 * kv);
-        let planes = cache.planes(layer, row).map(plane);
-        attend(queries, planes, &buffers.seen[kind], heads, &mut buffers.attended, self.team);
+        let sequence = |piece: &PassTokens| SequenceTokens {
+            planes: cache.planes(layer, piece.row).map(plane),
+            seen: &buffers.seen[kind][piece.at.clone()],
+        };
+        let sequences: Vec<SequenceTokens> = pass.iter().map(sequence).collect();
+        attend((&buffers.qkv[..], q + 2 * kv), &sequences, heads, &mut buffers.attended, self.team);
     }
 }
 
@@ -280,12 +276,16 @@ impl Engine for CpuEngine<'_> {
     }
 
     fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
-        if let [row] = *batch {
-            return self.extend_row(cache, tokens_n, row);
+        batch.iter().for_each(|at| cache.reserve_tokens(at.row, at.nodes.len()));
+        let tokens: Vec<i64> = Vec::try_from(tokens_n).expect("one axis of int64");
+        let mut x_nh = self.backbone.embed_numbers(&tokens);
+        let (passes, h) = (passes(cache, batch, TOGETHER), self.backbone.config.hidden_size);
+        let mut cache = cache.bytes_mut();
+        for (pass, x_nh) in passes.iter().zip(x_nh.chunks_mut(TOGETHER * h as usize)) {
+            self.run_pass(&mut cache, x_nh, pass);
         }
-        let hidden: Vec<Tensor> =
-            each_row(tokens_n, batch).iter().map(|(row, tokens_n)| self.extend_row(cache, tokens_n, *row)).collect();
-        Tensor::cat(&hidden, 0)
+        let hidden_nh = Tensor::from_slice(&x_nh).view([-1, h]);
+        if self.number == Number::Float32 { hidden_nh } else { hidden_nh.to_kind(self.backbone.kind()) }
     }
 
     /// Computes in float32, like the kernels.
@@ -339,6 +339,7 @@ mod tests {
     use super::*;
     use crate::engine::tch::TchEngine;
     use crate::model::config::{Biases, LlamaConfig};
+    use crate::model::new_tokens::NewTokens;
     use crate::torch::Generator;
 
     fn config(sliding_window: Option<i64>) -> LlamaConfig {
@@ -409,6 +410,45 @@ mod tests {
         let one_by_one = by_chunks(1);
         for chunk in [2, 3, 5, 7, 16, 40] {
             assert_eq!(by_chunks(chunk), one_by_one, "{kind:?}, {chunk} at a time");
+        }
+    }
+
+    /// A tree of 5 nodes, a chain of 70 tokens and a single token behind rows of other lengths.
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    fn sequences_of_one_pass_give_the_same_bits_as_one_after_the_other() {
+        for (kind, window) in [(Kind::Float, None), (Kind::Float, Some(9)), (Kind::BFloat16, None)] {
+            let config = LlamaConfig { max_position_embeddings: 600, ..config(window) };
+            let llama = Llama::random(config, kind, Device::Cpu, 8).for_decoding();
+            let chain = |n: i64| NewTokens::chain(n, &llama.config, kind, Device::Cpu);
+            let sees = |query: usize, key: usize| key == query || key == 0 || (query, key) == (4, 2);
+            let tree = NewTokens::pattern(&[0, 1, 1, 1, 2], sees, &llama.config, kind, Device::Cpu);
+            let (long, one) = (chain(70), chain(1));
+            let batch: Vec<RowTokens> =
+                [(2, &tree), (0, &long), (3, &one), (1, &tree)].map(|(row, nodes)| RowTokens { row, nodes }).to_vec();
+            let tokens_n = Generator::seeded(9).integers(50, &[81]);
+            let hidden_and_cache = |together: bool| {
+                let engine = CpuEngine::new(&llama).expect("kernels");
+                let mut cache = KvCache::new(&llama.config, kind, Device::Cpu);
+                for (row, len) in [3, 300, 17, 1].into_iter().enumerate() {
+                    cache.push();
+                    let prompt = Generator::seeded(row as u64).integers(50, &[len]);
+                    let _ = engine.extend(&mut cache, &prompt, &[RowTokens { row, nodes: &chain(len) }]);
+                    cache.commit(row, len);
+                }
+                let parts = if together { vec![&batch[..]] } else { batch.chunks(1).collect() };
+                let mut end = 0;
+                let hidden: Vec<Tensor> = (parts.into_iter())
+                    .map(|part| {
+                        let n = part.iter().map(|at| at.nodes.len()).sum::<i64>();
+                        end += n;
+                        engine.extend(&mut cache, &tokens_n.narrow(0, end - n, n), part)
+                    })
+                    .collect();
+                batch.iter().for_each(|at| cache.commit(at.row, at.nodes.len()));
+                (Tensor::cat(&hidden, 0), (0..4).map(|row| cache.committed(row)).collect::<Vec<_>>())
+            };
+            assert_eq!(hidden_and_cache(true), hidden_and_cache(false), "{kind:?}, window {window:?}");
         }
     }
 }

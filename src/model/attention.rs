@@ -5,7 +5,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::fused::batch_attention::BatchAttention;
-use crate::model::batch_step::BatchStep;
+use crate::model::batch_step::{BatchStep, padded};
 use crate::model::block_spec::{HeadShape, NormSpec};
 use crate::model::kv_cache::{LayerCache, RowCache};
 use crate::model::linear::{Linear, LinearGroup};
@@ -57,20 +57,17 @@ impl Attention {
     }
 
     /// New tokens behind rows of the cache, row after row: `x_nh` `[N, H]` to the same shape. Their keys and values become the rows' pending
-    /// tokens.
+    /// tokens. Rows of `x_nh` behind them are spare.
     pub fn over_cache(&self, x_nh: &Tensor, rotation: Option<&Rotation>, rows: &[(&CacheMask, &RowCache)]) -> Tensor {
         let qkv_nhd = self.queries_keys_values(x_nh, rotation);
-        let out_ni = if let [(mask, cache)] = rows {
-            self.behind_row(&qkv_nhd, mask, cache)
-        } else {
-            let mut end = 0;
-            let attended = rows.iter().map(|(mask, cache)| {
-                end += mask.new;
-                self.behind_row(&qkv_nhd.narrow(0, end - mask.new, mask.new), mask, cache)
-            });
-            Tensor::cat(&attended.collect::<Vec<_>>(), 0)
-        };
-        self.o.forward(&out_ni, Adapters::Off)
+        let mut end = 0;
+        let attended = rows.iter().map(|(mask, cache)| {
+            end += mask.new;
+            self.behind_row(&qkv_nhd.narrow(0, end - mask.new, mask.new), mask, cache)
+        });
+        let attended: Vec<Tensor> = attended.collect();
+        let out_ni = if let [one] = &attended[..] { one.shallow_clone() } else { Tensor::cat(&attended, 0) };
+        self.o.forward(&padded(&out_ni, x_nh.size()[0]), Adapters::Off)
     }
 
     /// Attention of new tokens behind a row of the cache: `[N, Q + 2G, D]` to `[N, Q·D]`.

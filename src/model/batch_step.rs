@@ -13,7 +13,9 @@ use crate::torch::upload;
 const READ_AT_ONCE: i64 = 64;
 /// A product of few rows is another kernel's than one of many, with other last bits: on the CPU, libtorch's changes last at 16
 /// rows (seen with widths from 32 to 1536), oneDNN's packed one at 2. So there are always so many rows, the last ones spare.
-const FEWEST_ROWS: i64 = 16;
+pub const FEWEST_ROWS: i64 = 16;
+/// From one more row on, they change again.
+pub const MOST_ROWS: i64 = 64;
 
 /// A step of all rows, one token each.
 #[derive(Debug)]
@@ -98,10 +100,10 @@ fn mask(lengths_b: &Tensor, read: i64, sliding_window: Option<i64>, kind: Kind) 
     mask_bs.masked_fill(&hidden_bs, f64::NEG_INFINITY).unsqueeze(1).unsqueeze(1)
 }
 
-/// Zeros behind the rows of `x` (`[B]` or `[B, …]`).
-fn padded(x: &Tensor, rows: i64) -> Tensor {
+/// Zeros behind the rows of `x` (`[B]` or `[B, …]`), until there are `rows`.
+pub fn padded(x: &Tensor, rows: i64) -> Tensor {
     let missing = rows - x.size()[0];
-    if missing == 0 {
+    if missing <= 0 {
         return x.shallow_clone();
     }
     let mut size = x.size();

@@ -7,6 +7,7 @@ use crate::cpu;
 use crate::cpu::arena::Arena;
 use crate::cpu::rows::largest;
 use crate::model::attention::{Attention, RowMask};
+use crate::model::batch_step::padded;
 use crate::model::block_spec::{BlockSpec, names};
 use crate::model::config::LlamaConfig;
 use crate::model::decoder_layer::DecoderLayer;
@@ -114,11 +115,24 @@ impl Llama {
 
     /// As [`Llama::extend`] for several rows, whose tokens follow one another: the weights are read once, and each row has its own attention.
     pub fn extend_several(&self, tokens_n: &Tensor, rows: &[(usize, &NewTokens)], cache: &mut KvCache) -> Tensor {
+        self.extend_padded(tokens_n, rows, cache, 0)
+    }
+
+    /// As [`Llama::extend_several`], with products of at least `fewest` rows: returns `[P, H]`, the last rows spare.
+    pub fn extend_padded(
+        &self,
+        tokens_n: &Tensor,
+        rows: &[(usize, &NewTokens)],
+        cache: &mut KvCache,
+        fewest: i64,
+    ) -> Tensor {
         rows.iter().for_each(|(row, new)| cache.reserve_tokens(*row, new.len()));
-        let positions: Vec<f32> = rows.iter().flat_map(|(row, new)| new.positions(cache.len(*row))).collect();
+        let tokens_n = padded(tokens_n, fewest);
+        let mut positions: Vec<f32> = rows.iter().flat_map(|(row, new)| new.positions(cache.len(*row))).collect();
+        positions.resize(tokens_n.size()[0].unsigned_abs() as usize, 0.0);
         let rotations = self.ropes.at(&upload(&positions, self.device));
         let masks: Vec<Vec<CacheMask>> = rows.iter().map(|(row, new)| new.behind(cache.len(*row))).collect();
-        let mut x_nh = self.embed(tokens_n);
+        let mut x_nh = self.embed(&tokens_n);
         for (i, layer) in self.layers.iter().enumerate() {
             let kind = self.block.layers.of_layer(i);
             let of_layer: Vec<(&CacheMask, &RowCache)> =

@@ -8,7 +8,7 @@ use crate::model::quantization::Quantization;
 pub mod adapters;
 pub mod attention;
 pub mod backward;
-mod batch_step;
+pub mod batch_step;
 pub mod block_spec;
 pub mod config;
 mod decoder_layer;
