@@ -104,6 +104,7 @@ fn the_table_is_printed_although_the_last_value_of_a_sweep_fails() {
     let [table, said] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).expect("UTF-8"));
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("error: --sweep context=64") && said.contains("no prompt fits"), "{said}");
+    assert!(table.lines().next().is_some_and(|header| header.contains(" tokens/step ")), "{table}");
     assert!(table.starts_with("context") && table.lines().nth(1).is_some_and(|row| row.starts_with('2')), "{table}");
     assert_eq!(csv(&world, "c.csv").len(), 1);
 }

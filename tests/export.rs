@@ -296,7 +296,7 @@ fn the_card_says_what_is_known_and_nothing_else() {
     export(&small, "run/final", "vllm", "full", &["--bench", "bench.json"]).succeeded();
     let full = small.read("full/README.md");
     for part in [
-        "acceleration rate: 2.51",
+        "tokens per step: 2.51",
         "speedup: 2.09",
         "on a device",
         "| 2 | t + 3 |",
@@ -407,11 +407,11 @@ fn a_sweeps_bench_gives_its_fastest_result_and_what_cannot_be_read_is_told() {
     export(&small, "run/final", "heads", "none", &["--bench", "other.json"])
         .failed(1, &["other.json: missing field `acceleration_rate`", "expected what `medusa bench --json` prints"]);
     small.write("run/bench.json", r#"{"acceleration_rate": 2.5, "speedup": 2.1, "forced_acceptance_rate": 2.5}"#);
-    let words = "bench.json is left out of the model card: its acceptance was forced to 2.5 tokens a step";
+    let words = "bench.json is left out of the model card: its acceptance was forced to 2.5 tokens per step";
     assert!(export(&small, "run/final", "heads", "forced", &[]).succeeded().stderr.contains(words));
     assert!(!small.read("forced/README.md").contains("## Speed"));
     export(&small, "run/final", "heads", "none", &["--bench", "run/bench.json"])
-        .failed(1, &["run/bench.json: its acceptance was forced to 2.5 tokens a step"]);
+        .failed(1, &["run/bench.json: its acceptance was forced to 2.5 tokens per step"]);
     small.write("run/bench.json", r#"{"acceleration_rate": 1.5, "speedup": 1.4, "drafter": "ngram"}"#);
     let words = "bench.json is left out of the model card: its figures are of --drafter ngram, not of these heads";
     assert!(export(&small, "run/final", "heads", "ngram", &[]).succeeded().stderr.contains(words));

@@ -183,7 +183,7 @@ fn a_full_run_has_every_section() {
         "backbone models/llama",
         "steps 30",
         "state finished",
-        "acceleration rate 2.25 tokens per step",
+        "tokens per step 2.25 decoding",
         "speedup 1.50 × over plain decoding",
         "head 1, top-1 62.0 % calibrated",
         "peak memory 3.0 MiB",
@@ -282,10 +282,7 @@ fn several_runs_lie_over_each_other_and_their_recipes_are_compared() {
     runs.write("y/a/recipe.toml", RECIPE.replace("learning_rate = 0.001", "learning_rate = 0.002\neps = 1e-7"));
     let (page, _) = runs.page(&["x/a", "y/a", "--out", "both.html"]);
     let text = text_of(&page);
-    assert!(
-        text.contains("acceleration rate tokens per step 2.25 –") && text.contains("stage Medusa-2 Medusa-2"),
-        "{text}"
-    );
+    assert!(text.contains("tokens per step decoding 2.25 –") && text.contains("stage Medusa-2 Medusa-2"), "{text}");
     assert!(text.contains("key x/a y/a optimizer.learning_rate 0.001 0.002 optimizer.eps – 1e-7 Loss"), "{text}");
     let total = page
         .split("<b>Total loss (LM loss + λ0 × heads loss)</b>")
@@ -500,6 +497,17 @@ fn a_long_run_has_a_page_of_less_than_a_megabyte_and_a_half() {
 }
 
 #[test]
+fn several_runs_need_no_name_for_their_page() {
+    let runs = Runs::new();
+    ["a", "b"].iter().for_each(|name| runs.bare(name, 3));
+    let output = runs.medusa(&["a", "b"]);
+    let [page, said] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).expect("UTF-8"));
+    assert_eq!(page, "report.html\n");
+    assert!(said.contains("no --out: writing the page of 2 runs to report.html"), "{said}");
+    assert!(runs.path("report.html").is_file() && !runs.path("a/report.html").exists());
+}
+
+#[test]
 fn json_names_the_page_and_its_runs() {
     let runs = Runs::new();
     runs.bare("a", 3);
@@ -524,7 +532,6 @@ fn what_is_no_run_is_one_clear_error() {
     runs.write("exported/recipe.toml", RECIPE);
     let exported = runs.complaint(&["exported"], 2);
     assert!(exported.contains("exported is not a run folder: it has no provenance.json"), "{exported}");
-    assert!(runs.complaint(&["a", "a"], 2).contains("a report of several runs needs --out FILE"));
     assert!(runs.complaint(&["a", "--out", "a"], 2).contains("--out a is a folder"));
     let whole = metrics(3);
     runs.write(

@@ -119,7 +119,7 @@ fn a_picture_of_the_tree_is_drawn() {
     let svg = std::fs::read_to_string(dir.path().join("t.svg")).unwrap();
     assert!(svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\"") && svg.contains("prefers-color-scheme: dark"));
     assert_eq!((svg.matches("<circle").count(), svg.matches("class=\"edge\"").count()), (5, 4));
-    assert!(svg.contains("4 nodes, 2.12 tokens a step") && svg.contains("[0, 1]: 0.1250"), "{svg}");
+    assert!(svg.contains("4 nodes, 2.12 tokens per step") && svg.contains("[0, 1]: 0.1250"), "{svg}");
 }
 
 #[test]

@@ -248,7 +248,7 @@ fn tree_text(found: &TreeFound, out: &mut String) -> std::fmt::Result {
         writeln!(out, "heads        {}, of each this many guesses: {guesses:?}", guesses.len())?;
     }
     if let Some(tokens) = found.expected_tokens_per_step {
-        writeln!(out, "expected     {tokens:.3} tokens a step")?;
+        writeln!(out, "expected     {tokens:.3} tokens per step")?;
     }
     if let Some(tokens) = found.expected_tokens_per_second {
         writeln!(out, "             {tokens:.1} tokens/s, where its latencies were measured")?;
@@ -264,16 +264,21 @@ fn tree_text(found: &TreeFound, out: &mut String) -> std::fmt::Result {
 fn latency_text(found: &Latency, out: &mut String) -> std::fmt::Result {
     let Latency { device, engine, dtype, threads, context, backbone, heads_sha256, plain_step_ms, steps, .. } = found;
     let weights = found.quantization.as_ref().map_or_else(String::new, |name| format!(", weights in {name}"));
-    writeln!(out, "latencies    {dtype}{weights} on {device}, {threads} CPU threads, behind {context} tokens")?;
+    writeln!(
+        out,
+        "latencies    {dtype}{weights} on {device}, {}, behind {}",
+        counted(*threads, "CPU thread"),
+        counted(*context, "token")
+    )?;
     writeln!(out, "engine       {engine}")?;
     writeln!(out, "backbone     {backbone}")?;
     writeln!(out, "heads        sha256 {heads_sha256}")?;
-    writeln!(out, "plain        {plain_step_ms:.3} ms a step")?;
+    writeln!(out, "plain        {plain_step_ms:.3} ms per step")?;
     for &StepTime { nodes, depth, step_ms, dynamic } in steps {
         let chosen = if dynamic { ", chosen at each step" } else { "" };
         writeln!(
             out,
-            "tree         {step_ms:.3} ms a step, {} over {}{chosen}",
+            "tree         {step_ms:.3} ms per step, {} over {}{chosen}",
             counted(nodes, "node"),
             counted(depth, "head")
         )?;
@@ -307,4 +312,18 @@ fn backbone_text(found: &BackboneFound, out: &mut String) -> std::fmt::Result {
         found.bytes.iter().map(|(dtype, bytes)| format!("{dtype} {}", mebibytes(*bytes))).collect();
     writeln!(out, "memory       {}", sizes.join(", "))?;
     found.heads.as_ref().map_or(Ok(()), |heads| heads.text(out))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::latency::examples::latency;
+
+    #[test]
+    fn one_thread_is_told_in_the_singular() {
+        let mut out = String::new();
+        latency_text(&Latency { threads: 1, ..latency(&[(1, 1, 2.5)]) }, &mut out).unwrap();
+        assert!(out.starts_with("latencies    float32 on cpu, 1 CPU thread, behind 256 tokens\n"), "{out}");
+        assert!(out.contains("\ntree         2.500 ms per step, 1 node over 1 head\n"), "{out}");
+    }
 }

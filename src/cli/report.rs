@@ -11,6 +11,9 @@ use super::{CommonFlags, UsageError, outputs, print_json, print_line};
 use crate::files;
 use crate::report::{self, ReportError, Run};
 
+/// Name of the page without --out.
+const PAGE: &str = "report.html";
+
 const EXAMPLES: &str = "Example:
   medusa report checkpoints/tiny_stage1
   medusa report checkpoints/tiny_stage1 checkpoints/tiny_stage2 \\
@@ -25,7 +28,7 @@ pub struct ReportArgs {
     /// Run folders (train.output_dir), finished or not.
     #[arg(value_name = "RUN_DIR", required = true)]
     pub runs: Vec<PathBuf>,
-    /// Output file [default: RUN_DIR/report.html; required for several runs].
+    /// Output file [default: RUN_DIR/report.html; of several runs, report.html in the working directory].
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
 }
@@ -36,13 +39,16 @@ pub struct ReportArgs {
 /// A path that is no run folder, an invalid file in one, or an output file that cannot be written; nothing is left
 /// then.
 pub fn run(args: &ReportArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let out = out(args)?;
+    let out = out(args);
     let runs = args.runs.iter().map(|folder| Run::read(folder).map_err(of_usage)).collect::<Result<Vec<_>, _>>()?;
     for note in runs.iter().flat_map(Run::notes) {
         common.say(note);
     }
     if args.out.is_none() {
         outputs::check("report:", &out, common)?; // --out was checked before
+        if runs.len() > 1 {
+            common.say(format_args!("no --out: writing the page of {} runs to {PAGE}", runs.len()));
+        }
     }
     let page = report::render(&runs);
     files::write_atomic(&out, |file| file.write_all(page.as_bytes()))
@@ -59,10 +65,10 @@ fn of_usage(error: ReportError) -> anyhow::Error {
 }
 
 /// The path of the page.
-fn out(args: &ReportArgs) -> Result<PathBuf, UsageError> {
+fn out(args: &ReportArgs) -> PathBuf {
     match (&args.out, args.runs.as_slice()) {
-        (Some(out), _) => Ok(out.clone()),
-        (None, [run]) => Ok(run.join("report.html")),
-        (None, _) => Err(UsageError("a report of several runs needs --out FILE".into())),
+        (Some(out), _) => out.clone(),
+        (None, [run]) => run.join(PAGE),
+        (None, _) => PAGE.into(),
     }
 }

@@ -69,7 +69,7 @@ impl Companions {
                 Err(format!("its figures are of --drafter {drafter}, not of these heads"))
             }
             CardBench { fastest: BenchHeadline { forced_acceptance_rate: Some(rate), .. }, .. } => {
-                Err(format!("its acceptance was forced to {rate} tokens a step, which is not what these heads reach"))
+                Err(format!("its acceptance was forced to {rate} tokens per step, which is not what these heads reach"))
             }
             bench => Ok(bench),
         };

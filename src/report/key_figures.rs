@@ -30,10 +30,10 @@ pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
     };
     let (accuracy, of_accuracy) = first_head(run);
     vec![
-        figure("acceleration rate", bench.map(|bench| number(bench.all.acceleration_rate)), "tokens per step"),
+        figure("tokens per step", bench.map(|bench| number(bench.all.acceleration_rate)), "decoding"),
         figure("speedup", bench.map(|bench| format!("{} ×", number(bench.all.speedup))), "over plain decoding"),
         figure("decoding", bench.map(|bench| number(bench.all.drafted.tokens_per_second)), of_decoding),
-        figure("tokens per step", last(validation, |line| line.tokens_per_step).map(number), "validation"),
+        figure("tokens per step", last(validation, |line| line.tokens_per_step).map(number), "validation, best tree"),
         figure("head 1, top-1", accuracy.map(percent), of_accuracy),
         figure(loss, last(validation, |line| Some(line.loss)).map(number), "validation"),
         figure(loss, last(train, steady_loss).map(number), "training"),

@@ -140,7 +140,7 @@ fn times(latency: &Latency, id: &str) -> Value {
         "plot": plot.draw(&format!("{id}-latency")),
         "device": latency.device,
         "dtype": latency.dtype.to_string(),
-        "threads": latency.threads,
+        "threads": counted(latency.threads, "thread"),
         "context": latency.context,
     })
 }

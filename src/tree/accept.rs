@@ -7,7 +7,7 @@ use crate::tree::sparse_tree::SparseTree;
 /// A forced acceptance rate that no step can reach.
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
 #[error(
-    "an acceptance rate of {rate} tokens a step cannot be forced; expected 1 to {largest}: the tree's chain of best guesses \
+    "an acceptance rate of {rate} tokens per step cannot be forced; expected 1 to {largest}: the tree's chain of best guesses \
      has {} nodes below the root", largest - 1
 )]
 pub struct ForcedRateError {

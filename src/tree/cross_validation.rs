@@ -4,9 +4,11 @@ use super::rank_counts::RankCounts;
 use super::replay::Replay;
 use super::search::search_replayed;
 use super::sparse_tree::SparseTree;
+use crate::formats::metrics::MetricsLine;
+use crate::plural::counted;
 
 /// Nodes of the trees, unless the heads' guesses make fewer.
-pub const NODES: usize = 63;
+const NODES: usize = 63;
 
 /// Guesses of each head that a tree may use, as in `medusa calibrate`.
 pub const TOP_K: usize = 10;
@@ -45,13 +47,22 @@ impl CrossValidation {
     }
 }
 
+/// The tokens per step of an evaluation, with the size of their trees; `None` if it has none.
+pub fn in_words(line: &MetricsLine) -> Option<String> {
+    let nodes = counted(nodes(line.head_top1.len()), "node");
+    line.tokens_per_step.map(|tokens| format!("{tokens:.2} tokens per step with the best tree of {nodes}"))
+}
+
+/// Nodes of the best trees of this many heads.
+fn nodes(num_heads: usize) -> usize {
+    let levels = std::iter::successors(Some(TOP_K), |level| Some(level.saturating_mul(TOP_K))).take(num_heads);
+    NODES.min(levels.fold(0, usize::saturating_add))
+}
+
 /// `None` if head 1 never had a target.
 fn best_tree(counts: &RankCounts) -> Option<SparseTree> {
     let accuracies = counts.accuracies();
-    let of_level = |level: usize| level.saturating_mul(TOP_K);
-    let levels = std::iter::successors(Some(TOP_K), |&level| Some(of_level(level))).take(accuracies.len());
-    let possible = levels.fold(0, usize::saturating_add);
-    let nodes = NODES.min(possible);
+    let nodes = nodes(accuracies.len());
     (nodes > 0).then(|| search_replayed(&accuracies, counts.runs(), nodes).expect("a tree of possible size").tree)
 }
 
@@ -109,5 +120,18 @@ mod tests {
                 prop_assert!((1.0..=4.0).contains(&tokens));
             }
         }
+    }
+
+    #[test]
+    fn the_size_of_the_tree_is_told() {
+        let of = |heads: usize| {
+            let top1 = vec!["0.1"; heads].join(",");
+            let line = format!(
+                r#"{{"split":"validation","step":1,"tokens_per_step":1.484,"head_top1":[{top1}],"head_top5":[]}}"#
+            );
+            in_words(&serde_json::from_str(&line).unwrap()).unwrap()
+        };
+        assert_eq!(of(3), "1.48 tokens per step with the best tree of 63 nodes");
+        assert_eq!(of(1), "1.48 tokens per step with the best tree of 10 nodes");
     }
 }

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use super::sparse_tree::SparseTree;
+use crate::plural::counted;
 
 const COLUMN: f64 = 26.0;
 const LEVEL: f64 = 84.0;
@@ -42,8 +43,8 @@ pub fn draw(tree: &SparseTree, probabilities: &[f64], expected_tokens_per_step: 
     let svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" width=\"{width:.0}\" height=\"{height:.0}\">\n\
          <style>\n{STYLE}\n</style>\n\
-         <text class=\"title\" x=\"16\" y=\"28\">{}, {expected_tokens_per_step:.2} tokens a step expected</text>\n",
-        in_words(tree.choices().len(), "node"),
+         <text class=\"title\" x=\"16\" y=\"28\">{}, {expected_tokens_per_step:.2} tokens per step expected</text>\n",
+        counted(tree.choices().len(), "node"),
     );
     levels_edges_nodes(tree, Some(probabilities), &places, svg)
 }
@@ -56,14 +57,10 @@ pub fn draw_in_page(tree: &SparseTree, probabilities: Option<&[f64]>, id: &str) 
     let svg = format!(
         "<svg class=\"tree\" role=\"img\" aria-labelledby=\"{id}\" viewBox=\"0 {TITLE:.0} {width:.0} {height:.0}\" width=\"{width:.0}\" \
          height=\"{height:.0}\">\n<desc id=\"{id}\">A sparse tree of {} over {}.</desc>\n",
-        in_words(tree.choices().len(), "node"),
-        in_words(tree.max_depth(), "head"),
+        counted(tree.choices().len(), "node"),
+        counted(tree.max_depth(), "head"),
     );
     levels_edges_nodes(tree, probabilities, &places, svg)
-}
-
-fn in_words(number: usize, thing: &str) -> String {
-    format!("{number} {thing}{}", if number == 1 { "" } else { "s" })
 }
 
 /// Appends levels, edges and nodes to `svg`.
@@ -214,7 +211,7 @@ mod tests {
             ">7<",
             ">3<",
             "[7, 3]: 0.1000",
-            "3 nodes, 1.80 tokens a step",
+            "3 nodes, 1.80 tokens per step",
         ] {
             assert!(svg.contains(text), "{text} in {svg}");
         }

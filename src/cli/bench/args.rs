@@ -31,7 +31,7 @@ const EXAMPLES: &str = "Example:
 
 Times exclude the prompt's prefill, which is reported as prefill_seconds.";
 
-/// Compare plain and drafted decoding: acceleration rate, overhead, speedup.
+/// Compare plain and drafted decoding: tokens per step (the paper's acceleration rate), overhead, speedup.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES, group = ArgGroup::new("guesses").required(true).multiple(true).args(["heads", "drafter", "drafters"]))]
 pub struct BenchArgs {
@@ -61,7 +61,7 @@ pub struct BenchArgs {
     /// Calibration from `medusa calibrate`, for --nodes and --sweep nodes=…; without it, the calibration.json beside the heads.
     #[arg(long, help_heading = "Measurement", value_name = "C")]
     pub calibration: Option<PathBuf>,
-    /// Accept X tokens per step on average, whatever the guesses: the speed that heads with this acceleration rate would reach. The
+    /// Accept X tokens per step on average, whatever the guesses: the speed that heads with so many would reach. The
     /// output is not the backbone's.
     #[arg(long, help_heading = "Measurement", value_name = "X", value_parser = positive, allow_negative_numbers = true)]
     pub force_acceptance_rate: Option<Positive>,

@@ -119,7 +119,7 @@ fn header(first: &str, results: &[BenchResult]) -> Vec<String> {
         (false, true) => &format!("log p: plain, {drafter}"),
         _ => "identical",
     };
-    let names = [first, "tokens", "tokens/s: plain", drafter, "acceleration", "overhead", "speedup", "range", last];
+    let names = [first, "tokens", "tokens/s: plain", drafter, "tokens/step", "overhead", "speedup", "range", last];
     names.map(str::to_owned).to_vec()
 }
 

@@ -15,6 +15,7 @@ use crate::formats::calibration::Calibration;
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit};
 use crate::formats::run_folder::{BENCH, BEST, CALIBRATION, FINAL, METRICS, step_of};
+use crate::tree::cross_validation;
 
 /// Contents of a run's folder.
 #[derive(Debug, Serialize)]
@@ -87,8 +88,8 @@ impl RunContents {
             writeln!(out, "training     step {}, {}", line.read.step, line.read.losses())?;
         }
         if let Some(line) = &self.validation {
-            let tokens = line.read.tokens_per_step.map(|tokens| format!(", {tokens:.2} tokens per step"));
-            let tokens = tokens.unwrap_or_default();
+            let tokens =
+                cross_validation::in_words(&line.read).map_or_else(String::new, |tokens| format!(", {tokens}"));
             writeln!(out, "validation   step {}, {}{tokens}", line.read.step, line.read.losses())?;
         }
         if let Some(best) = &self.best {
@@ -126,7 +127,7 @@ impl JsonLine<BenchHeadline> {
     pub(super) fn text(&self, out: &mut String) -> std::fmt::Result {
         let BenchHeadline { acceleration_rate, overhead, speedup, identical, .. } = self.read;
         writeln!(out)?;
-        writeln!(out, "{:>20}  {acceleration_rate:>6.2}  tokens per step", "acceleration rate")?;
+        writeln!(out, "{:>20}  {acceleration_rate:>6.2}  the paper's acceleration rate", "tokens per step")?;
         let overhead = overhead.unwrap_or(f64::NAN); // shown as NaN: the result lacks the key
         writeln!(out, "{:>20}  {overhead:>6.2}  step time relative to plain decoding", "overhead")?;
         writeln!(out, "{:>20}  {speedup:>6.2}  wall clock", "speedup")?;

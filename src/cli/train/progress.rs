@@ -6,6 +6,7 @@ use crate::cli::progress::Progress;
 use crate::cli::{CommonFlags, gibibytes, print_json};
 use crate::formats::metrics::MetricsLine;
 use crate::train::training_loop::RunEvent;
+use crate::tree::cross_validation;
 
 /// Hashing fewer bytes takes only a moment.
 const WORTH_A_LINE: u64 = 1 << 30;
@@ -86,6 +87,6 @@ fn changed(keys: &[String], total_steps: Option<usize>) -> String {
 fn quality(line: &MetricsLine) -> String {
     let accuracy = line.head_top1.first().copied().flatten();
     let accuracy = accuracy.map_or_else(|| "none".into(), |accuracy| format!("{accuracy:.3}"));
-    let tokens = line.tokens_per_step.map_or_else(String::new, |tokens| format!(", {tokens:.2} tokens per step"));
+    let tokens = cross_validation::in_words(line).map_or_else(String::new, |tokens| format!(", {tokens}"));
     format!("{}, head-1 accuracy {accuracy}{tokens}", line.losses())
 }

@@ -360,8 +360,9 @@ fn forced_steps_commit_their_rate_whatever_the_backbone_says() {
     for rate in [0.9, 3.1, f64::NAN] {
         let refused = at_rate(rate).unwrap_err().to_string();
         assert!(
-            refused
-                .starts_with(&format!("an acceptance rate of {rate} tokens a step cannot be forced; expected 1 to 3")),
+            refused.starts_with(&format!(
+                "an acceptance rate of {rate} tokens per step cannot be forced; expected 1 to 3"
+            )),
             "{refused}"
         );
     }
