@@ -33,7 +33,9 @@ pub(crate) fn time(on: Device) -> anyhow::Result<()> {
         let start_seconds = started.elapsed().as_secs_f64();
         for timed in engine.engine().ops().timed_products() {
             if told.insert(timed.product) {
-                print_json(&json!({"check": "products", "product": timed.product, "ways": timed.ways}))?;
+                print_json(
+                    &json!({"check": "products", "product": timed.product, "ways": timed.ways, "refused": timed.refused}),
+                )?;
             }
         }
         for context in [128, 1024, 4096] {

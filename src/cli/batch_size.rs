@@ -9,9 +9,8 @@ use super::CommonFlags;
 use super::print::gibibytes;
 use crate::decode::batch_memory::BatchMemory;
 use crate::engine::Engine;
-use crate::nvidia::device::memory_of;
 use crate::plural::counted;
-use crate::torch::memory;
+use crate::torch::{cuda_runtime, memory};
 
 /// A number of conversations, at most `waiting`, of at most `tokens` tokens each. Reports the choice.
 ///
@@ -43,7 +42,7 @@ pub(super) fn that_fits(
 fn free_bytes(device: Device) -> anyhow::Result<Option<u64>> {
     if let Device::Cuda(index) = device {
         memory::release_cached(device);
-        return Ok(Some(memory_of(index)?.1));
+        return Ok(Some(cuda_runtime::memory(index)?.1));
     }
     Ok(memory::machine().map(|(_, available)| available))
 }

@@ -22,8 +22,7 @@ pub(super) fn kernels_folder() -> Option<PathBuf> {
 /// The implementations of each timed product.
 #[derive(Debug, Default)]
 pub struct Choices {
-    /// Fastest first.
-    ways: HashMap<Product, Vec<TimedWay>>,
+    timed: HashMap<Product, TimedProduct>,
     /// The cache file; `None` without a cache folder.
     file: Option<PathBuf>,
 }
@@ -43,6 +42,16 @@ pub struct TimedProduct {
     pub product: Product,
     /// Fastest first.
     pub ways: Vec<TimedWay>,
+    /// Those of cublasLt that failed, and how. A product with one is timed again at the next start.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub refused: Vec<RefusedWay>,
+}
+
+/// An implementation that failed.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RefusedWay {
+    pub way: Way,
+    pub reason: String,
 }
 
 impl Choices {
@@ -52,9 +61,9 @@ impl Choices {
     /// # Errors
     /// [`GpuError::Failed`].
     pub fn of(gpu: &Gpu, element: KernelDtype) -> Result<Self, GpuError> {
-        let (driver, cublas_lt) = (driver_version()?, cublas_lt_version());
+        let (driver, cublas_lt) = (driver_version()?, cublas_lt_version()?);
         let ways = format!("{LINEAR_FEW:?}\n{LINEAR_TILES:?}\n{TRIED}\n{WORKSPACE_BYTES}");
-        let kernels = Program::Linear.source(element, 0); // no size of heads in this file
+        let kernels = [Program::Linear, Program::Rows].map(|program| program.source(element, 0)).concat(); // no size of heads in them
         let facts = format!("{}\n{}\n{driver}\n{cublas_lt}\n{element:?}\n{ways}\n{kernels}", gpu.name, gpu.arch);
         let name = format!("products-{}.json", &files::hex(&Sha256::digest(facts))[..16]);
         Ok(Self::open(kernels_folder().map(|folder| folder.join(name))))
@@ -64,7 +73,7 @@ impl Choices {
     fn open(file: Option<PathBuf>) -> Self {
         let read = |path: &Path| serde_json::from_str::<Vec<TimedProduct>>(&std::fs::read_to_string(path).ok()?).ok();
         let timed = file.as_deref().and_then(read).unwrap_or_default();
-        Self { ways: timed.into_iter().map(|timed| (timed.product, timed.ways)).collect(), file }
+        Self { timed: timed.into_iter().map(|timed| (timed.product, timed)).collect(), file }
     }
 
     /// Whether a product was timed and its fastest implementation is still among `ways`.
@@ -73,7 +82,7 @@ impl Choices {
     }
 
     fn fastest(&self, product: Product) -> Option<Way> {
-        Some(self.ways.get(&product)?.first()?.way)
+        Some(self.timed.get(&product)?.ways.first()?.way)
     }
 
     /// The fastest implementation of a product, or the default if it was not timed.
@@ -82,24 +91,26 @@ impl Choices {
     }
 
     /// Records the times of a product's implementations.
-    pub fn keep(&mut self, product: Product, mut ways: Vec<TimedWay>) {
-        ways.sort_by(|a, b| a.microseconds.total_cmp(&b.microseconds));
-        self.ways.insert(product, ways);
+    pub fn keep(&mut self, mut timed: TimedProduct) {
+        timed.ways.sort_by(|a, b| a.microseconds.total_cmp(&b.microseconds));
+        self.timed.insert(timed.product, timed);
     }
 
     /// All times, in the order of the products' sizes.
     pub fn timed(&self) -> Vec<TimedProduct> {
-        let of = |(&product, ways): (&Product, &Vec<TimedWay>)| TimedProduct { product, ways: ways.clone() };
-        let mut timed: Vec<TimedProduct> = self.ways.iter().map(of).collect();
+        let mut timed: Vec<TimedProduct> = self.timed.values().cloned().collect();
         timed.sort_by_key(|timed| timed.product);
         timed
     }
 
-    /// Writes the cache file. It only saves seconds at the next start, so a failure to write it is ignored.
+    /// Writes the cache file, without products of which a way was refused. It only saves seconds at the next start, so a failure to write
+    /// it is ignored.
     pub fn save(&self) {
         let Some(file) = &self.file else { return };
         let written = file.parent().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| {
-            let text = serde_json::to_string(&self.timed())?;
+            let complete: Vec<TimedProduct> =
+                self.timed().into_iter().filter(|timed| timed.refused.is_empty()).collect();
+            let text = serde_json::to_string(&complete)?;
             files::write_atomic(file, |out| out.write_all(text.as_bytes()))
         });
         drop(written);
@@ -121,12 +132,19 @@ mod tests {
         assert!(!choices.has(product(1), &ways));
         let timed = |way, microseconds| TimedWay { way, microseconds, gigabytes_per_second: 1e3 / microseconds };
         let [slow, fast] = [timed(Way::Few { most: 1, split: 1 }, 2.5), timed(Way::CublasLt { algorithm: 2 }, 2.0)];
-        choices.keep(product(9), vec![timed(Way::Tile { height: 64, width: 16, splits: 1 }, 7.0)]);
-        choices.keep(product(1), vec![slow, fast]);
+        let of = |rows, ways| TimedProduct { product: product(rows), ways, refused: vec![] };
+        choices.keep(of(9, vec![timed(Way::Tile { height: 64, width: 16, splits: 1 }, 7.0)]));
+        choices.keep(of(1, vec![slow, fast]));
         choices.save();
         let again = Choices::open(Some(file.clone()));
+        let refused = vec![RefusedWay { way: fast.way, reason: "CUBLAS_STATUS_EXECUTION_FAILED".to_owned() }];
+        choices.keep(TimedProduct { refused, ..of(3, vec![slow]) });
+        choices.save();
+        assert_eq!(choices.way(product(3)), slow.way);
+        assert!(!Choices::open(Some(file.clone())).has(product(3), &[slow.way]), "timed again at the next start");
+        choices.timed.remove(&product(3));
         assert_eq!(again.timed(), choices.timed());
-        assert_eq!(again.timed()[0], TimedProduct { product: product(1), ways: vec![fast, slow] });
+        assert_eq!(again.timed()[0], of(1, vec![fast, slow]));
         assert_eq!(again.way(product(1)), Way::CublasLt { algorithm: 2 });
         assert_eq!(again.way(product(9)), Way::Tile { height: 64, width: 16, splits: 1 });
         assert_eq!(again.way(product(2)), Way::untimed(product(2)));

@@ -7,16 +7,18 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::mem::size_of_val;
+use std::ptr;
 use std::sync::Arc;
 
-use cudarc::cublaslt::result::{self, CublasError};
+use cudarc::cublaslt::result::CublasError;
 use cudarc::cublaslt::sys;
 use cudarc::driver::CudaStream;
 use tch::{Device, Kind, Tensor};
 
-use super::device::address;
+use super::device::{address, cublas_lt};
 use super::error::GpuError;
 use super::gemm::{Product, TRIED, WrittenSums};
+use super::libraries::CublasLtFunctions;
 
 /// Size of cublasLt's workspace.
 pub const WORKSPACE_BYTES: i64 = 32 << 20;
@@ -36,22 +38,50 @@ const ALIGNMENTS: [sys::cublasLtMatmulPreferenceAttributes_t; 4] = [
 /// cublasLt with the products prepared so far.
 #[derive(Debug)]
 pub struct CublasLt {
-    handle: sys::cublasLtHandle_t,
+    prepared: RefCell<HashMap<Product, LtProduct>>,
+    functions: &'static CublasLtFunctions,
+    handle: Owned<sys::cublasLtContext>,
     stream: Arc<CudaStream>,
     /// `[WORKSPACE_BYTES]` uint8.
     workspace: Tensor,
     kind: sys::cudaDataType,
-    prepared: RefCell<HashMap<Product, LtProduct>>,
 }
 
 /// A product described for cublasLt, and its algorithms.
 #[derive(Debug)]
 struct LtProduct {
-    operation: sys::cublasLtMatmulDesc_t,
-    weight: sys::cublasLtMatrixLayout_t,
-    input: sys::cublasLtMatrixLayout_t,
-    output: sys::cublasLtMatrixLayout_t,
+    operation: Owned<sys::cublasLtMatmulDescOpaque_t>,
+    weight: Owned<sys::cublasLtMatrixLayoutOpaque_t>,
+    input: Owned<sys::cublasLtMatrixLayoutOpaque_t>,
+    output: Owned<sys::cublasLtMatrixLayoutOpaque_t>,
     algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
+}
+
+/// What cublasLt made, destroyed when dropped.
+#[derive(Debug)]
+struct Owned<T> {
+    handle: *mut T,
+    destroy: unsafe extern "C" fn(*mut T) -> sys::cublasStatus_t,
+}
+
+impl<T> Owned<T> {
+    /// # Safety
+    /// `create` writes what `destroy` destroys, unless it fails.
+    unsafe fn new(
+        create: impl FnOnce(*mut *mut T) -> sys::cublasStatus_t,
+        destroy: unsafe extern "C" fn(*mut T) -> sys::cublasStatus_t,
+    ) -> Result<Self, CublasError> {
+        let mut handle = ptr::null_mut();
+        create(&raw mut handle).result()?;
+        Ok(Self { handle, destroy })
+    }
+}
+
+impl<T> Drop for Owned<T> {
+    fn drop(&mut self) {
+        // SAFETY: created once and not used any more. An error while closing is of no use and ignored.
+        let _ = unsafe { (self.destroy)(self.handle) };
+    }
 }
 
 fn failed(error: CublasError) -> GpuError {
@@ -62,29 +92,31 @@ impl CublasLt {
     /// A handle for weights of `kind`.
     ///
     /// # Errors
-    /// [`GpuError::Failed`].
+    /// [`GpuError::Library`], [`GpuError::Failed`].
     pub fn new(stream: Arc<CudaStream>, kind: Kind, device: Device) -> Result<Self, GpuError> {
         let kind = match kind {
             Kind::Half => sys::cudaDataType_t::CUDA_R_16F,
             _ => sys::cudaDataType_t::CUDA_R_16BF,
         };
+        let functions = cublas_lt()?;
         let workspace = Tensor::zeros([WORKSPACE_BYTES], (Kind::Uint8, device));
         stream.context().bind_to_thread().map_err(GpuError::failed("entering its context"))?;
-        let handle = result::create_handle().map_err(failed)?;
-        Ok(Self { handle, stream, workspace, kind, prepared: RefCell::default() })
+        // SAFETY: the two functions are a pair.
+        let handle = unsafe { Owned::new(|handle| (functions.create)(handle), functions.destroy) }.map_err(failed)?;
+        Ok(Self { prepared: RefCell::default(), functions, handle, stream, workspace, kind })
     }
 
-    /// Whether cublasLt has such an algorithm for a product.
+    /// The number of algorithms that cublasLt recommends for a product.
     ///
     /// # Errors
-    /// [`GpuError::Failed`].
-    pub fn has(&self, product: Product, algorithm: usize) -> Result<bool, GpuError> {
+    /// [`GpuError::Failed`] for any error except that cublasLt does not support the product, for which it has none.
+    pub fn algorithms(&self, product: Product) -> Result<usize, GpuError> {
         let mut prepared = self.prepared.borrow_mut();
         let prepared = match prepared.entry(product) {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(unknown) => unknown.insert(self.prepare(product).map_err(failed)?),
         };
-        Ok(prepared.algorithms.len() > algorithm)
+        Ok(prepared.algorithms.len())
     }
 
     /// Computes `y = x·wᵀ` with one of the algorithms, or adds it to y: a product that is [`bare`](Product::bare).
@@ -98,7 +130,7 @@ impl CublasLt {
         algorithm: usize,
     ) -> Result<(), GpuError> {
         self.stream.context().bind_to_thread().map_err(GpuError::failed("entering its context"))?;
-        if !self.has(product, algorithm)? {
+        if self.algorithms(product)? <= algorithm {
             return Err(failed(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)));
         }
         let prepared = &self.prepared.borrow()[&product];
@@ -107,117 +139,119 @@ impl CublasLt {
         // SAFETY: the layouts are those of these tensors, which live on the device as long as the engine; scalars are read during
         // the call.
         let done = unsafe {
-            result::matmul(
-                self.handle,
-                prepared.operation,
+            (self.functions.matmul)(
+                self.handle.handle,
+                prepared.operation.handle,
                 (&raw const one).cast(),
-                (&raw const before).cast(),
                 address(w_mk) as *const c_void,
-                prepared.weight,
+                prepared.weight.handle,
                 address(x_nk) as *const c_void,
-                prepared.input,
+                prepared.input.handle,
+                (&raw const before).cast(),
                 y,
-                prepared.output,
+                prepared.output.handle,
                 y,
-                prepared.output,
+                prepared.output.handle,
                 &raw const prepared.algorithms[algorithm],
                 address(&self.workspace) as *mut c_void,
                 self.workspace.numel(),
                 self.stream.cu_stream().cast(),
             )
         };
-        done.map_err(failed)
+        done.result().map_err(failed)
     }
 
     /// cublasLt is column-major, so our rows are its columns: `y [M, N] = (w [K, M])ᵀ · x [K, N]`.
     fn prepare(&self, product: Product) -> Result<LtProduct, CublasError> {
         let Product { rows, outputs, inputs, written, .. } = product;
         let to = if written == WrittenSums::Float32 { sys::cudaDataType_t::CUDA_R_32F } else { self.kind };
-        let layout = |kind, height: i64, width: i64| {
-            result::create_matrix_layout(kind, height.unsigned_abs(), width.unsigned_abs(), height)
-        };
-        let operation =
-            result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F)?;
-        let transposed = 1i32; // CUBLAS_OP_T
-        // SAFETY: the descriptor was just made; the attribute is a number of this type.
-        unsafe {
-            result::set_matmul_desc_attribute(
-                operation,
-                sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
-                (&raw const transposed).cast(),
-                size_of_val(&transposed),
-            )?;
-        }
         let mut prepared = LtProduct {
-            operation,
-            weight: layout(self.kind, inputs, outputs)?,
-            input: layout(self.kind, inputs, rows)?,
-            output: layout(to, outputs, rows)?,
+            operation: self.operation()?,
+            weight: self.layout(self.kind, inputs, outputs)?,
+            input: self.layout(self.kind, inputs, rows)?,
+            output: self.layout(to, outputs, rows)?,
             algorithms: vec![],
         };
-        prepared.algorithms = self.algorithms(&prepared)?;
+        prepared.algorithms = self.recommended(&prepared)?;
         Ok(prepared)
     }
 
-    fn algorithms(&self, prepared: &LtProduct) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
-        let preference = result::create_matmul_pref()?;
+    /// The layout of a matrix without gaps between its columns.
+    fn layout(
+        &self,
+        kind: sys::cudaDataType,
+        height: i64,
+        width: i64,
+    ) -> Result<Owned<sys::cublasLtMatrixLayoutOpaque_t>, CublasError> {
+        let [rows, columns] = [height, width].map(i64::unsigned_abs);
+        let create = self.functions.create_layout;
+        // SAFETY: the two functions are a pair.
+        unsafe { Owned::new(|new| create(new, kind, rows, columns, height), self.functions.destroy_layout) }
+    }
+
+    /// The product of a transposed and a plain matrix, which is summed in float32.
+    fn operation(&self) -> Result<Owned<sys::cublasLtMatmulDescOpaque_t>, CublasError> {
+        let (compute, scale) = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F);
+        let create = self.functions.create_product;
+        // SAFETY: the two functions are a pair.
+        let new = unsafe { Owned::new(|new| create(new, compute, scale), self.functions.destroy_product) }?;
+        let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
+        let transposed = 1i32; // CUBLAS_OP_T
+        // SAFETY: the attribute is a number of this type.
+        unsafe {
+            let (value, size) = ((&raw const transposed).cast(), size_of_val(&transposed));
+            (self.functions.set_product)(new.handle, attribute, value, size).result()?;
+        }
+        Ok(new)
+    }
+
+    /// What algorithms may use, and which addresses they can rely on.
+    fn preference(&self) -> Result<Owned<sys::cublasLtMatmulPreferenceOpaque_t>, CublasError> {
+        let create = self.functions.create_preference;
+        // SAFETY: the two functions are a pair.
+        let new = unsafe { Owned::new(|new| create(new), self.functions.destroy_preference) }?;
+        let set = |attribute, value: *const c_void, size| {
+            // SAFETY: each attribute is a number of the size that is given with it.
+            unsafe { (self.functions.set_preference)(new.handle, attribute, value, size) }.result()
+        };
         let bytes = self.workspace.numel();
+        let workspace = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        set(workspace, (&raw const bytes).cast(), size_of_val(&bytes))?;
+        let reductions = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK;
+        set(reductions, (&raw const REDUCTIONS).cast(), size_of_val(&REDUCTIONS))?;
+        for attribute in ALIGNMENTS {
+            set(attribute, (&raw const ALIGNMENT).cast(), size_of_val(&ALIGNMENT))?;
+        }
+        Ok(new)
+    }
+
+    /// The algorithms that cublasLt recommends, best first; none if it does not support the product.
+    fn recommended(&self, prepared: &LtProduct) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
+        let preference = self.preference()?;
         let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(TRIED);
         let mut count = 0;
-        // SAFETY: all handles were just made; at most TRIED results are written, and `count` says how many.
+        // SAFETY: all handles exist; at most TRIED results are written, and `count` says how many.
         let asked = unsafe {
-            result::set_matmul_pref_attribute(
-                preference,
-                sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                (&raw const bytes).cast(),
-                size_of_val(&bytes),
-            )?;
-            result::set_matmul_pref_attribute(
-                preference,
-                sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                (&raw const REDUCTIONS).cast(),
-                size_of_val(&REDUCTIONS),
-            )?;
-            for attribute in ALIGNMENTS {
-                let (alignment, size) = ((&raw const ALIGNMENT).cast(), size_of_val(&ALIGNMENT));
-                result::set_matmul_pref_attribute(preference, attribute, alignment, size)?;
-            }
-            let asked = sys::cublasLtMatmulAlgoGetHeuristic(
-                self.handle,
-                prepared.operation,
-                prepared.weight,
-                prepared.input,
-                prepared.output,
-                prepared.output,
-                preference,
+            (self.functions.heuristic)(
+                self.handle.handle,
+                prepared.operation.handle,
+                prepared.weight.handle,
+                prepared.input.handle,
+                prepared.output.handle,
+                prepared.output.handle,
+                preference.handle,
                 TRIED as i32,
                 found.as_mut_ptr(),
                 &raw mut count,
-            );
-            result::destroy_matmul_pref(preference)?;
-            asked
+            )
         };
-        if asked.result().is_err() {
-            return Ok(vec![]); // none: the product has other implementations
+        if asked == sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED {
+            return Ok(vec![]);
         }
+        asked.result()?;
         // SAFETY: `count` results were written.
         unsafe { found.set_len(count.unsigned_abs() as usize) };
         found.retain(|one| one.state.result().is_ok());
         Ok(found.into_iter().map(|one| one.algo).collect())
-    }
-}
-
-impl Drop for CublasLt {
-    fn drop(&mut self) {
-        for (_, prepared) in self.prepared.borrow_mut().drain() {
-            // SAFETY: each was created once and is not used any more. Errors while closing are of no use and ignored.
-            unsafe {
-                let _ = result::destroy_matmul_desc(prepared.operation);
-                let layouts = [prepared.weight, prepared.input, prepared.output];
-                let _ = layouts.map(|layout| result::destroy_matrix_layout(layout));
-            }
-        }
-        // SAFETY: the handle was created once, and nothing uses it any more.
-        let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }

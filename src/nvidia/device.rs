@@ -1,14 +1,13 @@
 //! The GPU: whether a usable one is present, its context (shared with libtorch), and the stream that launches run on.
 #![expect(unsafe_code, reason = "CUDA's libraries are opened at run time, and its functions take raw addresses")]
 
-use std::path::Path;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaStream, result, sys};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
 use tch::{Device, Tensor};
 
 use super::error::GpuError;
-use super::libraries::{self, CUBLAS_LT};
+use super::libraries::{self, CUBLAS_LT, CublasLtFunctions};
 use super::nvrtc::Compiler;
 use crate::torch::{Accelerator, accelerator, bytes, memory};
 
@@ -44,34 +43,37 @@ pub fn check() -> Result<(), GpuError> {
         }
         Accelerator::CpuOnly(_) => return Err(GpuError::Accelerator { accelerator: accelerator::open().to_string() }),
     }
-    let folder = libraries::folder();
-    let _ = libraries::preload(CUBLAS_LT); // if this fails and the system has none either, it is reported below
-    let missing = |library| GpuError::Library { library, folder: folder.clone() };
-    // SAFETY: both only try to open a library by its name.
-    let there =
-        unsafe { [("libcuda.so.1", sys::is_culib_present()), (CUBLAS_LT, cudarc::cublaslt::sys::is_culib_present())] };
-    if let Some((library, _)) = there.into_iter().find(|(_, is_there)| !is_there) {
-        return Err(missing(library));
+    if !is_driver_there() {
+        return Err(GpuError::NoDriver);
     }
-    check_cublas_lt(cublas_lt_version(), &folder)?;
+    cublas_lt()?;
     Compiler::open(None)?;
     check_driver()
 }
 
-/// Checks cublasLt's version number, 10,000 · major + 100 · minor + patch. cudarc first asks the loader for the library without a
-/// version in its name, which may be another version.
-fn check_cublas_lt(version: usize, folder: &Path) -> Result<(), GpuError> {
-    if version / 10_000 == 13 {
-        return Ok(());
-    }
-    let found = format!("{}.{}", version / 10_000, version % 10_000 / 100);
-    Err(GpuError::CublasLt { found, folder: folder.into() })
+/// cublasLt's functions.
+///
+/// # Errors
+/// [`GpuError::Library`].
+pub(super) fn cublas_lt() -> Result<&'static CublasLtFunctions, GpuError> {
+    let missing =
+        |why: &String| GpuError::Library { library: CUBLAS_LT, folder: libraries::folder(), why: why.clone() };
+    libraries::cublas_lt().map_err(missing)
+}
+
+pub(super) fn cublas_lt_version() -> Result<usize, GpuError> {
+    // SAFETY: takes nothing and returns an integer.
+    Ok(unsafe { (cublas_lt()?.version)() })
+}
+
+fn is_driver_there() -> bool {
+    // SAFETY: only tries to open a library by its name.
+    unsafe { sys::is_culib_present() }
 }
 
 /// Checks that the driver is not too old. A missing driver is not an error here.
 fn check_driver() -> Result<(), GpuError> {
-    // SAFETY: only tries to open a library by its name.
-    if !unsafe { sys::is_culib_present() } {
+    if !is_driver_there() {
         return Ok(());
     }
     let driver = driver_version()?;
@@ -193,16 +195,6 @@ impl Gpu {
     }
 }
 
-/// Total and free bytes of a GPU, as the driver counts them: the memory of all processes is taken.
-///
-/// # Errors
-/// [`GpuError::Failed`].
-pub fn memory_of(index: usize) -> Result<(u64, u64), GpuError> {
-    let context = CudaContext::new(index).map_err(GpuError::failed("opening its context"))?;
-    let (free, total) = context.mem_get_info().map_err(GpuError::failed("asking for its free memory"))?;
-    Ok((total as u64, free as u64))
-}
-
 /// A tensor's address on the device.
 pub(super) fn address(tensor: &Tensor) -> u64 {
     debug_assert!(tensor.device().is_cuda() && tensor.is_contiguous(), "kernels read memory of the GPU in one piece");
@@ -223,12 +215,15 @@ pub(super) fn driver_version() -> Result<i32, GpuError> {
     let mut version = 0;
     // SAFETY: writes one integer.
     let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) }.result();
-    asked.map_err(GpuError::failed("asking for the driver's version")).map(|()| version)
+    asked.map(|()| version).map_err(of_version)
 }
 
-pub(super) fn cublas_lt_version() -> usize {
-    // SAFETY: takes nothing and returns an integer.
-    unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() }
+/// The first call of the driver: the toolkit's stub answers every call with this error.
+fn of_version(error: DriverError) -> GpuError {
+    match error.0 {
+        sys::cudaError_enum::CUDA_ERROR_STUB_LIBRARY => GpuError::Stub,
+        _ => GpuError::failed("asking for the driver's version")(error),
+    }
 }
 
 #[cfg(test)]
@@ -245,14 +240,14 @@ mod tests {
 
     #[test]
     fn what_is_in_the_way_is_told_with_what_to_do() {
-        let library = GpuError::Library { library: CUBLAS_LT, folder: "/x/lib".into() };
+        let library = GpuError::Library { library: CUBLAS_LT, folder: "/x/lib".into(), why: "no such file".into() };
         assert_eq!(
             library.to_string(),
-            "libcublasLt.so.13 is not in /x/lib and the system has none; `scripts/setup`, or torch installed by pip, brings it"
+            "libcublasLt.so.13 cannot be opened (no such file); expected it in /x/lib, where `scripts/setup`, or torch installed by pip, puts \
+             it, or in a folder that the loader searches"
         );
-        assert!(check_cublas_lt(130_100, Path::new("/x/lib")).is_ok());
-        let other = check_cublas_lt(120_902, Path::new("/x/lib")).unwrap_err().to_string();
-        assert!(other.starts_with("the loader finds cublasLt 12.9 first, and 13 is needed; take"), "{other}");
+        let stub = of_version(DriverError(sys::cudaError_enum::CUDA_ERROR_STUB_LIBRARY)).to_string();
+        assert!(stub.contains("take the folder that ends in /stubs out of LD_LIBRARY_PATH"), "{stub}");
         let old = GpuError::Driver { found: "12.4".into() };
         assert!(old.to_string().contains("12.4, and the kernels need 13.0"), "{old}");
     }

@@ -4,7 +4,6 @@ use std::path::PathBuf;
 
 use cudarc::driver::result::DriverError;
 
-use super::libraries::CUBLAS_LT;
 use super::nvrtc::CompileError;
 
 /// Why no GPU can be used here, or what failed on it.
@@ -28,23 +27,26 @@ pub enum GpuError {
         /// `12.4`, for example.
         found: String,
     },
+    /// The driver's library cannot be opened.
+    #[error("the loader finds no libcuda.so.1: NVIDIA's driver brings it, and a container gets it with `--gpus all`")]
+    NoDriver,
+    /// The toolkit's stand-in for the driver's library, with which programs are linked.
+    #[error(
+        "the loader finds the CUDA toolkit's stub of libcuda.so before the driver's library; take the folder that ends in /stubs \
+         out of LD_LIBRARY_PATH"
+    )]
+    Stub,
     /// A library of CUDA cannot be opened.
-    #[error("{library} is not in {} and the system has none; `scripts/setup`, or torch installed by pip, brings it", folder.display())]
+    #[error(
+        "{library} cannot be opened ({why}); expected it in {}, where `scripts/setup`, or torch installed by pip, puts it, or in a \
+         folder that the loader searches", folder.display()
+    )]
     Library {
         library: &'static str,
         /// The folder that was searched.
         folder: PathBuf,
-    },
-    /// A version of cublasLt other than 13.
-    #[error(
-        "the loader finds cublasLt {found} first, and 13 is needed; take that one out of LD_LIBRARY_PATH, or put {CUBLAS_LT} in {} \
-         (`scripts/setup`, or torch installed by pip, does)", folder.display()
-    )]
-    CublasLt {
-        /// `12.9`, for example.
-        found: String,
-        /// Folder that should hold version 13.
-        folder: PathBuf,
+        /// The loader's message.
+        why: String,
     },
     /// NVRTC is missing or does not compile a kernel.
     #[error(transparent)]
@@ -55,6 +57,13 @@ pub enum GpuError {
         name: String,
         /// `7.5`, for example.
         found: String,
+    },
+    /// A kernel cannot be launched, or one before it failed.
+    #[error("the GPU failed at {kernel} or at a kernel before it: {reason}")]
+    Launch {
+        kernel: &'static str,
+        /// The driver's error code.
+        reason: String,
     },
     /// A call of the driver or of cublasLt failed.
     #[error("{work} failed on the GPU: {reason}")]

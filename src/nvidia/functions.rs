@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::{Mutex, PoisonError};
 
-use cudarc::driver::{CudaFunction, CudaStream, sys};
+use cudarc::driver::{CudaFunction, CudaStream, DriverError, sys};
 use cudarc::nvrtc::Ptx;
 
 use super::choices::kernels_folder;
@@ -82,7 +82,10 @@ impl Functions {
         let launched = unsafe {
             sys::cuLaunchKernelEx(&raw const config, function.cu_function(), arguments.as_mut_ptr(), null_mut())
         };
-        launched.result().map_err(GpuError::failed(launch.kernel.name))
+        // The driver reports an error of an earlier kernel at any later call.
+        let failed =
+            |error: DriverError| GpuError::Launch { kernel: launch.kernel.name, reason: format!("{:?}", error.0) };
+        launched.result().map_err(failed)
     }
 
     /// The launch in the driver's form. Where the GPU can, a kernel of a step may start before the one before it has ended: these kernels

@@ -5,7 +5,7 @@ use tch::{Device, Kind};
 
 use crate::torch::Generator;
 
-use super::choices::{Choices, TimedProduct, TimedWay};
+use super::choices::{Choices, RefusedWay, TimedProduct, TimedWay};
 use super::cublas_lt::CublasLt;
 use super::device::Gpu;
 use super::error::GpuError;
@@ -69,15 +69,9 @@ impl Launcher {
     /// # Errors
     /// [`GpuError::Failed`].
     pub fn ways(&self, product: Product) -> Result<Vec<Way>, GpuError> {
-        let mut ways = vec![];
-        for way in product.ways() {
-            let is_there = match way {
-                Way::CublasLt { algorithm } => self.cublas_lt.has(product.bare(), algorithm)?,
-                _ => true,
-            };
-            ways.extend(is_there.then_some(way));
-        }
-        Ok(ways)
+        let algorithms = self.cublas_lt.algorithms(product.bare())?;
+        let is_there = |way: &Way| !matches!(way, Way::CublasLt { algorithm } if *algorithm >= algorithms);
+        Ok(product.ways().into_iter().filter(is_there).collect())
     }
 
     /// Computes a product with one of the available implementations.
@@ -115,7 +109,7 @@ impl Launcher {
             x_nk.shallow_clone().copy_(&Generator::seeded(0).normal_like(x_nk));
             self.gpu.wait_for_torch();
             let timed = self.timed_ways(&ways, needed, room)?;
-            self.choices.keep(product, timed);
+            self.choices.keep(timed);
             is_new = true;
         }
         if is_new {
@@ -124,12 +118,18 @@ impl Launcher {
         Ok(())
     }
 
-    fn timed_ways(&self, ways: &[Way], needed: &[Operands], room: &SplitRoom) -> Result<Vec<TimedWay>, GpuError> {
-        let timed = ways.iter().filter_map(|&way| match (way, self.timed(way, needed, room)) {
-            (Way::CublasLt { .. }, Err(_)) => None, // recommended by cublasLt, but refused: the own kernels remain
-            (_, timed) => Some(timed),
-        });
-        timed.collect()
+    fn timed_ways(&self, ways: &[Way], needed: &[Operands], room: &SplitRoom) -> Result<TimedProduct, GpuError> {
+        let mut timed = TimedProduct { product: needed[0].product(), ways: vec![], refused: vec![] };
+        for &way in ways {
+            match (way, self.timed(way, needed, room)) {
+                // Recommended by cublasLt, but refused: the own kernels remain.
+                (Way::CublasLt { .. }, Err(error)) => {
+                    timed.refused.push(RefusedWay { way, reason: error.to_string() });
+                }
+                (_, one) => timed.ways.push(one?),
+            }
+        }
+        Ok(timed)
     }
 
     /// Times one implementation in a CUDA graph, like a decoding step, so that the host's launch overhead does not count.

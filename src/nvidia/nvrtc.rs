@@ -1,16 +1,18 @@
 //! Compiles kernels with NVRTC, which needs no CUDA toolkit, headers or driver, and caches the binaries on disk.
 #![expect(unsafe_code, reason = "NVRTC is a C library that is opened at run time")]
 
-use std::ffi::{CStr, CString};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::ptr;
 
-use cudarc::nvrtc::{result, sys};
+use cudarc::nvrtc::result::NvrtcError;
+use cudarc::nvrtc::sys;
 use sha2::{Digest, Sha256};
 
 use super::kernels::{KernelDtype, Program};
-use super::libraries::{self, NVRTC};
+use super::libraries::{self, NVRTC, NvrtcFunctions};
 use crate::files;
 
 /// Why kernels could not be compiled.
@@ -19,18 +21,12 @@ pub enum CompileError {
     /// The library cannot be opened.
     #[error(
         "NVRTC, NVIDIA's compiler of kernels, cannot be opened ({why}); expected {NVRTC} in nvidia/cu13/lib beside torch/, where scripts/setup \
-         and PyTorch's own wheels for CUDA 13 put it"
+         and PyTorch's own wheels for CUDA 13 put it, or in a folder that the loader searches"
     )]
     Missing {
         /// The loader's message.
         why: String,
     },
-    /// A version other than 13.
-    #[error(
-        "the loader finds NVRTC {major}.{minor} first, and kernels are compiled by 13; take that one out of LD_LIBRARY_PATH, or put \
-         {NVRTC} in nvidia/cu13/lib beside torch/ (scripts/setup does)"
-    )]
-    Version { major: i32, minor: i32 },
     /// A kernel file that does not compile.
     #[error("{file} for {arch}: NVRTC says {code}\n{log}")]
     Refused {
@@ -54,6 +50,7 @@ const OPTIONS: [&str; 2] = ["--std=c++17", "--ptxas-options=-v"];
 /// NVRTC and the cache of compiled kernels.
 #[derive(Debug)]
 pub struct Compiler {
+    nvrtc: &'static NvrtcFunctions,
     version: (i32, i32),
     folder: Option<PathBuf>,
 }
@@ -84,26 +81,13 @@ impl Compiler {
     /// given.
     ///
     /// # Errors
-    /// [`CompileError::Missing`], [`CompileError::Version`].
+    /// [`CompileError::Missing`].
     pub fn open(folder: Option<PathBuf>) -> Result<Self, CompileError> {
-        let beside = libraries::folder();
-        let opened = match beside.join(NVRTC).exists() {
-            true => {
-                let builtins = libraries::nvrtc_builtins(&beside);
-                builtins.iter().map(String::as_str).chain([NVRTC]).try_for_each(libraries::preload)
-            }
-            false => Err("it is not beside libtorch".to_owned()),
-        };
-        // SAFETY: only tries to open the library.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(CompileError::Missing {
-                why: opened.err().unwrap_or_else(|| "the loader does not find it".into()),
-            });
-        }
-        let (mut major, mut minor) = (0, 0);
+        let nvrtc = libraries::nvrtc().map_err(|why| CompileError::Missing { why: why.clone() })?;
+        let mut version = (0, 0);
         // SAFETY: writes two integers.
-        let _ = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
-        Ok(Self { version: check_version((major, minor))?, folder })
+        let _ = unsafe { (nvrtc.version)(&raw mut version.0, &raw mut version.1) };
+        Ok(Self { nvrtc, version, folder })
     }
 
     /// The library's version.
@@ -124,15 +108,33 @@ impl Compiler {
     ) -> Result<Compiled, CompileError> {
         let source = program.source(element, head_size);
         let Some(folder) = &self.folder else {
-            return compile(program.file(), &source, arch);
+            return self.compiled(program.file(), &source, arch);
         };
         let path = folder.join(self.name(program, &source, arch));
         if let Some(kept) = read(&path) {
             return Ok(kept);
         }
-        let compiled = compile(program.file(), &source, arch)?;
+        let compiled = self.compiled(program.file(), &source, arch)?;
         write(&path, &compiled).map_err(|source| CompileError::Cache { path, source })?;
         Ok(compiled)
+    }
+
+    fn compiled(&self, file: &'static str, source: &str, arch: &str) -> Result<Compiled, CompileError> {
+        let text = |text: &str| CString::new(text).expect("sources and options have no zero bytes");
+        let refused = |code: NvrtcError, log: String| CompileError::Refused {
+            file,
+            arch: arch.to_owned(),
+            code: format!("{:?}", code.0),
+            log,
+        };
+        let source =
+            Source::new(self.nvrtc, [text(source), text(file)]).map_err(|code| refused(code, String::new()))?;
+        let for_arch = format!("--gpu-architecture={arch}");
+        let options: Vec<CString> = [&*for_arch].into_iter().chain(OPTIONS).map(text).collect();
+        let compiled = source.compile(&options);
+        let log = source.log();
+        let cubin = compiled.and_then(|()| source.cubin()).map_err(|code| refused(code, log.clone()))?;
+        Ok(Compiled { cubin, log })
     }
 
     /// The cache file's name: a hash of everything that the compiled code depends on.
@@ -144,58 +146,64 @@ impl Compiler {
     }
 }
 
-/// cudarc first asks the loader for the library without a version in its name: unless ours is already open, that may be any
-/// version.
-fn check_version((major, minor): (i32, i32)) -> Result<(i32, i32), CompileError> {
-    if major == 13 { Ok((major, minor)) } else { Err(CompileError::Version { major, minor }) }
+/// A program that NVRTC compiles, destroyed when dropped.
+struct Source {
+    nvrtc: &'static NvrtcFunctions,
+    handle: sys::nvrtcProgram,
+    /// The text and the file's name, to which NVRTC may refer.
+    texts: [CString; 2],
 }
 
-fn compile(file: &'static str, source: &str, arch: &str) -> Result<Compiled, CompileError> {
-    let text = |text: &str| CString::new(text).expect("sources have no zero bytes");
-    let (source, name) = (text(source), text(file));
-    let refused = |code: result::NvrtcError, log: String| CompileError::Refused {
-        file,
-        arch: arch.to_owned(),
-        code: format!("{:?}", code.0),
-        log,
-    };
-    let program = result::create_program(&source, Some(&name)).map_err(|code| refused(code, String::new()))?;
-    let options: Vec<String> =
-        [format!("--gpu-architecture={arch}")].into_iter().chain(OPTIONS.map(str::to_owned)).collect();
-    // SAFETY: the program was just made and is destroyed below; source and name live longer.
-    let (compiled, log) = unsafe { (result::compile_program(program, &options), log(program)) };
-    let cubin = compiled.map_err(|code| refused(code, log.clone())).and_then(|()| {
-        // SAFETY: as above, and the program is compiled.
-        unsafe { cubin(program) }.map_err(|code| refused(code, log.clone()))
-    });
-    // SAFETY: the program is not used any more.
-    let _ = unsafe { result::destroy_program(program) };
-    Ok(Compiled { cubin: cubin?, log })
+impl Drop for Source {
+    fn drop(&mut self) {
+        // SAFETY: null, which is refused, or made once, by `new`, and not used any more.
+        let _ = unsafe { (self.nvrtc.destroy)(&raw mut self.handle) };
+    }
 }
 
-/// The compiler's log.
-///
-/// # Safety
-/// The program exists.
-unsafe fn log(program: sys::nvrtcProgram) -> String {
-    // SAFETY: by contract.
-    let Ok(log) = (unsafe { result::get_program_log(program) }) else { return String::new() };
-    let bytes: Vec<u8> = log.into_iter().flat_map(std::ffi::c_char::to_ne_bytes).collect();
-    CStr::from_bytes_until_nul(&bytes).map_or_else(|_| String::new(), |log| log.to_string_lossy().into_owned())
-}
+impl Source {
+    fn new(nvrtc: &'static NvrtcFunctions, texts: [CString; 2]) -> Result<Self, NvrtcError> {
+        let mut new = Self { nvrtc, handle: ptr::null_mut(), texts };
+        let ([text, name], none) = (new.texts.each_ref().map(|text| text.as_ptr()), ptr::null());
+        // SAFETY: both strings live as long as the program; there are no headers.
+        unsafe { (nvrtc.create)(&raw mut new.handle, text, name, 0, none, none) }.result()?;
+        Ok(new)
+    }
 
-/// The compiled machine code.
-///
-/// # Safety
-/// The program is compiled.
-unsafe fn cubin(program: sys::nvrtcProgram) -> Result<Vec<u8>, result::NvrtcError> {
-    let mut bytes = 0;
-    // SAFETY: by contract; writes one integer.
-    unsafe { sys::nvrtcGetCUBINSize(program, &raw mut bytes) }.result()?;
-    let mut cubin = vec![0u8; bytes];
-    // SAFETY: by contract; the buffer has the size that NVRTC reported.
-    unsafe { sys::nvrtcGetCUBIN(program, cubin.as_mut_ptr().cast()) }.result()?;
-    Ok(cubin)
+    fn compile(&self, options: &[CString]) -> Result<(), NvrtcError> {
+        let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        // SAFETY: the program exists, and the options live during the call.
+        unsafe { (self.nvrtc.compile)(self.handle, options.len() as c_int, options.as_ptr()) }.result()
+    }
+
+    /// The compiler's log.
+    fn log(&self) -> String {
+        // SAFETY: both functions are given this program, and the second writes as many bytes as the first says.
+        let log = unsafe { self.bytes(self.nvrtc.log_size, self.nvrtc.log) }.unwrap_or_default();
+        CStr::from_bytes_until_nul(&log).map_or_else(|_| String::new(), |log| log.to_string_lossy().into_owned())
+    }
+
+    /// The compiled machine code.
+    fn cubin(&self) -> Result<Vec<u8>, NvrtcError> {
+        // SAFETY: as in `log`.
+        unsafe { self.bytes(self.nvrtc.cubin_size, self.nvrtc.cubin) }
+    }
+
+    /// # Safety
+    /// `get` writes as many bytes as `size` says.
+    unsafe fn bytes(
+        &self,
+        size: unsafe extern "C" fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
+        get: unsafe extern "C" fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult,
+    ) -> Result<Vec<u8>, NvrtcError> {
+        let mut count = 0;
+        // SAFETY: by contract; writes one integer.
+        unsafe { size(self.handle, &raw mut count) }.result()?;
+        let mut bytes = vec![0u8; count];
+        // SAFETY: by contract; the buffer has this size.
+        unsafe { get(self.handle, bytes.as_mut_ptr().cast()) }.result()?;
+        Ok(bytes)
+    }
 }
 
 /// Reads a cache file; `None` if it is missing or damaged.
@@ -245,16 +253,6 @@ fn before(line: &str, words: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn another_version_is_refused_by_its_name() {
-        assert!(check_version((13, 0)).is_ok());
-        let error = check_version((12, 8)).unwrap_err().to_string();
-        assert!(
-            error.starts_with("the loader finds NVRTC 12.8 first, and kernels are compiled by 13; take"),
-            "{error}"
-        );
-    }
 
     #[test]
     fn the_log_tells_what_each_kernel_takes() {

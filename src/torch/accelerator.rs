@@ -2,13 +2,16 @@
 //!
 //! The binary links libtorch_cpu only. libtorch_cuda registers its kernels from static initialisers, so opening it is
 //! enough. libtorch caches its first answer about CUDA, so [`open`] has to run before any other call that asks for it.
-#![expect(unsafe_code, reason = "opening a shared library runs its initialisers")]
+#![expect(unsafe_code, reason = "opens a shared library, whose initialisers run, and calls C++ functions of libtorch")]
 
+use std::ffi::c_void;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use tch::{Device, Kind, Tensor};
+use tch::Device;
+
+use super::cuda_runtime;
 
 /// State of libtorch's CUDA half in this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,6 +38,7 @@ impl fmt::Display for Accelerator {
 pub fn open() -> &'static Accelerator {
     static ACCELERATOR: OnceLock<Accelerator> = OnceLock::new();
     ACCELERATOR.get_or_init(|| {
+        turn_off_cudnn_attention();
         if is_off() {
             return Accelerator::CpuOnly("switched off by MEDUSA_CUDA".into());
         }
@@ -48,15 +52,23 @@ pub fn open() -> &'static Accelerator {
     })
 }
 
-/// Whether a device is an NVIDIA GPU of compute capability 8.0 (Ampere) or higher: only those store the product of bfloat16 matrices in
-/// float32, which this tries on the first device that it is asked about. A process uses one.
+unsafe extern "C" {
+    #[link_name = "_ZN2at13globalContextEv"]
+    fn global_context() -> *mut c_void;
+    #[link_name = "_ZN2at7Context14setSDPUseCuDNNEb"]
+    fn set_cudnn_attention(context: *mut c_void, is_on: bool);
+}
+
+/// Leaves scaled dot product attention to libtorch's other kernels. On Hopper libtorch prefers cuDNN's, which builds a plan of tens of
+/// milliseconds for each new length of the keys, and a decoding loop has a new length at every step.
+fn turn_off_cudnn_attention() {
+    // SAFETY: the context lives as long as the process, and the second function is its method.
+    unsafe { set_cudnn_attention(global_context(), false) };
+}
+
+/// Whether a device is an NVIDIA GPU of compute capability 8.0 (Ampere) or higher.
 pub fn is_ampere(device: Device) -> bool {
-    static IS_AMPERE: OnceLock<bool> = OnceLock::new();
-    let stores_float32 = || {
-        let matrix = Tensor::zeros([16, 16], (Kind::BFloat16, device));
-        matrix.f_mm_dtype(&matrix, Kind::Float).is_ok()
-    };
-    device.is_cuda() && *IS_AMPERE.get_or_init(stores_float32)
+    matches!(device, Device::Cuda(index) if cuda_runtime::capability(index).is_ok_and(|capability| capability >= (8, 0)))
 }
 
 /// Whether `MEDUSA_CUDA` switches CUDA off.
@@ -107,5 +119,22 @@ fn chain(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(source) => format!("{error}: {}", chain(source)),
         None => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    unsafe extern "C" {
+        #[link_name = "_ZNK2at7Context19userEnabledCuDNNSDPEv"]
+        fn is_cudnn_attention_on(context: *const c_void) -> bool;
+    }
+
+    #[test]
+    fn attention_is_not_cudnns() {
+        open();
+        // SAFETY: the context lives as long as the process, and the function is its method.
+        assert!(!unsafe { is_cudnn_attention_on(global_context()) });
     }
 }

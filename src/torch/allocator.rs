@@ -1,5 +1,5 @@
 //! Figures of libtorch's caching allocator on a GPU, as `torch.cuda.memory_stats()` has them. tch and libtorch's C functions lack them: they
-//! are a virtual C++ method, called here through the table of libtorch 2.11.0.
+//! are a virtual C++ method, called here through the table of libtorch 2.11.
 #![expect(unsafe_code, reason = "calls a virtual method of a C++ object")]
 
 use std::ffi::c_void;
@@ -46,11 +46,16 @@ const _: () = assert!(size_of::<DeviceStats>() == STATS_BYTES);
 /// `c10::DeviceType::CUDA`.
 static CUDA: i8 = 1;
 
-/// Place of `c10::DeviceAllocator::getDeviceStats` in the table of virtual methods: after two destructors, four methods of
-/// `c10::Allocator`, and `initialized`, `emptyCache` and `recordStream`.
+/// Places in the table of virtual methods of `c10::DeviceAllocator`: `initialized` comes after two destructors and four methods of
+/// `c10::Allocator`, and `getDeviceStats` after `emptyCache` and `recordStream`.
+const INITIALIZED: usize = 6;
 const GET_DEVICE_STATS: usize = 9;
 const METHODS: usize = 12;
 
+/// Major and minor version of the libtorch that has this table, as `TORCH_ABI_VERSION` begins.
+const ABI: u64 = 2 << 8 | 11;
+
+type Initialized = unsafe extern "C" fn(allocator: *const CppAllocator) -> bool;
 type GetDeviceStats = unsafe extern "C" fn(allocator: *const CppAllocator, index: i8) -> DeviceStats;
 
 /// A `c10::DeviceAllocator`: begins with the address of its table.
@@ -62,25 +67,34 @@ struct CppAllocator {
 unsafe extern "C" {
     #[link_name = "_ZN3c1012GetAllocatorERKNS_10DeviceTypeE"]
     fn get_allocator(device_type: *const i8) -> *const CppAllocator;
+    fn aoti_torch_abi_version() -> u64;
 }
 
-/// What libtorch's tensors take on a GPU; `None` on the CPU.
+/// What libtorch's tensors take on a GPU; `None` on the CPU, on a GPU that libtorch does not see or has not used yet, and in another
+/// version of libtorch.
 pub fn allocated(device: Device) -> Option<AllocatedMemory> {
     let Device::Cuda(index) = device else { return None };
-    // SAFETY: tensors of a GPU exist only after libtorch_cuda has registered its allocator, which lives as long as the process.
+    let is_there = i64::try_from(index).is_ok_and(|index| index < tch::Cuda::device_count());
+    // SAFETY: takes nothing and returns a number.
+    if !is_there || unsafe { aoti_torch_abi_version() } >> 48 != ABI {
+        return None;
+    }
+    // SAFETY: libtorch sees the GPU, so libtorch_cuda has registered its allocator, of this version, which lives as long as the process.
     unsafe { figures(get_allocator(&raw const CUDA), i8::try_from(index).ok()?) }
 }
 
 /// # Safety
-/// `allocator` is null or a `c10::DeviceAllocator` of libtorch 2.11.0.
+/// `allocator` is null or a `c10::DeviceAllocator` of libtorch 2.11, and it has the device if it is initialized.
 unsafe fn figures(allocator: *const CppAllocator, index: i8) -> Option<AllocatedMemory> {
     if allocator.is_null() {
         return None;
     }
-    // SAFETY: the table has at least METHODS entries, and this one has this type.
+    // SAFETY: the table has at least METHODS entries, and these two have these types.
     let stats = unsafe {
-        let method = (*(*allocator).table)[GET_DEVICE_STATS];
-        std::mem::transmute::<*const c_void, GetDeviceStats>(method)(allocator, index)
+        let table = *(*allocator).table;
+        let initialized = std::mem::transmute::<*const c_void, Initialized>(table[INITIALIZED]);
+        let get_device_stats = std::mem::transmute::<*const c_void, GetDeviceStats>(table[GET_DEVICE_STATS]);
+        initialized(allocator).then(|| get_device_stats(allocator, index))?
     };
     let [allocated, reserved] = [stats.allocated_bytes[0], stats.reserved_bytes[0]];
     let bytes = |count: i64| u64::try_from(count).ok();
@@ -93,26 +107,67 @@ unsafe fn figures(allocator: *const CppAllocator, index: i8) -> Option<Allocated
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
+    use crate::torch::accelerator::libtorch_folder;
 
-    const STAT: Stat = Stat { current: 0, peak: 0, allocated: 0, freed: 0 };
+    /// An allocator of libtorch's own headers, with figures of its own.
+    const ALLOCATOR: &str = r#"
+#include <c10/core/CachingDeviceAllocator.h>
+struct Fixed : c10::DeviceAllocator {
+    bool is_ready = false;
+    c10::DataPtr allocate(size_t) override { return {}; }
+    void copy_data(void*, const void*, size_t) const override {}
+    bool initialized() override { return is_ready; }
+    void emptyCache(c10::MempoolId_t) override {}
+    void recordStream(const c10::DataPtr&, c10::Stream) override {}
+    c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+        c10::CachingDeviceAllocator::DeviceStats stats;
+        stats.allocated_bytes[0].increase(10 * device);
+        stats.allocated_bytes[0].decrease(9 * device);
+        stats.reserved_bytes[0].increase(100 * device);
+        return stats;
+    }
+    void resetAccumulatedStats(c10::DeviceIndex) override {}
+    void resetPeakStats(c10::DeviceIndex) override {}
+};
+extern "C" void* fixed_allocator(bool is_ready) {
+    auto* fixed = new Fixed;
+    fixed->is_ready = is_ready;
+    return static_cast<c10::DeviceAllocator*>(fixed);
+}
+"#;
 
-    /// As the compiler of libtorch lays out a method that returns a large struct.
-    unsafe extern "C" fn get_device_stats(_: *const CppAllocator, index: i8) -> DeviceStats {
-        let stat = |current: i64| [Stat { current, peak: 10 * current, allocated: 0, freed: 0 }, STAT, STAT];
-        let (allocated_bytes, reserved_bytes) = (stat(i64::from(index)), stat(i64::from(index) + 1));
-        DeviceStats { counts: [[STAT; 3]; 4], allocated_bytes, reserved_bytes, others: [7; 50] }
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn figures_are_read_from_an_allocator_of_libtorchs_headers() {
+        let folder = tempfile::tempdir().unwrap();
+        let [source, library] = ["fixed.cpp", "libfixed.so"].map(|name| folder.path().join(name));
+        crate::files::write_atomic(&source, |out| std::io::Write::write_all(out, ALLOCATOR.as_bytes())).unwrap();
+        let torch = libtorch_folder().unwrap();
+        let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
+        let mut build = Command::new(compiler);
+        build.args(["-std=c++20", "-w", "-shared", "-fPIC", "-o"]).args([&library, &source]);
+        build.arg("-I").arg(torch.join("../include")).arg("-L").arg(&torch).arg("-lc10");
+        let built = build.output().unwrap();
+        assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+        // SAFETY: the library has no initialisers of its own, and the function has this type; its objects are never freed.
+        let figures_of = |is_ready: bool| unsafe {
+            let library = libloading::Library::new(&library).unwrap();
+            let new = library.get::<unsafe extern "C" fn(bool) -> *const CppAllocator>(b"fixed_allocator").unwrap();
+            let read = figures(new(is_ready), 3);
+            std::mem::forget(library);
+            read
+        };
+        let expected = AllocatedMemory { current_bytes: 3, peak_bytes: 30, reserved_peak_bytes: 300 };
+        assert_eq!((figures_of(true), figures_of(false)), (Some(expected), None));
     }
 
     #[test]
-    fn figures_are_read_through_the_table_of_methods() {
-        let mut table = [std::ptr::null(); METHODS];
-        table[GET_DEVICE_STATS] = get_device_stats as *const c_void;
-        let allocator = CppAllocator { table: &raw const table };
-        // SAFETY: the allocator has the table of one.
-        let figures = unsafe { figures(&raw const allocator, 3) };
-        let expected = AllocatedMemory { current_bytes: 3, peak_bytes: 30, reserved_peak_bytes: 40 };
-        assert_eq!(figures, Some(expected));
+    fn the_table_is_that_of_this_libtorch() {
+        // SAFETY: takes nothing and returns a number.
+        assert_eq!(unsafe { aoti_torch_abi_version() } >> 48, ABI);
     }
 
     #[test]

@@ -49,7 +49,7 @@ pub fn runs_on(queries: &Tensor) -> bool {
 /// Queries are `[N, Q, D]`, keys and values `[N, G, D]`; returns `[N, Q, D]`.
 ///
 /// # Panics
-/// If the operator fails. libtorch has printed why; if memory is short, the panic is libtorch's.
+/// As libtorch's operations do if it fails, for [`guard`](super::guard()) to catch. libtorch has printed why.
 pub fn attend([q_nqd, k_ngd, v_ngd]: [&Tensor; 3], segments: &Segments, window: Option<i64>, scale: f64) -> Tensor {
     let (bounds, longest) = (Operand::Tensor(&segments.bounds), Operand::Int(segments.longest));
     let behind = Operand::Int(window.map_or(-1, |window| window - 1));
@@ -73,8 +73,9 @@ pub fn attend([q_nqd, k_ngd, v_ngd]: [&Tensor; 3], segments: &Segments, window: 
     // SAFETY: the arguments of the schema in libtorch 2.11, which the emulation's kernel unpacks; it returns five tensors.
     let results = unsafe { dispatcher::call::<5>(c"aten::_flash_attention_forward", &arguments) };
     let Some([out_nqd, ..]) = results else {
-        drop(q_nqd.empty_like()); // as large as the operator's output: fails with libtorch's error if memory is short
-        panic!("libtorch's flash attention of {q_nqd:?} failed");
+        // Room for the output and for what is kept beside it: fails with libtorch's own error if memory is still too short.
+        drop([q_nqd.empty_like(), q_nqd.empty_like()]);
+        super::raise(&format!("libtorch's flash attention of {q_nqd:?} failed, for the reason that it printed above"));
     };
     out_nqd
 }

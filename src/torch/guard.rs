@@ -18,6 +18,8 @@ pub struct TorchPanic {
 
 /// tch unwraps its `Result`s: `called … value: Torch("message\nException raised from …`.
 const OF_LIBTORCH: &str = "Torch(\"";
+/// Of libtorch's allocator for GPUs, of that for CPUs, and of CUDA's driver, which our kernels call.
+const OUT_OF_MEMORY: [&str; 3] = ["out of memory", "can't allocate memory", "CUDA_ERROR_OUT_OF_MEMORY"];
 
 /// Runs `body`; an error of libtorch in it becomes an error that names `work`.
 ///
@@ -30,7 +32,7 @@ pub fn guard<T>(work: &str, body: impl FnOnce() -> T) -> Result<T, TorchPanic> {
     panics::expecting(|_, message| message.contains(OF_LIBTORCH), body).map_err(|message| {
         let text = message.split_once(OF_LIBTORCH).map_or("", |(_, text)| text);
         let reason = text.split("\\n").next().unwrap_or_default().to_owned();
-        let out_of_memory = text.contains("out of memory") || text.contains("can't allocate memory");
+        let out_of_memory = OUT_OF_MEMORY.iter().any(|words| text.contains(words));
         TorchPanic { work: work.into(), reason, out_of_memory }
     })
 }
@@ -70,6 +72,8 @@ mod tests {
     fn an_error_of_a_kernel_is_as_one_of_libtorch() {
         let error = guard("the update", || raise("adamw failed on the GPU: CUDA_ERROR_ILLEGAL_ADDRESS")).unwrap_err();
         assert_eq!(error.to_string(), "the update failed: adamw failed on the GPU: CUDA_ERROR_ILLEGAL_ADDRESS");
+        let short = guard("the update", || raise("adamw failed on the GPU: CUDA_ERROR_OUT_OF_MEMORY")).unwrap_err();
+        assert!(short.out_of_memory, "{short}");
     }
 
     #[test]

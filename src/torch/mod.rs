@@ -12,6 +12,7 @@ pub mod accelerator;
 pub mod allocator;
 pub mod bytes;
 mod cgroup;
+pub mod cuda_runtime;
 mod dispatcher;
 pub mod dropout;
 pub mod flash_attention;

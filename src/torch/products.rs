@@ -39,7 +39,7 @@ impl Float32Products {
         };
     }
 
-    /// `x·Wᵀ` in float32, plus `y·Uᵀ` if those are given. [`Self::Cast`] adds before it casts.
+    /// `x·Wᵀ` in float32, plus `y·Uᵀ` if those are given. [`Self::Cast`] rounds once: it adds in 16 bits and casts the sum.
     pub fn linear(self, x: [&Tensor; 2], y: Option<[&Tensor; 2]>) -> Tensor {
         let [x_ni, weight_oi] = x;
         match self {

@@ -1,6 +1,6 @@
 //! Rehearses on the CPU what a GPU would launch. A thread that rehearses takes the code paths of a GPU, and where these launch a kernel
 //! of ours, its oracle runs in the kernel's place and is counted as one launch: tests/launches.rs counts a training step on a machine
-//! without a GPU.
+//! without a GPU. On other threads it costs one read of a thread-local variable for each of these places.
 
 use std::cell::{Cell, RefCell};
 
@@ -24,9 +24,17 @@ pub fn in_place_of<T>(names: &[&'static str], oracle: impl FnOnce() -> T) -> T {
     let counts =
         LAUNCHES.with_borrow_mut(|launches| launches.as_mut().map(|launches| launches.extend(names)).is_some());
     INSIDE.set(counts);
-    let computed = oracle();
-    INSIDE.set(false);
-    computed
+    let _outside_again = OutsideAgain; // also if the oracle panics with an error of libtorch, which `guard` catches
+    oracle()
+}
+
+/// Ends the oracle's part when it is dropped.
+struct OutsideAgain;
+
+impl Drop for OutsideAgain {
+    fn drop(&mut self) {
+        INSIDE.set(false);
+    }
 }
 
 /// Whether this thread computes an oracle in a kernel's place.
@@ -55,5 +63,7 @@ mod tests {
         begin();
         assert_eq!((oracle(), is_in_place(), is_gpu(Device::Cpu)), ((true, true), false, true));
         assert_eq!(launches(), ["a", "b"]);
+        let failed = super::super::guard("the oracle", || in_place_of(&["d"], || super::super::raise("no memory")));
+        assert!(failed.is_err() && !is_in_place());
     }
 }

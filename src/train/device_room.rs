@@ -6,9 +6,8 @@ use serde::Serialize;
 use tch::Device;
 
 use crate::model::quantization::Quantization;
-use crate::nvidia::device::memory_of;
-use crate::torch::memory;
 use crate::torch::optim::OptimizerName;
+use crate::torch::{cuda_runtime, memory};
 use crate::train::plan::{BackboneTraining, TrainPlan};
 
 /// The memory of the device that a run computes on: of a GPU, or of the machine or its container.
@@ -31,7 +30,7 @@ impl DeviceRoom {
     /// The room on `device`; `None` if the system does not say.
     pub fn of(device: Device) -> Option<Self> {
         let (total_bytes, free_bytes) = match device {
-            Device::Cuda(index) => memory_of(index).ok()?,
+            Device::Cuda(index) => cuda_runtime::memory(index).ok()?,
             _ => memory::machine()?,
         };
         Some(Self { total_bytes, free_bytes })

@@ -60,9 +60,17 @@ pub(crate) fn emulated<T>(body: impl FnOnce() -> T) -> T {
         }
     });
     IS_ON.set(true);
-    let result = body();
-    IS_ON.set(false);
-    result
+    let _off_again = OffAgain;
+    body()
+}
+
+/// Ends the emulation when it is dropped, also by a panic.
+struct OffAgain;
+
+impl Drop for OffAgain {
+    fn drop(&mut self) {
+        IS_ON.set(false);
+    }
 }
 
 /// The arguments of a kernel; each is read once.
