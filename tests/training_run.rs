@@ -828,6 +828,28 @@ fn kept_hidden_states_train_the_same_heads_and_serve_the_next_run() {
     assert!(!small.path("run").exists(), "a run that could not begin leaves nothing behind");
 }
 
+#[test]
+fn validation_rows_that_are_the_training_rows_share_their_hidden_states() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "max_length = 40", "max_length = 40\npacking = false");
+    small.edit("recipe.toml", "validation.jsonl", "rows.jsonl");
+    small.train(&[]).succeeded();
+    let heads = || small.bytes("run/final/heads.safetensors");
+    let (expected, losses) = (heads(), metrics(&small, "run"));
+    keep_hidden_states(&small);
+    for found in ["0 of 12 rows", "12 of 12 rows"] {
+        fs::remove_dir_all(small.path("run")).expect("a folder to remove");
+        let ended = small.train(&[]).succeeded();
+        assert!(ended.stderr.contains(&format!("hidden states of {found}")), "{}", ended.stderr);
+        assert_eq!(small.names("states").len(), 1);
+        assert!(heads() == expected, "{found}");
+        assert_eq!(numbers(&metrics(&small, "run")), numbers(&losses), "{found}");
+    }
+    small.edit("recipe.toml", "epochs = 8", "epochs = 9");
+    let resumed = small.train(&["--resume"]).succeeded();
+    assert!(resumed.stderr.contains("hidden states of 12 of 12 rows"), "{}", resumed.stderr);
+}
+
 /// In Medusa-1 with a cache of the hidden states, whose file also has the teacher's positions.
 #[test]
 fn soft_targets_on_unlabelled_positions_train_the_same_heads_from_kept_hidden_states() {

@@ -8,13 +8,14 @@ use tch::{Kind, Tensor};
 use crate::draft::medusa::fused_loss::{HeadPass, OutputLayer, distillation_loss, head_loss};
 use crate::draft::medusa::heads::{HeadDropout, Heads};
 use crate::dtype::Dtype;
+use crate::formats::metrics::MetricsSplit;
 use crate::model::attention::RowMask;
 use crate::model::backward::Tape;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::train::fed_batch::DeviceBatch;
 use crate::train::feed::BatchMaker;
-use crate::train::hidden_states::{HiddenStatesError, KeptStates, hidden_states, of_every_position};
+use crate::train::hidden_states::{HiddenStatesError, KeptStates, StatesReader, hidden_states, of_every_position};
 use crate::train::plan::TrainPlan;
 use crate::train::state::TrainState;
 
@@ -23,7 +24,6 @@ use crate::train::state::TrainState;
 pub struct TrainingBackbone<'r> {
     backbone: &'r Llama,
     plan: &'r TrainPlan,
-    /// The caches of a frozen backbone's hidden states, if the plan has them.
     kept: StatesCaches<'r>,
 }
 
@@ -32,13 +32,34 @@ pub struct TrainingBackbone<'r> {
 pub struct StatesCaches<'r> {
     /// Of the training rows.
     pub train: Option<KeptStates<'r>>,
-    /// Of the validation rows.
-    pub validation: Option<KeptStates<'r>>,
+    pub validation: ValidationCache<'r>,
+}
+
+/// The cache of the validation rows.
+#[derive(Debug, Default)]
+pub enum ValidationCache<'r> {
+    #[default]
+    Off,
+    /// The validation rows are the training rows: both use one file.
+    OfTrain,
+    Own(KeptStates<'r>),
 }
 
 impl<'r> StatesCaches<'r> {
-    fn each(&mut self) -> impl Iterator<Item = &mut KeptStates<'r>> {
-        self.train.iter_mut().chain(&mut self.validation)
+    fn each(&mut self) -> impl Iterator<Item = (MetricsSplit, &mut KeptStates<'r>)> {
+        let validation = match &mut self.validation {
+            ValidationCache::Own(kept) => Some((MetricsSplit::Validation, kept)),
+            ValidationCache::Off | ValidationCache::OfTrain => None,
+        };
+        self.train.iter_mut().map(|kept| (MetricsSplit::Train, kept)).chain(validation)
+    }
+
+    fn of(&mut self, split: MetricsSplit) -> Option<&mut KeptStates<'r>> {
+        match (split, &mut self.validation) {
+            (MetricsSplit::Train, _) | (MetricsSplit::Validation, ValidationCache::OfTrain) => self.train.as_mut(),
+            (MetricsSplit::Validation, ValidationCache::Own(kept)) => Some(kept),
+            (MetricsSplit::Validation, ValidationCache::Off) => None,
+        }
     }
 }
 
@@ -95,11 +116,11 @@ impl<'r> TrainingBackbone<'r> {
         Dtype::of(self.backbone.kind())
     }
 
-    /// Makes batches for this backbone and `heads`; reads cached states of the training rows, or of those of the validation.
-    pub fn batch_maker(&self, heads: &Heads, is_validation: bool) -> BatchMaker {
-        let kept = if is_validation { &self.kept.validation } else { &self.kept.train };
+    /// Makes batches of these rows for this backbone and `heads`; reads their cached states.
+    pub fn batch_maker(&mut self, heads: &Heads, split: MetricsSplit) -> BatchMaker {
+        let reader: Option<StatesReader> = self.kept.of(split).map(|kept| kept.reader());
         let (device, is_frozen) = (self.backbone.device(), self.plan.trained.is_frozen());
-        BatchMaker::new(&self.plan.loss, heads, device, is_frozen, kept.as_ref().map(KeptStates::reader))
+        BatchMaker::new(&self.plan.loss, heads, device, is_frozen, reader)
     }
 
     /// Runs the backbone over micro batch `micro` of step `step`, and the teacher if there is one.
@@ -113,7 +134,7 @@ impl<'r> TrainingBackbone<'r> {
         micro: usize,
     ) -> Result<BackbonePass<'r>, HiddenStatesError> {
         if self.plan.trained.is_frozen() {
-            let hidden_nh = self.frozen_states(batch, |caches| &mut caches.train)?;
+            let hidden_nh = self.frozen_states(batch, MetricsSplit::Train)?;
             return Ok(BackbonePass { dropout: self.dropout(step, micro), ..self.pass(hidden_nh, Adapters::Off) });
         }
         let inputs = inputs(self.backbone, batch);
@@ -134,7 +155,7 @@ impl<'r> TrainingBackbone<'r> {
     /// [`HiddenStatesError`] if the cache fails.
     pub fn evaluate(&mut self, batch: &DeviceBatch) -> Result<BackbonePass<'r>, HiddenStatesError> {
         if self.plan.trained.is_frozen() {
-            let hidden_nh = self.frozen_states(batch, |caches| &mut caches.validation)?;
+            let hidden_nh = self.frozen_states(batch, MetricsSplit::Validation)?;
             return Ok(self.pass(hidden_nh, Adapters::Off));
         }
         let inputs = inputs(self.backbone, batch);
@@ -147,12 +168,12 @@ impl<'r> TrainingBackbone<'r> {
     /// # Errors
     /// [`HiddenStatesError`].
     pub fn settle(&mut self) -> Result<(), HiddenStatesError> {
-        self.kept.each().try_for_each(KeptStates::settle)
+        self.kept.each().try_for_each(|(_, kept)| kept.settle())
     }
 
-    /// Why the cache stores nothing more, the first time that it is asked.
-    pub fn take_notice(&mut self) -> Option<HiddenStatesError> {
-        self.kept.each().find_map(KeptStates::take_notice)
+    /// Which cache stores nothing more, and why, the first time that it is asked.
+    pub fn take_notice(&mut self) -> Option<(MetricsSplit, HiddenStatesError)> {
+        self.kept.each().find_map(|(split, kept)| Some((split, kept.take_notice()?)))
     }
 
     /// Commits the hidden states computed so far, so that later runs find them.
@@ -160,18 +181,14 @@ impl<'r> TrainingBackbone<'r> {
     /// # Errors
     /// [`HiddenStatesError::Io`].
     pub fn commit(&mut self) -> Result<(), HiddenStatesError> {
-        self.kept.each().try_for_each(KeptStates::commit)
+        self.kept.each().try_for_each(|(_, kept)| kept.commit())
     }
 
     /// The hidden states of a frozen backbone, computed or from the cache.
-    fn frozen_states(
-        &mut self,
-        batch: &DeviceBatch,
-        cache: impl for<'c> FnOnce(&'c mut StatesCaches<'r>) -> &'c mut Option<KeptStates<'r>>,
-    ) -> Result<Tensor, HiddenStatesError> {
+    fn frozen_states(&mut self, batch: &DeviceBatch, split: MetricsSplit) -> Result<Tensor, HiddenStatesError> {
         let backbone = self.backbone;
         let compute = || hidden_states(backbone, &inputs(backbone, batch), Adapters::Off);
-        let (Some(kept), Some(kept_m)) = (cache(&mut self.kept), batch.kept_m()) else { return Ok(compute()) };
+        let (Some(kept), Some(kept_m)) = (self.kept.of(split), batch.kept_m()) else { return Ok(compute()) };
         let hidden_mh = kept.of(&batch.fed.batch, &kept_m, batch.read_ahead(), compute)?;
         // A prefix layer runs over whole rows.
         let whole = self.plan.heads.architecture.has_prefix();

@@ -9,17 +9,18 @@ use tch::Kind;
 use crate::data::pack::Sequences;
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::token_map::TokenMap;
+use crate::formats::metrics::MetricsSplit;
 use crate::formats::run_folder::FINAL;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::{adapters, peft};
 use crate::torch::{guard, memory};
-use crate::train::backbone_pass::{StatesCaches, TrainingBackbone};
+use crate::train::backbone_pass::{StatesCaches, TrainingBackbone, ValidationCache};
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint::{self, Checkpoints};
 use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
-use crate::train::hidden_states::{CacheSettings, KeptStates};
+use crate::train::hidden_states::{CacheSettings, StatesPlace};
 use crate::train::log::RunLog;
 use crate::train::plan::{BackboneTraining, TrainPlan};
 use crate::train::run_folder::{RunFolder, check_output_dir};
@@ -99,41 +100,55 @@ impl TrainRun {
     }
 
     fn training_backbone(&self, tell: &mut dyn FnMut(RunEvent)) -> Result<TrainingBackbone<'_>, TrainError> {
-        let CheckedRun { plan, train, validation, .. } = &self.checked;
-        let mut caches = StatesCaches::default();
-        if let Some(folder) = &plan.train.hidden_state_cache {
-            caches.train = self.cache(folder, train.sequences(), tell)?;
-            if let (Some(_), Some(validation)) = (&caches.train, validation) {
-                caches.validation = self.cache(folder, validation.sequences(), tell)?;
-            }
-        }
+        let plan = &self.checked.plan;
+        let caches = match &plan.train.hidden_state_cache {
+            Some(folder) => self.caches(folder, tell)?,
+            None => StatesCaches::default(),
+        };
         if let Some(kept) = &caches.train {
             tell(RunEvent::HiddenStates { path: kept.path(), filled: kept.filled(), rows: kept.rows() });
         }
         Ok(TrainingBackbone::new(&self.backbone, plan, caches))
     }
 
-    /// The cache of the hidden states of some rows; `None` if the disk has no space for it.
-    fn cache(
-        &self,
-        folder: &Path,
-        rows: &Sequences,
-        tell: &mut dyn FnMut(RunEvent),
-    ) -> Result<Option<KeptStates<'_>>, TrainError> {
+    /// The caches of the rows' hidden states, as far as the disk has space for them.
+    fn caches(&self, folder: &Path, tell: &mut dyn FnMut(RunEvent)) -> Result<StatesCaches<'_>, TrainError> {
+        let CheckedRun { train, validation, .. } = &self.checked;
+        let mut opened = |place: StatesPlace, split, other_bytes| match place.open(&self.backbone, other_bytes) {
+            Ok(kept) => Ok(Some(kept)),
+            Err(why) if why.is_full_disk() => {
+                tell(RunEvent::CacheFull(split, &why));
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        };
+        let Some(kept) = opened(self.states_place(folder, train.sequences())?, MetricsSplit::Train, 0)? else {
+            return Ok(StatesCaches::default());
+        };
+        let validation = match validation {
+            None => ValidationCache::Off,
+            Some(rows) => {
+                let place = self.states_place(folder, rows.sequences())?;
+                if place.path() == kept.path() {
+                    ValidationCache::OfTrain
+                } else {
+                    let own = opened(place, MetricsSplit::Validation, kept.missing_bytes())?;
+                    own.map_or(ValidationCache::Off, ValidationCache::Own)
+                }
+            }
+        };
+        Ok(StatesCaches { train: Some(kept), validation })
+    }
+
+    /// Where the hidden states of some rows are cached.
+    fn states_place(&self, folder: &Path, rows: &Sequences) -> Result<StatesPlace, TrainError> {
         let CheckedRun { plan, heads_shape, .. } = &self.checked;
         let rule = TargetRule::new(&plan.loss, *heads_shape);
         let trained = self.checked.memory().groups.into_iter().filter(|group| group.trained);
         let reserved_bytes = trained.map(|group| group.weight_bytes + group.optimizer_bytes).sum();
         let backbone_folder = Path::new(&plan.backbone.path);
         let settings = CacheSettings { folder, backbone_folder, rule, reserved_bytes };
-        match KeptStates::open(&settings, &self.backbone, rows) {
-            Ok(kept) => Ok(Some(kept)),
-            Err(why) if why.is_full_disk() => {
-                tell(RunEvent::CacheFull(&why));
-                Ok(None)
-            }
-            Err(error) => Err(error.into()),
-        }
+        Ok(StatesPlace::new(&settings, &self.backbone, rows)?)
     }
 
     fn first_state(&self) -> Result<TrainState, TrainError> {

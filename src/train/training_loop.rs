@@ -48,8 +48,9 @@ pub enum RunEvent<'e> {
         /// All training rows.
         rows: usize,
     },
-    /// The cache of hidden states stores nothing more: the disk is full. States that it lacks are computed whenever they are read.
-    CacheFull(&'e HiddenStatesError),
+    /// The cache of the hidden states of these rows stores nothing more: the disk is full. States that it lacks are computed whenever they
+    /// are read.
+    CacheFull(MetricsSplit, &'e HiddenStatesError),
     /// An optimizer step was made.
     Stepped(&'e MetricsLine),
     /// The validation rows were evaluated.
@@ -94,10 +95,10 @@ impl<'r> TrainingLoop<'r, '_> {
     ///
     /// # Errors
     /// [`TrainError`]; earlier checkpoints stay.
-    pub(super) fn run(self, interrupted: &AtomicBool) -> Result<RunOutcome, TrainError> {
+    pub(super) fn run(mut self, interrupted: &AtomicBool) -> Result<RunOutcome, TrainError> {
         let (train, steps) = (&self.checked.train, self.state.step..self.checked.total_steps);
         let batches = steps.map(|step| Ok(train.step(step).map_err(DataError::from)?));
-        let maker = self.backbone.batch_maker(&self.state.heads, false);
+        let maker = self.backbone.batch_maker(&self.state.heads, MetricsSplit::Train);
         thread::scope(|scope| self.run_on(maker.feed(scope, batches), interrupted))
     }
 
@@ -188,7 +189,7 @@ impl<'r> TrainingLoop<'r, '_> {
     fn evaluate(&mut self) -> Result<(), TrainError> {
         let Some(validation) = &self.checked.validation else { return Ok(()) };
         let batches = validation.eval_batches().map(|batch| Ok(vec![batch.map_err(DataError::from)?]));
-        let maker = self.backbone.batch_maker(&self.state.heads, true);
+        let maker = self.backbone.batch_maker(&self.state.heads, MetricsSplit::Validation);
         let (backbone, heads, loss) = (&mut self.backbone, &self.state.heads, &self.checked.plan.loss);
         // The peak of λ0 at every step: with a rising λ0 the loss of better heads would be higher.
         let lambda0 = self.checked.plan.heads_coefficient.peak;
@@ -237,8 +238,8 @@ impl<'r> TrainingLoop<'r, '_> {
 
     /// Reports once that the cache of hidden states stores nothing more.
     fn tell_of_cache(&mut self) {
-        if let Some(why) = self.backbone.take_notice() {
-            (self.tell)(RunEvent::CacheFull(&why));
+        if let Some((split, why)) = self.backbone.take_notice() {
+            (self.tell)(RunEvent::CacheFull(split, &why));
         }
     }
 

@@ -4,7 +4,8 @@ use std::io::{self, IsTerminal};
 
 use crate::cli::progress::Progress;
 use crate::cli::{CommonFlags, gibibytes, print_json};
-use crate::formats::metrics::MetricsLine;
+use crate::formats::metrics::{MetricsLine, MetricsSplit};
+use crate::train::hidden_states::HiddenStatesError;
 use crate::train::training_loop::RunEvent;
 use crate::tree::cross_validation;
 
@@ -40,8 +41,7 @@ impl<'c> TrainProgress<'c> {
             RunEvent::HiddenStates { path, filled, rows } => {
                 self.line(&format!("hidden states of {filled} of {rows} rows are cached in {}", path.display()));
             }
-            RunEvent::CacheFull(why) => self
-                .line(&format!("warning: {why}; until then, states that are not stored are computed in every epoch")),
+            RunEvent::CacheFull(split, why) => self.line(&cache_full(*split, why)),
             RunEvent::Stepped(line) => self.stepped(line),
             RunEvent::Evaluated(line) => {
                 self.line(&format!("validation after step {}: {}", line.step, quality(line)));
@@ -76,6 +76,14 @@ impl<'c> TrainProgress<'c> {
             let _ = self.progress.above(|| print_json(line)); // a closed stdout must not end the run
         }
     }
+}
+
+fn cache_full(split: MetricsSplit, why: &HiddenStatesError) -> String {
+    let computed = match split {
+        MetricsSplit::Train => "of training rows that are not stored are computed in every epoch",
+        MetricsSplit::Validation => "of validation rows that are not stored are computed in every evaluation",
+    };
+    format!("warning: {why}; until then, states {computed}")
 }
 
 fn changed(keys: &[String], total_steps: Option<usize>) -> String {

@@ -58,7 +58,7 @@ impl StatesFile {
         Ok(Self { layout, path, file, filled, hidden_size, kind, device })
     }
 
-    /// Unlocks a complete file, which other runs may read.
+    /// Lets other runs open the file.
     pub(super) fn unlock(&self) {
         let _ = self.file.unlock(); // else it stays locked until the run ends
     }

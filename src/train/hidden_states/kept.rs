@@ -12,10 +12,10 @@
 
 // N positions of a batch, M of them kept, H hidden
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::error::HiddenStatesError;
 use super::file::{StatesFile, StatesKind};
@@ -28,6 +28,9 @@ use crate::model::llama::Llama;
 use crate::torch::transfer::{HostTensor, wait_for};
 use crate::train::target_rule::TargetRule;
 
+/// Bytes of states that may wait for a GPU before they are written. On the CPU none do.
+const PENDING_BYTES: usize = 512 << 20;
+
 /// The hidden states of a run's data rows in a file.
 #[derive(Debug)]
 pub struct KeptStates<'r> {
@@ -39,8 +42,8 @@ pub struct KeptStates<'r> {
     pending: Vec<PendingRows>,
     /// Free space that is left to checkpoints.
     pub(super) reserved_bytes: u64,
-    /// Whether nothing is written any more.
-    is_full: bool,
+    /// Whether nothing is written any more, because the disk is full.
+    disk_is_full: bool,
     notice: Option<HiddenStatesError>,
     computed_batches: usize,
 }
@@ -69,55 +72,87 @@ pub struct CacheSettings<'s> {
     pub reserved_bytes: u64,
 }
 
-impl<'r> KeptStates<'r> {
-    /// Opens or creates the file for `backbone` and the rows of `sequences`, however they are packed.
+/// A cache file that is not open yet.
+#[derive(Debug)]
+pub struct StatesPlace {
+    path: PathBuf,
+    layout: StatesLayout,
+    /// Free space to leave to checkpoints.
+    reserved_bytes: u64,
+}
+
+impl StatesPlace {
+    /// The file for `backbone` and the rows of `sequences`, however they are packed.
+    ///
+    /// # Errors
+    /// [`HiddenStatesError`].
+    pub fn new(settings: &CacheSettings, backbone: &Llama, sequences: &Sequences) -> Result<Self, HiddenStatesError> {
+        let CacheSettings { folder, backbone_folder, reserved_bytes, .. } = *settings;
+        let (rule, rows) = (settings.rule.of_cache(), &sequences.one_each());
+        let layout = StatesLayout::new(rows, rule, backbone.config.hidden_size, backbone.kind())?;
+        let backbone_is =
+            identity(backbone_folder, backbone).map_err(|error| layout.error("read", backbone_folder, error))?;
+        let path = folder.join(format!("{}.hidden_states", key(&backbone_is, rows, rule)?));
+        Ok(Self { path, layout, reserved_bytes })
+    }
+
+    /// The file's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Opens or creates the file. Its disk must also have room for the `other_bytes` that other caches of the run still take.
     ///
     /// # Errors
     /// [`HiddenStatesError`]; [`HiddenStatesError::is_full_disk`] says whether training can go on without it.
-    pub fn open(
-        settings: &CacheSettings,
-        backbone: &'r Llama,
-        sequences: &Sequences,
-    ) -> Result<Self, HiddenStatesError> {
-        let CacheSettings { folder, backbone_folder, reserved_bytes, .. } = *settings;
-        let rule = settings.rule.of_cache();
-        let rows = &sequences.one_each();
-        let (hidden_size, kind, device) = (backbone.config.hidden_size, backbone.kind(), backbone.device());
-        let layout = StatesLayout::new(rows, rule, hidden_size, kind)?;
-        let error = |doing, path: &Path, source| layout.error(doing, path, source);
-        let backbone_is = identity(backbone_folder, backbone).map_err(|e| error("read", backbone_folder, e))?;
-        let path = folder.join(format!("{}.hidden_states", key(&backbone_is, rows, rule)?));
-        fs::create_dir_all(folder).map_err(|e| error("make", folder, e))?;
-        let file = Arc::new(StatesFile::open(path, layout, StatesKind { hidden_size, kind, device })?);
-        let (unmarked, pending) = (vec![], vec![]);
-        let mut kept = Self {
+    pub fn open(self, backbone: &Llama, other_bytes: u64) -> Result<KeptStates<'_>, HiddenStatesError> {
+        let Self { path, layout, reserved_bytes } = self;
+        let folder = parent(&path);
+        fs::create_dir_all(folder).map_err(|error| layout.error("make", folder, error))?;
+        let of =
+            StatesKind { hidden_size: backbone.config.hidden_size, kind: backbone.kind(), device: backbone.device() };
+        let file = Arc::new(StatesFile::open(path, layout, of)?);
+        let mut kept = KeptStates {
             backbone,
             file,
-            unmarked,
-            pending,
+            unmarked: vec![],
+            pending: vec![],
             reserved_bytes,
-            is_full: false,
+            disk_is_full: false,
             notice: None,
             computed_batches: 0,
         };
-        kept.let_go_when_full();
-        if kept.filled() < kept.rows()
-            && let Err(full) = kept.check_space(kept.file.missing_bytes())
-        {
-            if kept.filled() == 0 {
-                let _ = fs::remove_file(&kept.file.path); // an empty file; it would only lie around
-                return Err(full);
-            }
-            kept.stop_writing(full);
-        }
+        kept.unlock_when_complete();
+        kept.check_disk(other_bytes)?;
         Ok(kept)
     }
+}
 
-    /// Unlocks a complete file, which other runs may read.
-    fn let_go_when_full(&self) {
+impl<'r> KeptStates<'r> {
+    /// Checks that the rest of the file fits on its disk. A file without rows is removed; one with rows is read on.
+    fn check_disk(&mut self, other_bytes: u64) -> Result<(), HiddenStatesError> {
+        if self.filled() < self.rows()
+            && let Err(full) = self.check_space(self.missing_bytes() + other_bytes)
+        {
+            if self.filled() == 0 {
+                let _ = fs::remove_file(&self.file.path); // an empty file is of no use
+                return Err(full);
+            }
+            self.stop_writing(full);
+        }
+        Ok(())
+    }
+
+    /// A complete file may be read by other runs.
+    fn unlock_when_complete(&self) {
         if self.unmarked.is_empty() && self.filled() == self.rows() {
             self.file.unlock();
         }
+    }
+
+    /// Bytes that the file still takes from its disk until it is complete.
+    pub fn missing_bytes(&self) -> u64 {
+        self.file.missing_bytes()
     }
 
     /// Path of the file that holds the states.
@@ -174,12 +209,24 @@ impl<'r> KeptStates<'r> {
         }
         self.computed_batches += 1;
         let hidden_mh = compute().index_select(0, kept_m);
-        if !self.is_full {
+        if !self.disk_is_full {
             self.pending.push(PendingRows { row_ids: row_ids.clone(), states: HostTensor::copied(&hidden_mh) });
+            if self.pending_bytes() > self.most_pending_bytes() {
+                self.settle()?;
+            }
         }
         // Stored states win over this batch's, since a resumed run would read them.
         let some_are_stored = row_ids.iter().any(|&id| self.file.has(id));
         if some_are_stored { self.with_stored(&row_ids, &hidden_mh) } else { Ok(hidden_mh) }
+    }
+
+    fn pending_bytes(&self) -> usize {
+        self.pending.iter().map(|pending| pending.states.bytes().len()).sum()
+    }
+
+    /// The CPU has computed the states when they are there, so nothing is gained by keeping them.
+    fn most_pending_bytes(&self) -> usize {
+        if self.backbone.device() == Device::Cpu { 0 } else { PENDING_BYTES }
     }
 
     /// Computed states, with those of stored rows in their place.
@@ -210,7 +257,7 @@ impl<'r> KeptStates<'r> {
             for id in row_ids {
                 let (of_row, later) = rest.split_at(self.file.layout.bytes_of(id));
                 rest = later;
-                if !self.is_full && !self.file.has(id) {
+                if !self.disk_is_full && !self.file.has(id) {
                     self.store(id, of_row)?;
                 }
             }
@@ -241,7 +288,7 @@ impl<'r> KeptStates<'r> {
     }
 
     fn stop_writing(&mut self, why: HiddenStatesError) {
-        self.is_full = true;
+        self.disk_is_full = true;
         self.notice = Some(why);
     }
 
@@ -263,7 +310,7 @@ impl<'r> KeptStates<'r> {
             self.file.forget(&unmarked);
             self.stop_writing(error);
         }
-        self.let_go_when_full();
+        self.unlock_when_complete();
         Ok(())
     }
 }

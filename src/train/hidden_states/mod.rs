@@ -11,5 +11,5 @@ mod tests;
 
 pub use batch::{hidden_states, of_every_position};
 pub use error::HiddenStatesError;
-pub use kept::{CacheSettings, KeptStates, StatesReader};
+pub use kept::{CacheSettings, KeptStates, StatesPlace, StatesReader};
 pub use layout::file_bytes;

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
 use super::layout::positions_in;
-use super::{CacheSettings, HiddenStatesError, KeptStates, file_bytes, hidden_states, of_every_position};
+use super::{CacheSettings, HiddenStatesError, KeptStates, StatesPlace, file_bytes, hidden_states, of_every_position};
 use crate::data::IGNORE;
 use crate::data::loader::{Batch, Loader, TargetTokens};
 use crate::data::pack::{PackedSequence, Sequences};
@@ -67,7 +67,7 @@ fn opened<'r>(
     rule: TargetRule,
 ) -> Result<KeptStates<'r>, HiddenStatesError> {
     let settings = CacheSettings { folder, backbone_folder: from.path(), rule, reserved_bytes: 0 };
-    KeptStates::open(&settings, backbone, &in_memory(sequences))
+    StatesPlace::new(&settings, backbone, &in_memory(sequences))?.open(backbone, 0)
 }
 
 /// `[N, H]` of the backbone.
@@ -248,11 +248,14 @@ fn a_disk_without_space_for_the_file_is_told_and_left_as_it_was() {
     let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
     let settings =
         CacheSettings { folder: folder.path(), backbone_folder: from.path(), rule: LABELS, reserved_bytes: 1 << 60 };
-    let full = || KeptStates::open(&settings, &backbone, &in_memory(&sequences));
+    let full = || StatesPlace::new(&settings, &backbone, &in_memory(&sequences))?.open(&backbone, 0);
     let error = full().unwrap_err();
     assert!(error.is_full_disk(), "{error}");
     assert!(error.to_string().contains("1099511627776.0 MiB are left to checkpoints"), "{error}");
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    let beside_another =
+        StatesPlace::new(&CacheSettings { reserved_bytes: 0, ..settings }, &backbone, &in_memory(&sequences));
+    assert!(beside_another.unwrap().open(&backbone, 1 << 60).unwrap_err().is_full_disk());
     // A file that has some rows is read on.
     let loader = Loader::new(in_memory(&sequences), 1, 1, None);
     let mut kept = open(folder.path(), &from, &backbone, &sequences);
