@@ -2,11 +2,14 @@
 //! its table from recorded results.
 #![cfg(target_os = "linux")]
 
+mod parts;
+mod tables;
+
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use medusa::files::write_atomic;
-use serde_json::json;
 
 use crate::program::on_the_cpu;
 
@@ -18,6 +21,16 @@ fn run(script: &Path, arguments: &[&str]) -> Output {
         .args(arguments)
         .output()
         .expect("python3, which scripts/setup needs, too")
+}
+
+/// Runs Python code that imports the script's modules.
+fn python(code: &str, arguments: &[&str]) -> String {
+    let modules = Path::new(SCRIPT).with_file_name("gpu");
+    let mut command = Command::new("python3");
+    command.args(["-c", code]).args(arguments).env("PYTHONPATH", modules).env("PYTHONDONTWRITEBYTECODE", "1");
+    let ended = command.output().expect("python3");
+    assert!(ended.status.success(), "{}", words(&ended.stderr));
+    words(&ended.stdout)
 }
 
 fn words(bytes: &[u8]) -> String {
@@ -62,6 +75,12 @@ fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     );
 }
 
+fn write_program(path: &Path, text: &str) {
+    write_atomic(path, |out| std::io::Write::write_all(out, text.as_bytes())).expect("a file of a test");
+    let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(path, executable).expect("a file of ours");
+}
+
 /// A folder with a `gpu_check` and a `compute-sanitizer` that print what a test needs.
 fn played_programs(folder: &Path) -> PathBuf {
     let programs = folder.join("programs");
@@ -70,7 +89,7 @@ fn played_programs(folder: &Path) -> PathBuf {
 case "$1 $2" in
     "doctor --json") echo '{"version": "0.1.0", "cuda": {"names": ["A GPU"], "driver": "1", "runtime": "2"}, "engine": {"cuda": true}}' ;;
     "gpu-check loops") echo '{"check": "libtorch", "tokens": 7, "same": false}'; echo "no good" >&2; exit 3 ;;
-    "gpu-check steps") echo '{"check": "steps", "nodes": 1, "context": 128, "step_ms": 3.5}'; echo "half a line"; echo "going on" >&2; exec sleep 600 ;;
+    "gpu-check steps") echo '{"check": "steps", "nodes": 1, "context": 128, "step_ms": 3.5}'; echo "half a line"; echo "going on" >&2; echo $$ > "$0.steps"; exec sleep 600 ;;
     "gpu-check endurance") echo '{"check": "endurance", "steps": 20000, "device_growth_bytes": 0, "host_growth_bytes": 0}' ;;
 esac
 "#;
@@ -81,7 +100,8 @@ echo 17
 echo "========= $* caching=$PYTORCH_NO_CUDA_MEMORY_CACHING"
 exit 9
 "#;
-    // Two steps with one launch of one kernel and two of another, in the CSV of Nsight Compute.
+    // Two steps with one launch of one kernel and two of another, in the CSV of Nsight Compute; then launches whose bytes or time it could not
+    // read.
     let profiler = r#"#!/bin/sh
 echo '==PROF== Connected'
 echo '{"check": "profiled", "steps": 2}'
@@ -96,12 +116,13 @@ for id in 2 3 4 5; do
     echo "\"$id\",\"norm(float *)\",\"dram__bytes_read.sum\",\"byte\",\"0\""
     echo "\"$id\",\"norm(float *)\",\"dram__bytes_write.sum\",\"Kbyte\",\"1\""
 done
+echo '"6","embed(float *)","gpu__time_duration.sum","us","1"'
+echo '"6","embed(float *)","dram__bytes_read.sum","byte","n/a"'
+echo '"7","lost(float *)","gpu__time_duration.sum","fortnight","1"'
+echo '"7","lost(float *)","dram__bytes_read.sum","","n/a"'
 "#;
     for (name, text) in [("gpu_check", played), ("compute-sanitizer", sanitizer), ("ncu", profiler)] {
-        let path = programs.join(name);
-        write_atomic(&path, |out| std::io::Write::write_all(out, text.as_bytes())).expect("a file of a test");
-        let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        std::fs::set_permissions(&path, executable).expect("a file of ours");
+        write_program(&programs.join(name), text);
     }
     programs
 }
@@ -151,10 +172,30 @@ impl PlayedMachine {
     }
 
     fn check(&self, stages: &[&str]) -> Output {
+        self.command(stages, "8").output().expect("python3")
+    }
+
+    fn command(&self, stages: &[&str], seconds: &str) -> Command {
         let path = format!("{}:{}", self.programs.display(), std::env::var("PATH").expect("a path"));
         let mut command = Command::new("python3");
         command.arg(&self.script).args(stages).arg("--programs").arg(&self.programs).arg("--out").arg(self.out());
-        command.args(["--seconds", "10"]).env("PATH", path).env("PYTHONPATH", &self.none).output().expect("python3")
+        command.args(["--seconds", seconds]).env("PATH", path).env("PYTHONPATH", &self.none);
+        command.env("TMPDIR", self.folder.path());
+        command
+    }
+
+    /// Starts the stage `engine`, which stays in its part `steps`; returns the process of that part, too.
+    fn in_steps(&self) -> (Child, u32) {
+        let mut child = self.command(&["engine"], "600").stdout(Stdio::null()).spawn().expect("python3");
+        let (file, began) = (self.programs.join("gpu_check.steps"), Instant::now());
+        loop {
+            let text = std::fs::read_to_string(&file).unwrap_or_default();
+            if let Some(steps) = text.strip_suffix('\n').and_then(|pid| pid.parse().ok()) {
+                return (child, steps);
+            }
+            assert!(child.try_wait().expect("a child").is_none() && began.elapsed() < Duration::from_mins(1));
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 
     /// The recorded JSON of a stage, beside which lies its table.
@@ -184,6 +225,41 @@ fn a_part_that_fails_or_takes_too_long_costs_the_others_nothing() {
     assert_eq!(parts["steps"]["lines"][0]["step_ms"], 3.5);
     assert_eq!(parts["endurance"]["failed"], serde_json::Value::Null);
     assert!(parts["transformers"]["skipped"].is_string(), "{parts}");
+    let recorded = |end: &str| {
+        let files = std::fs::read_dir(machine.out()).expect("results").map(|file| file.expect("a file").file_name());
+        files.filter(|name| name.to_string_lossy().ends_with(end)).count()
+    };
+    assert_eq!(machine.recorded("engine")["environment"]["TORCH_CUDNN_SDPA_DEPRIORITIZED"], "1");
+    std::thread::sleep(Duration::from_secs(1)); // the second is in the files' names
+    machine.check(&["sanitizers"]);
+    machine.check(&["sanitizers"]);
+    assert!(recorded("engine.json") == 1 && recorded("sanitizers.json") >= 1, "no run replaces another's files");
+}
+
+#[test]
+fn a_script_that_is_terminated_leaves_nothing_behind() {
+    let machine = PlayedMachine::new();
+    let (mut child, steps) = machine.in_steps();
+    let is_running = || std::fs::read(format!("/proc/{steps}/cmdline")).is_ok_and(|line| !line.is_empty());
+    assert!(is_running());
+    assert!(Command::new("kill").arg(child.id().to_string()).status().expect("kill").success());
+    assert_eq!(child.wait().expect("a child").code(), Some(128 + 15));
+    assert!(!is_running(), "the part goes on");
+    let left =
+        std::fs::read_dir(machine.folder.path()).expect("a folder").map(|file| file.expect("a file").file_name());
+    let scratch: Vec<_> = left.filter(|name| name.to_string_lossy().starts_with("gpu-check-")).collect();
+    assert!(scratch.is_empty(), "{scratch:?}");
+    assert_eq!(machine.recorded("engine")["parts"]["loops"]["lines"][0]["same"], false, "what was done is kept");
+}
+
+#[test]
+fn a_folder_for_results_that_cannot_be_made_is_told_before_anything_runs() {
+    let machine = PlayedMachine::new();
+    write_atomic(&machine.out(), |out| std::io::Write::write_all(out, b"a file")).expect("a file of a test");
+    let said = machine.check(&["engine"]);
+    let error = words(&said.stderr);
+    assert!(!said.status.success() && error.contains("cannot be written to"), "{error}");
+    assert!(!error.contains("== engine"), "{error}");
 }
 
 #[test]
@@ -202,83 +278,6 @@ fn sanitizers_and_the_profiler_run_the_program() {
     assert!(memcheck.contains("--tool memcheck --report-api-errors no --error-exitcode 9"), "{memcheck}");
     let printed = words(&run.stdout);
     assert!(printed.contains("| linear_1 | 1.0 | 1000.0 | 99.9 % | 2500 |"), "{printed}");
+    assert!(printed.contains("| embed | 0.5 | 0.5 | 0.0 % | - |") && !printed.contains("| lost"), "{printed}");
     assert!(printed.contains("| norm | 2.0 | 1.0 | 0.1 % | 2 |"), "{printed}");
-}
-
-/// Lines of every part that has a section.
-fn recorded_results() -> serde_json::Value {
-    let part = |lines: serde_json::Value| json!({"lines": lines, "failed": null, "seconds": 1.0});
-    json!({
-        "date": "2026-01-02",
-        "stage": "engine",
-        "command": "scripts/gpu_check engine",
-        "doctor": {"version": "0.1.0", "cuda": {"names": ["A GPU"], "driver": "580.1", "runtime": "13.0"}},
-        "parts": {
-            "kernels": part(json!([{"check": "kernels", "family": "llama", "dtype": "BFloat16", "head_dim": 128, "groups": 8, "nodes": 64, "context": 700,
-                "acceptance": "Typical(TypicalAcceptance { })", "distances": {"embed": 0.0, "linear 64x64": 0.001, "res_block": 0.0021,
-                "tree_attention": 0.0042}}])),
-            "loops": part(json!([{"check": "libtorch", "dtype": "Float", "tokens": 128, "same": true},
-                {"check": "loops", "family": "qwen2", "dtype": "Half", "head_dim": 64, "groups": 2, "prompt": 40, "tokens": 128,
-                    "alone": {"same": 128, "margin": null}, "plain": {"same": 128, "margin": null}, "medusa": {"same": 90, "margin": 0.0625}}])),
-            "hydra": part(json!([{"check": "kernels", "heads": "hydra", "family": "llama", "dtype": "Half", "head_dim": 128, "groups": 1, "nodes": 2, "context": 1,
-                    "acceptance": "Greedy", "distances": {"first_block": 0.0012}},
-                {"check": "hydra_texts", "family": "llama", "dtype": "Half", "head_dim": 128, "groups": 1, "nodes": 2, "tokens": 128,
-                    "hydra": {"same": 128, "margin": null}, "steps": 90, "libtorch_steps": 91},
-                {"check": "hydra_steps", "nodes": 64, "heads": 5, "context": 128, "steps": 80, "step_ms": 4.25}])),
-            "steps": part(json!([{"check": "copy", "gigabytes_per_second": 4000.0, "read_gigabytes_per_second": 4500.0},
-                {"check": "steps", "nodes": 64, "context": 128, "step_ms": 4.0}, {"check": "steps", "nodes": 64, "context": 1024, "step_ms": 4.5}, {"check": "steps", "nodes": 1, "context": 128, "step_ms": 3.5}])),
-            "endurance": part(json!([{"check": "endurance", "steps": 20_000, "device_growth_bytes": 0, "host_growth_bytes": 1_048_576}])),
-            "transformers": part(json!([{"check": "transformers", "context": 128, "step_ms": 20.0}])),
-            "fused": part(json!([{"check": "fused", "operation": "gradient norm and adamw", "distance": 1.25e-7, "kernel_ms": 2.5, "libtorch_ms": 90.0, "gb_per_s": 2400.0}])),
-            "medusa1": part(json!([{"check": "training", "stage": "medusa1", "tokens_per_second": 8192.0, "memory_bytes": 3u64 << 32, "device_memory_bytes": 1u64 << 34}])),
-            "peer": part(json!([{"check": "peer", "micro_batch_size": 4, "tokens_per_second": 4096.0, "memory_bytes": 5u64 << 32}])),
-            "distill": part(json!([{"check": "distill", "tokens_per_second": 4100.4}])),
-            "transformers-batch": part(json!([{"check": "transformers_batch", "texts": 64, "tokens_per_second": 1200.0, "peak_bytes": 1u64 << 35}])),
-            "mask": part(json!([{"check": "mask", "offset": 0, "crashed": false}, {"check": "mask", "offset": 1, "crashed": true}])),
-            "bench": part(json!([{"check": "bench", "engine": "cuda", "plain": {"tokens_per_second": 900.0}, "medusa": {"tokens_per_second": 2700.0},
-                "acceleration_rate": 3.05, "speedup": 3.0, "identical": true}])),
-            "medusa2": json!({"lines": [], "failed": "not done after 9 s", "seconds": 9.0}),
-            "memcheck": json!({"lines": [], "failed": null, "skipped": "there is no compute-sanitizer", "seconds": 0})
-        }
-    })
-}
-
-#[test]
-fn what_was_recorded_becomes_a_table() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let recorded = folder.path().join("recorded.json");
-    write_atomic(&recorded, |out| Ok(serde_json::to_writer(out, &recorded_results())?)).expect("a file of a test");
-    let told = run(Path::new(SCRIPT), &["--table", recorded.to_str().expect("UTF-8")]);
-    let table = words(&told.stdout);
-    assert!(told.status.success(), "{}", words(&told.stderr));
-    for line in [
-        "# A GPU, 2026-01-02, engine",
-        "**medusa2 failed**: not done after 9 s",
-        "memcheck was skipped: there is no compute-sanitizer",
-        "| llama, BFloat16, D 128, G 8 | 64 | 700 | Typical | tree_attention 4.2e-03, res_block 2.1e-03, linear 64x64 1.0e-03 |",
-        "In float32, libtorch's loop makes the same text of 128 tokens with a tree and without.",
-        "| qwen2 | Half | 64 | 2 | 40 | 128 | 128 | 128 | 90, then 0.062 |",
-        "| llama, Half, D 128, G 1, Hydra heads | 2 | 1 | Greedy | first_block 1.2e-03 |",
-        "| llama | Half | 2 | 128 | 128 | 90 | 91 |",
-        "A step of 64 nodes of Llama 2 7B's shape with 5 Hydra heads takes 4.25 ms behind 128 tokens.",
-        "A copy moves 4000 GB/s, read and written, and a sum reads 4500 GB/s: at these speeds 13.5 GB of weights take 3.37 and 3.00 ms.",
-        "Were 3.47 tokens of each step of 64 nodes accepted, as the paper's are (random heads guess nothing, and a step takes the same time): \
-         868 tokens/s behind 128, 17.4 times transformers.",
-        "| nodes | context 128 | context 1024 |",
-        "| 1 | 3.50 | - |",
-        "| 64 | 4.00 | 4.50 |",
-        "| transformers, 1 | 20.00 | - |",
-        "20000 steps: device memory grew by 0.0 MiB, the host's by 1.0 MiB.",
-        "| gradient norm and adamw | 1.2e-07 | 2.50 | 90.00 | 2400 |",
-        "| medusa1 | 2.00 | 8192 | 12.0 | 16.0 |",
-        "| PyTorch, Medusa-1, micro batch of 4 | 4.00 | 4096 | 20.0 | - |",
-        "| medusa distill | 4100 | - |",
-        "| transformers, 64 texts at once | 1200 | 32.0 |",
-        "torch's attention with a float32 mask that begins 0 to 1 elements into its row crashes at offsets 1.",
-        "| cuda | 900 | 2700 | 3.05 | 3.00 | yes |",
-    ] {
-        assert!(table.lines().any(|told| told == line), "{line}\n{table}");
-    }
-    let broken = run(Path::new(SCRIPT), &["--table", "/nowhere.json"]);
-    assert!(words(&broken.stderr).contains("expected a file that scripts/gpu_check wrote"));
 }

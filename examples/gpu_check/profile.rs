@@ -17,6 +17,8 @@ use crate::random::{backbone, go_on, heads, llama_7b, prompt, tree};
 
 /// Tokens of the prompt.
 const CONTEXT: i64 = 128;
+/// New tokens: the prompt's pass and two plain steps. A profiler takes a second for many kernels.
+const TOKENS: usize = 3;
 
 /// A few steps behind a prompt, plain or with a tree of 64 nodes; the prompt and everything before it are not recorded.
 pub(crate) fn steps(on: Device, drafting: Drafting) -> anyhow::Result<()> {
@@ -30,7 +32,7 @@ pub(crate) fn steps(on: Device, drafting: Drafting) -> anyhow::Result<()> {
     engine.reset();
     let gpu = Gpu::open(on)?;
     let (mut calls, mut started) = (0, Ok(()));
-    engine.decode(drafting, &Request::greedy(&ids, 6), &mut |_| {
+    engine.decode(drafting, &Request::greedy(&ids, TOKENS), &mut |_| {
         if calls == 0 {
             started = gpu.start_profiler();
         }

@@ -1,7 +1,9 @@
 """The folder that travels to the machine with the GPU: the program (compressed), these scripts, and the embedded model."""
 
 import gzip
+import importlib.util
 import pathlib
+import re
 import shutil
 
 from processes import Trouble
@@ -9,6 +11,7 @@ from processes import Trouble
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = "gpu_check"  # examples/gpu_check: the checks, and every command of medusa
 PROGRAMS = ROOT / "target/release/examples"
+MOST_BYTES = 40 << 20
 FILES = ("scripts/gpu_check", "scripts/gpu", "data/tiny/backbone", "data/tiny/train.jsonl", "data/tiny/eval.jsonl", "data/tiny/prompts.jsonl", "recipes/tiny_stage1.toml")
 
 
@@ -24,11 +27,13 @@ def prepare(folder, programs):
         copy(ROOT / name, partial / name)
     packed = partial / PROGRAMS.relative_to(ROOT) / f"{PROGRAM}.gz"
     packed.parent.mkdir(parents=True)
-    with (programs / PROGRAM).open("rb") as program, gzip.open(packed, "wb", compresslevel=1) as out:
+    with (programs / PROGRAM).open("rb") as program, gzip.open(packed, "wb", compresslevel=6) as out:
         shutil.copyfileobj(program, out)
+    size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+    if size > MOST_BYTES:
+        raise Trouble(f"{partial} has {size / 2**20:.0f} MiB, expected at most {MOST_BYTES >> 20}; was the program built with --release?")
     partial.rename(folder)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
-    print(f"{folder}: {size:.0f} MiB; on the machine with the GPU: {folder.name}/scripts/gpu_check smoke engine profile")
+    print(f"{folder}: {size / 2**20:.0f} MiB; on the machine with the GPU: {folder.name}/scripts/gpu_check smoke engine profile")
 
 
 def copy(source, target):
@@ -58,12 +63,13 @@ def link_libtorch():
     link = ROOT / ".libtorch"
     if link.exists():
         return
-    try:
-        import torch
-    except ImportError as error:
-        raise Trouble("this Python has no torch; install torch 2.11.0 (CUDA 13), or run with the Python that has it") from error
-    if not torch.__version__.startswith("2.11.0"):
-        raise Trouble(f"torch {torch.__version__} is installed; the programs are built for 2.11.0")
+    found = importlib.util.find_spec("torch")  # importing it takes seconds
+    if not found or not found.origin:
+        raise Trouble("this Python has no torch; install torch 2.11.0 (CUDA 13), or run with the Python that has it")
+    package = pathlib.Path(found.origin).parent
+    version = re.search(r"__version__ = '([^']*)'", (package / "version.py").read_text())
+    if not version or not version[1].startswith("2.11.0"):
+        raise Trouble(f"torch {version and version[1]} is installed in {package}; the programs are built for 2.11.0")
     if link.is_symlink():
         link.unlink()
-    link.symlink_to(pathlib.Path(torch.__file__).parents[1])
+    link.symlink_to(package.parent)

@@ -9,6 +9,10 @@ import threading
 import time
 
 CACHE = pathlib.Path(__file__).resolve().parents[2] / "target/cache"
+# Of every part, unless the caller's environment has it: cuDNN builds a plan of attention for each length.
+ENVIRONMENT = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+SECONDS_TO_DIE = 10
+MOST_WORDS = 2000  # the last characters of a part's messages
 
 
 class Trouble(Exception):
@@ -21,25 +25,47 @@ def skipped(why):
 
 def run(command, seconds, **more):
     """Runs a command with `more` in its environment; returns its JSON lines, and why it failed or was skipped, if it did."""
-    env = {**os.environ, "MEDUSA_CACHE": str(CACHE), **more}
+    env = {**ENVIRONMENT, **os.environ, "MEDUSA_CACHE": str(CACHE), **more}
     began = time.monotonic()
     # In a session of its own, so that its child processes can be killed with it.
-    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
+    words = [str(word) for word in command]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=env, start_new_session=True)
     try:
-        output, errors = process.communicate(timeout=seconds)
-        ended = f"exit status {process.returncode}" if process.returncode else None
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, errors = process.communicate()
-        ended = f"not done after {seconds:.0f} s"
+        output, errors, ended = outcome(process, seconds)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill(process)
         raise
     lines, words = sorted_out(output)
-    said = [text.strip()[-2000:] for text in (words, errors) if text.strip()]
-    result = {"lines": lines, "failed": ended and ": ".join([ended, *said]), "seconds": round(time.monotonic() - began, 1), "output": words}
+    said = [text.strip()[-MOST_WORDS:] for text in (words, errors) if text.strip()]
+    result = {"lines": lines, "failed": ended and ": ".join([ended, *said]), "seconds": round(time.monotonic() - began, 1), "output": words, "errors": errors[-MOST_WORDS:]}
+    if process.poll() is None:
+        result["stuck"] = True
     whys = [line["skipped"] for line in lines if "skipped" in line]
     return {**result, "lines": [], "skipped": whys[0]} if whys else result
+
+
+def outcome(process, seconds):
+    """What the process printed on stdout and stderr, and why it failed, if it did. It is killed when its time is over."""
+    try:
+        output, errors = process.communicate(timeout=seconds)
+        return output, errors, f"exit status {process.returncode}" if process.returncode else None
+    except subprocess.TimeoutExpired:
+        kill(process)
+    late = f"not done after {seconds:.0f} s"
+    try:
+        output, errors = process.communicate(timeout=SECONDS_TO_DIE)
+    except subprocess.TimeoutExpired as still:
+        # A process of another session holds the pipes, or the driver does not let this one die.
+        output, errors = ((text or b"").decode(errors="replace") for text in (still.output, still.stderr))
+        late += ", and it could not be killed" if process.poll() is None else ", and a process that it started goes on"
+    return output, errors, late
+
+
+def kill(process):
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # it ended by itself
 
 
 def sorted_out(output):
@@ -62,7 +88,7 @@ class PeakMemory:
 
     def __enter__(self):
         self.bytes, self.done = 0, threading.Event()
-        self.watcher = threading.Thread(target=self.watch)
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
         self.watcher.start()
         return self
 

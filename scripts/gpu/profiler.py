@@ -19,21 +19,37 @@ def measure(part, program, seconds):
     command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--metrics", ",".join((TIME, READ, WRITTEN)), "--csv", program, "gpu-check", part]
     told = run(command, seconds)
     steps = sum(line.get("steps", 0) for line in told["lines"])
-    told["lines"] += [] if told["failed"] else by_kernel(told["output"], part, steps)
+    told["lines"] += by_kernel(told["output"], part, steps)
+    if not told["failed"] and not any(line.get("check") == "profile" for line in told["lines"]):
+        told["failed"] = f"ncu measured no kernel: {told['output'][-500:]}"
     return told
 
 
 def by_kernel(text, part, steps):
-    """The longest first, from ncu's CSV (a row a launch and metric; lines of ncu's own begin with ==)."""
+    """The longest first, from ncu's CSV (a row a launch and metric; lines of ncu's own begin with ==). A metric that ncu could not read is
+    left out: kernels without a time have no line, and those without bytes no GB/s."""
     table = [line for line in text.splitlines() if line.startswith('"')]
     kernels = {}
     for row in csv.DictReader(io.StringIO("\n".join(table))):
-        of = kernels.setdefault(row["Kernel Name"].split("(")[0], {TIME: 0.0, READ: 0.0, WRITTEN: 0.0, "launches": 0})
-        of[row["Metric Name"]] += float(row["Metric Value"].replace(",", "")) * UNITS[row["Metric Unit"]]
-        of["launches"] += row["Metric Name"] == TIME
-    total = sum(of[TIME] for of in kernels.values())
-    lines = []
-    for name, of in sorted(kernels.items(), key=lambda pair: -pair[1][TIME]):
-        moved = of[READ] + of[WRITTEN]
-        lines.append({"check": "profile", "of": part, "kernel": name, "launches_per_step": of["launches"] / max(steps, 1), "us_per_step": of[TIME] * 1e6 / max(steps, 1), "share": of[TIME] / total if total else 0, "gigabytes_per_second": moved / of[TIME] / 1e9 if of[TIME] else 0})
-    return lines
+        value = number(row)
+        if value is not None:
+            of = kernels.setdefault(row["Kernel Name"].split("(")[0], {})
+            of.setdefault(row["Metric Name"], []).append(value)
+    kernels = {name: of for name, of in kernels.items() if of.get(TIME)}
+    total = sum(sum(of[TIME]) for of in kernels.values())
+    return [line(name, of, part, max(steps, 1), total) for name, of in sorted(kernels.items(), key=lambda pair: -sum(pair[1][TIME]))]
+
+
+def number(row):
+    """In seconds or bytes; None for `n/a` and for a unit that is not known."""
+    try:
+        return float(row["Metric Value"].replace(",", "")) * UNITS[row["Metric Unit"]]
+    except (ValueError, KeyError, AttributeError):
+        return None
+
+
+def line(name, of, part, steps, total):
+    seconds = sum(of[TIME])
+    is_counted = all(len(of.get(metric, ())) == len(of[TIME]) for metric in (READ, WRITTEN))
+    speed = (sum(of[READ]) + sum(of[WRITTEN])) / seconds / 1e9 if is_counted and seconds else None
+    return {"check": "profile", "of": part, "kernel": name, "launches_per_step": len(of[TIME]) / steps, "us_per_step": seconds * 1e6 / steps, "share": seconds / total if total else 0, "gigabytes_per_second": speed}
