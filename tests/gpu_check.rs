@@ -44,7 +44,8 @@ fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     let programs = folder.path().join("programs");
     std::fs::create_dir(&programs).expect("a folder");
     // `medusa-libtorch` replaces examples/gpu_check, which handles `medusa`'s commands the same way.
-    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_medusa-libtorch"), programs.join("gpu_check")).expect("a link");
+    let program = format!("#!/bin/sh\nexec '{}' \"$@\"\n", env!("CARGO_BIN_EXE_medusa-libtorch"));
+    write_program(&programs.join("gpu_check"), &program);
     let [carried_text, programs] = [&carried, &programs].map(|path| path.to_str().expect("UTF-8"));
     let prepare = ["--prepare", carried_text, "--programs", programs];
     let prepared = run(Path::new(SCRIPT), &prepare);
