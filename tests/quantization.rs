@@ -294,12 +294,14 @@ fn heads_are_trained_on_a_quantised_backbone() {
         assert!(resumed.stderr.contains("already finished"), "{}", resumed.stderr);
         let config: serde_json::Value = serde_json::from_str(&small.read("run/final/config.json")).expect("JSON");
         assert_eq!((&config["quantization"], &config["backbone_dtype"]), (&quantization.into(), &"float32".into()));
+        assert!(config["backbone_fingerprint"].is_string());
         let said = format!("these heads were trained on a backbone quantised to {quantization}");
         let export = ["export", "--heads", "run/final", "--format", "heads", "--out", "exported"];
         let calibrate =
             ["calibrate", "--backbone", "backbone", "--heads", "run/final", "--data", "rows.jsonl", "--out", "c.json"];
         for (verb, times) in [(&export[..], 1), (&calibrate, 0)] {
             let stderr = small.medusa(verb).succeeded().stderr;
+            assert!(!stderr.contains("has other weights"), "{stderr}");
             assert_eq!(stderr.matches(&said).count(), times, "calibrate measures on the same weights: {stderr}");
         }
         small.edit("recipe.toml", &format!("quantization = {quantization:?}"), "");

@@ -94,6 +94,22 @@ fn heads_decode_on_the_quantised_weights_that_they_were_trained_on() {
 }
 
 #[test]
+fn heads_notice_another_backbone_of_the_same_shape() {
+    let world = World::new();
+    let trained_on =
+        weights::WeightFiles::open(&world.path("b")).and_then(|files| files.fingerprint()).expect("weights");
+    let config =
+        json!({"base_model_name_or_path": "org/base", "backbone_dtype": "float32", "backbone_fingerprint": trained_on});
+    world.write("h/config.json", &config);
+    let notice = "the heads were trained on org/base, and b has other weights: their guesses may be much worse";
+    let generate = ["generate", "--backbone", "b", "--prompts", "p.jsonl", "--heads", "h", "--max-new-tokens", "2"];
+    let times = || stderr(&world, &generate).matches(notice).count();
+    assert_eq!(times(), 0);
+    save_large_weights(&world.path("b"));
+    assert_eq!(times(), 1);
+}
+
+#[test]
 fn calibrate_distill_and_the_times_of_steps_are_of_the_same_weights() {
     let world = quantised_world("nf4");
     let expected = greedy(&world, Some(Quantization::Nf4));

@@ -13,6 +13,7 @@ use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::formats::heads_config::{CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE, PublishedHeadsConfig};
 use crate::model::config::LlamaConfig;
 use crate::model::quantization::Quantization;
+use crate::model::weights::WeightFiles;
 
 /// The value of `--chat-template` for no template at all.
 const NO_TEMPLATE: &str = "none";
@@ -102,6 +103,7 @@ impl ServedFlags {
         let of_backbone = backbone_config(backbone)?; // first: its errors are the clearest for a folder without a backbone
         let file = heads.map(HeadsFile::open).transpose()?;
         let config = file.as_ref().and_then(HeadsFile::config);
+        config.and_then(|config| other_backbone(backbone, config)).iter().for_each(|notice| common.say(notice));
         Ok(Served {
             quantization: self.quantization(config, common)?,
             template: self.template(backbone, heads.zip(config), common)?,
@@ -181,6 +183,17 @@ pub(super) fn needs_template(backbone: &Path) -> String {
         backbone.display(),
         TemplateChoice::built_in_names()
     )
+}
+
+/// A notice if the heads were trained on other weights. Files that cannot be read are reported where they are loaded.
+fn other_backbone(folder: &Path, config: &PublishedHeadsConfig) -> Option<String> {
+    let here = WeightFiles::open(folder).and_then(|files| files.fingerprint()).ok()?;
+    let name = config.base().unwrap_or("a backbone without a name");
+    let is_other = config.backbone_fingerprint()? != here;
+    is_other.then(|| {
+        let folder = folder.display();
+        format!("the heads were trained on {name}, and {folder} has other weights: their guesses may be much worse")
+    })
 }
 
 /// The recorded quantisation of a backbone in training.

@@ -11,13 +11,16 @@ use super::trained::Trained;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::import::folder_of;
 use crate::files::write_synced;
-use crate::formats::heads_config::{CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE, PublishedHeadsConfig};
+use crate::formats::heads_config::{BACKBONE_FINGERPRINT, CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE, PublishedHeadsConfig};
 
 /// The keys for config.json. Merging an adapter leaves no weights to quantise as in training, so `quantization` is left out.
 pub(super) fn keys(trained: &Trained) -> Map<String, Value> {
     let mut keys = trained.file.config().map(PublishedHeadsConfig::recorded).unwrap_or_default();
     if trained.format.holds_backbone() && trained.adapter.is_some() {
         keys.remove("quantization");
+    }
+    if trained.format.holds_backbone() {
+        keys.remove(BACKBONE_FINGERPRINT); // those of the folder may be merged, or of another dtype
     }
     if template_file(trained).is_some() {
         keys.insert("chat_template".into(), file_name(trained).into());

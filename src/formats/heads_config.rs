@@ -26,9 +26,20 @@ pub const TRAINING: &str = "medusa_train";
 /// The key of an exported config.json that says that the lm_head of a vLLM file is the heads' own, not the backbone's.
 pub const SHARED_W2: &str = "shared_w2";
 
+/// The key with the fingerprint of the backbone that the heads were trained on.
+pub const BACKBONE_FINGERPRINT: &str = "backbone_fingerprint";
+
 /// The keys of [`HeadsFolderConfig`] that describe the training, not the tensors.
-const RECORDED: [&str; 7] =
-    ["architecture", "backbone_model_type", "backbone_dtype", "quantization", "chat_template", "rope_context", "best"];
+const RECORDED: [&str; 8] = [
+    "architecture",
+    "backbone_model_type",
+    "backbone_dtype",
+    BACKBONE_FINGERPRINT,
+    "quantization",
+    "chat_template",
+    "rope_context",
+    "best",
+];
 
 /// `config.json` of `final/`, as TGI and the original code read it.
 #[derive(Debug, Clone, Serialize)]
@@ -45,6 +56,10 @@ pub struct HeadsFolderConfig<'a> {
     pub backbone_model_type: &'a str,
     /// Compute dtype of the backbone in training.
     pub backbone_dtype: String,
+    /// Of the frozen weights, by which heads notice another backbone of the same shape. Absent if the whole backbone was trained: then it is
+    /// beside the heads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backbone_fingerprint: Option<String>,
     /// `nf4` or `int8`, if the backbone was quantized.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantization: Option<String>,
@@ -99,6 +114,11 @@ impl PublishedHeadsConfig {
     /// What the heads are, as `heads.architecture` of a recipe names it.
     pub fn architecture(&self) -> Option<&str> {
         self.at("architecture")?.as_str()
+    }
+
+    /// Fingerprint of the backbone in training.
+    pub fn backbone_fingerprint(&self) -> Option<&str> {
+        self.at(BACKBONE_FINGERPRINT)?.as_str()
     }
 
     /// Quantization of the backbone in training, if any.

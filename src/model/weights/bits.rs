@@ -1,8 +1,11 @@
 //! Values read and compared in the bytes of a file, without libtorch.
 
+use half::{bf16, f16};
+use sha2::{Digest, Sha256};
 use tch::Kind;
 
 use super::{WeightFiles, WeightsError};
+use crate::files;
 
 impl WeightFiles {
     /// The values of a tensor of int32 or int64, in the order of a contiguous tensor.
@@ -35,6 +38,22 @@ impl WeightFiles {
         })
     }
 
+    /// A hash of the names and shapes of all weights, and of the first values of each in bfloat16. Fine-tuned weights have another one, and a
+    /// copy in other files or another dtype nearly always the same.
+    ///
+    /// # Errors
+    /// [`WeightsError`] for a dtype that weights cannot have.
+    pub fn fingerprint(&self) -> Result<String, WeightsError> {
+        const VALUES: usize = 16; // on the page that holds the first one
+        let mut all = Sha256::new();
+        for name in self.names() {
+            let (tensor, kind) = self.header(name, &self.shape(name)?, None)?;
+            all.update(format!("{name} {:?}\n", tensor.shape));
+            tensor.elements(kind).take(VALUES).for_each(|bytes| all.update(rounded(bytes, kind).to_le_bytes()));
+        }
+        Ok(files::hex(&all.finalize()))
+    }
+
     /// Whether all elements of a weight are 0 or -0.
     ///
     /// # Errors
@@ -46,6 +65,15 @@ impl WeightFiles {
             bytes.split_last().is_none_or(|(last, rest)| last & !SIGN == 0 && rest.iter().all(|&byte| byte == 0))
         };
         Ok(tensor.elements(kind).all(is_zero))
+    }
+}
+
+fn rounded(bytes: &[u8], kind: Kind) -> bf16 {
+    match kind {
+        Kind::BFloat16 => bf16::from_le_bytes(bytes.try_into().expect("2 bytes")),
+        Kind::Half => bf16::from_f32(f16::from_le_bytes(bytes.try_into().expect("2 bytes")).to_f32()),
+        Kind::Float => bf16::from_f32(f32::from_le_bytes(bytes.try_into().expect("4 bytes"))),
+        _ => bf16::from_f64(f64::from_le_bytes(bytes.try_into().expect("8 bytes"))),
     }
 }
 
@@ -78,6 +106,20 @@ mod tests {
         };
         file.file_of.insert(again.into(), 0);
         file.files[0].tensors.insert(again.into(), stored);
+    }
+
+    #[test]
+    fn a_fingerprint_is_of_the_values_whatever_their_dtype() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |values: [f64; 2], kind| {
+            file(&folder, &[("w", Tensor::from_slice(&values).to_kind(kind))]).fingerprint().unwrap()
+        };
+        let one = of([1.0, 0.5], Kind::Float);
+        for kind in [Kind::Double, Kind::BFloat16, Kind::Half] {
+            assert_eq!(of([1.0, 0.5], kind), one);
+        }
+        assert_ne!(of([1.0, 0.25], Kind::Float), one);
+        assert!(file(&folder, &[("w", Tensor::from_slice(&[1_i64]))]).fingerprint().is_err());
     }
 
     #[test]
