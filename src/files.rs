@@ -109,13 +109,12 @@ impl NewFolder {
         replaced.map_or(Ok(()), fs::remove_dir_all)
     }
 
-    /// As [`NewFolder::commit`], but fails if the name is taken, and then removes the new folder. On Unix an empty folder created between the
-    /// check and the rename is replaced.
+    /// As [`NewFolder::commit`], but fails if the name is taken, and then removes the new folder. An empty folder is replaced.
     ///
     /// # Errors
     /// [`io::ErrorKind::AlreadyExists`] if the name is taken, or the I/O error.
     pub fn commit_as_new(mut self) -> io::Result<()> {
-        let is_taken = || fs::symlink_metadata(&self.path).is_ok();
+        let is_taken = || is_taken(&self.path);
         sync_folder(&self.partial)?;
         if is_taken() {
             return Err(io::ErrorKind::AlreadyExists.into());
@@ -134,6 +133,12 @@ impl Drop for NewFolder {
             let _ = fs::remove_dir_all(&self.partial); // best effort: the error that led here is the one to report
         }
     }
+}
+
+/// Whether something is there that a new folder would replace: anything but an empty folder.
+pub fn is_taken(path: &Path) -> bool {
+    let is_empty = || fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+    fs::symlink_metadata(path).is_ok_and(|found| !found.is_dir() || !is_empty())
 }
 
 /// Removes a folder atomically: it is renamed first, so a crash leaves all of it or nothing at `path`.

@@ -477,7 +477,7 @@ fn what_cannot_be_exported_leaves_nothing() {
     write_heads(&small, "deep", shape(3, 2, 0), Kind::Float);
     write_heads(&small, "alone", shape(3, 1, 0), Kind::Float);
     fs::remove_file(small.path("alone/config.json")).expect("a file");
-    fs::create_dir_all(small.path("taken")).expect("a folder");
+    small.write("taken/x", b"");
     fs::create_dir_all(small.path("empty")).expect("a folder");
     let before = small.names(".");
     let cases: [Refused; 10] = [
@@ -524,6 +524,15 @@ fn what_cannot_be_exported_leaves_nothing() {
     export(&small, "h", "tgi", "out", &[]).failed(1, &["h/heads.safetensors: hidden size: expected 32, got 16"]);
     assert_eq!(small.names("."), before);
     export(&small, "h", "heads", "taken", &[]).failed(1, &["taken exists already"]);
+}
+
+#[test]
+fn an_empty_folder_is_as_good_as_a_new_one() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(1, 1, V), Kind::Float);
+    fs::create_dir(small.path("empty")).expect("a folder");
+    export(&small, "h", "heads", "empty", &[]).succeeded();
+    assert!(small.names("empty").contains(&"README.md".to_owned()));
 }
 
 #[test]

@@ -14,8 +14,7 @@ use crate::export::{self, ExportError, ExportFormat, ExportRequest, Exported};
 use crate::hub::{self, Wanted};
 use crate::plural::counted;
 
-const EXAMPLE: &str =
-    "Example:\n  medusa export --heads checkpoints/tiny_stage1/final --format vllm \\\n    --out tiny_vllm";
+const EXAMPLE: &str = "Example:\n  medusa export --heads checkpoints/first --format vllm --out first-vllm";
 
 /// Export heads or merged models in other programs' layouts, with a model card.
 #[derive(Debug, Args)]
@@ -27,7 +26,7 @@ pub struct ExportArgs {
     /// Layout to write.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub format: ExportFormat,
-    /// Output folder; must not exist.
+    /// Output folder: a new or an empty one.
     #[arg(long, value_name = "FOLDER")]
     pub out: PathBuf,
     /// Backbone of the heads [default: the one named in their config.json].

@@ -1,7 +1,7 @@
 //! The files of a run that accompany exported heads: recipe, calibration, tree and bench.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use super::error::ExportError;
@@ -73,7 +73,8 @@ impl Companions {
             }
             bench => Ok(bench),
         };
-        let recipe = |path: &Path| fs::read_to_string(path).map_err(|error| error.to_string());
+        let recipe =
+            |path: &Path| fs::read_to_string(path).map(|text| published(&text)).map_err(|error| error.to_string());
         let exported = beside.join(RECIPE); // heads exported earlier have it in their folder
         let run = places[1].as_ref().map(|run| run.join(RECIPE)).or(exported.is_file().then_some(exported));
         Ok(Self {
@@ -87,15 +88,23 @@ impl Companions {
 
     /// Copies the files that other programs can use into a folder. The bench results are in the card.
     pub(super) fn write(&self, folder: &Path, trained: &Trained) -> Result<(), ExportError> {
-        let files = [
-            (self.recipe.as_ref().map(|found| &found.path), RECIPE),
-            (self.tree.as_ref().map(|found| &found.path), TREE),
-        ];
-        let copy =
-            |(path, name): (Option<&PathBuf>, &str)| path.map_or(Ok(()), |path| write::copy(path, &folder.join(name)));
-        files.into_iter().try_for_each(copy)?;
+        if let Some(recipe) = &self.recipe {
+            let path = folder.join(RECIPE);
+            write_synced(&path, |out| out.write_all(recipe.content.as_bytes()))
+                .map_err(|source| ExportError::Io { path, source })?;
+        }
+        self.tree.as_ref().map_or(Ok(()), |found| write::copy(&found.path, &folder.join(TREE)))?;
         self.calibration.as_ref().map_or(Ok(()), |found| write_calibration(found, folder, trained))
     }
+}
+
+/// A recipe for other people: paths that only this machine has are cut to their last part.
+fn published(recipe: &str) -> String {
+    let is_local = |text: &str| ["/", "~/", "./", "../"].iter().any(|begin| text.starts_with(begin));
+    let name = |text: &str| text.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default().to_owned();
+    let part = |(at, text): (usize, &str)| if at % 2 == 1 && is_local(text) { name(text) } else { text.to_owned() };
+    let line = |line: &str| line.split('"').enumerate().map(part).collect::<Vec<_>>().join("\"");
+    recipe.split('\n').map(line).collect::<Vec<_>>().join("\n")
 }
 
 /// Writes the calibration for the exported heads: with their hash, and cut to the first K heads. `exported_from`
@@ -160,4 +169,16 @@ fn bench(path: &Path, architecture: &str) -> Result<CardBench, NotTheirs> {
     let results = all.len();
     let fastest = all.into_iter().max_by(|a, b| a.speedup.total_cmp(&b.speedup));
     fastest.map(|fastest| CardBench { fastest, results }).ok_or_else(|| format!("it is empty; {expected}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_published_recipe_names_no_folder_of_the_machine() {
+        let recipe = "path = \"/home/ann/models/base\" # \"x\"\ntrain = [\"../chats/a.jsonl\", \"owner/name\", \"data/b.jsonl\"]\n";
+        let expected = "path = \"base\" # \"x\"\ntrain = [\"a.jsonl\", \"owner/name\", \"data/b.jsonl\"]\n";
+        assert_eq!(published(recipe), expected);
+    }
 }

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::notices::Notice;
 use crate::dtype::Dtype;
-use crate::files::NewFolder;
+use crate::files::{NewFolder, is_taken};
 
 mod card;
 mod check;
@@ -53,7 +53,7 @@ pub struct Exported {
 /// # Errors
 /// [`ExportError`]; nothing is left then.
 pub fn export(request: &ExportRequest) -> Result<Exported, ExportError> {
-    if fs::symlink_metadata(&request.out).is_ok() {
+    if is_taken(&request.out) {
         return Err(ExportError::Exists { path: request.out.clone() });
     }
     let mut trained = Trained::open(request)?;
