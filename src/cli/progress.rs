@@ -8,15 +8,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use console::{Term, measure_text_width};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
-use super::CommonFlags;
 use super::print::duration;
+use super::{CommonFlags, wrap};
 
 /// Time between lines if stderr is no terminal.
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
 /// Time between drawings of a bar whose work does not advance.
 const REDRAWN: Duration = Duration::from_secs(1);
+
+const BAR: &str = "{bar:12} {progress}";
+/// Columns of the bar itself.
+const BAR_WIDTH: usize = 13;
 
 /// Progress of a piece of work. Dropped, it leaves the terminal as it was.
 #[derive(Debug)]
@@ -40,6 +45,8 @@ struct Work {
     /// When `done` last changed, and how often it has.
     advanced: Instant,
     advances: u32,
+    /// A line about the end was printed: nothing changes after it.
+    has_told_end: bool,
 }
 
 impl Work {
@@ -52,6 +59,13 @@ impl Work {
             self.advances += 1;
         }
         (self.done, self.text) = (done, text);
+    }
+
+    /// The line to print now; `None` behind the one about the end.
+    fn next_line(&mut self, now: Instant) -> Option<String> {
+        let is_end = self.total > 0 && self.done >= self.total;
+        let was_told = std::mem::replace(&mut self.has_told_end, is_end);
+        (!(is_end && was_told)).then(|| self.line(now))
     }
 
     /// Estimated time left at `now`; `None` before the first result. It runs down until the next result is due, and grows while that is late.
@@ -86,31 +100,40 @@ impl Work {
 impl Progress {
     /// Progress of `total` units of which `before` are done.
     pub(super) fn new(total: u64, before: u64, text: impl Into<String>, common: &CommonFlags) -> Self {
-        Self::drawn_as("{bar:12} {times}{wide_msg}", [total, before], text, common)
+        Self::drawn_as(BAR, [total, before], text, common)
     }
 
     /// Work that does not tell how far it is.
     pub(super) fn waiting(text: impl Into<String>, common: &CommonFlags) -> Self {
-        Self::drawn_as("{times}{wide_msg}", [0, 0], text, common)
+        Self::drawn_as("{progress}", [0, 0], text, common)
     }
 
     fn drawn_as(template: &str, [total, before]: [u64; 2], text: impl Into<String>, common: &CommonFlags) -> Self {
         let (now, text) = (Instant::now(), text.into());
-        let work =
-            Arc::new(Mutex::new(Work { text, done: before, total, before, began: now, advanced: now, advances: 0 }));
+        let work = Arc::new(Mutex::new(Work {
+            text,
+            done: before,
+            total,
+            before,
+            began: now,
+            advanced: now,
+            advances: 0,
+            has_told_end: false,
+        }));
         let is_piped = !io::stderr().is_terminal() && !common.quiet;
         let lines = is_piped.then(|| {
             let (work, common) = (Arc::clone(&work), common.clone());
-            Ticker::start(BETWEEN_LINES, move || common.say(locked(&work).line(Instant::now())))
+            Ticker::start(BETWEEN_LINES, move || {
+                let line = locked(&work).next_line(Instant::now());
+                line.iter().for_each(|line| common.say(line));
+            })
         });
         Self { bar: bar(&work, template, common), work, quiet: common.quiet, _lines: lines }
     }
 
     /// The work has come to `done` units; `text` says how far that is.
     pub(super) fn set(&self, done: u64, text: impl Into<String>) {
-        let text = text.into();
-        locked(&self.work).advance(done, text.clone());
-        self.bar.set_message(text);
+        locked(&self.work).advance(done, text.into());
         self.bar.set_position(done);
     }
 
@@ -127,9 +150,10 @@ impl Progress {
         self.bar.set_length(total);
     }
 
-    /// The present line, for callers that print it at moments of their own.
-    pub(super) fn line(&self) -> String {
-        locked(&self.work).line(Instant::now())
+    /// Prints the present line, for callers that do so at moments of their own.
+    pub(super) fn say_line(&self) {
+        let line = locked(&self.work).next_line(Instant::now());
+        line.iter().for_each(|line| self.say(line));
     }
 
     /// Prints a line to stderr, above the bar if there is one.
@@ -156,23 +180,35 @@ fn locked(work: &Mutex<Work>) -> MutexGuard<'_, Work> {
     work.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A bar on stderr; hidden with `--quiet` or if stderr is no terminal. A text that is too long for the line loses its end.
+/// A bar on stderr; hidden with `--quiet` or if stderr is no terminal. Where the terminal is too narrow, the text loses its last parts.
 fn bar(work: &Arc<Mutex<Work>>, template: &str, common: &CommonFlags) -> ProgressBar {
     let target = if common.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let shared = Arc::clone(work);
-    let style = style.with_key("times", move |_: &ProgressState, out: &mut dyn Write| {
-        let times = locked(&shared).times(Instant::now());
-        let _ = times.map_or(Ok(()), |times| write!(out, "{times}: ")); // a bar takes any text
+    let before = if template == BAR { BAR_WIDTH } else { 0 };
+    let style = style.with_key("progress", move |_: &ProgressState, out: &mut dyn Write| {
+        let columns = wrap::columns(&Term::stderr()).unwrap_or(usize::MAX);
+        let work = locked(&shared);
+        let times = work.times(Instant::now()).map_or_else(String::new, |times| format!("{times}: "));
+        let text = format!("{times}{}", work.text);
+        let _ = out.write_str(whole_parts(&text, columns.saturating_sub(before))); // a bar takes any text
     });
-    let Work { total, done, text, .. } = locked(work).clone();
+    let Work { total, done, .. } = *locked(work);
     let bar = ProgressBar::with_draw_target(Some(total), target).with_style(style);
-    bar.set_message(text);
     bar.set_position(done);
     if !bar.is_hidden() {
         bar.enable_steady_tick(REDRAWN);
     }
     bar
+}
+
+/// As many parts of `a, b, c` as fit, at least one.
+fn whole_parts(text: &str, columns: usize) -> &str {
+    let ends = text.match_indices(", ").map(|(at, _)| at).chain([text.len()]);
+    let fits = |end: &usize| measure_text_width(&text[..*end]) <= columns;
+    let ends: Vec<usize> = ends.collect();
+    let last = ends.iter().rfind(|end| fits(end)).or(ends.first());
+    last.map_or(text, |end| &text[..*end])
 }
 
 /// Calls a function at intervals, on a thread of its own, until it is dropped.
@@ -244,7 +280,19 @@ mod tests {
     fn work(done: u64, total: u64, seconds: u64) -> (Work, Instant) {
         let began = Instant::now();
         let advanced = began + Duration::from_secs(seconds);
-        (Work { text: "5/60 rows".into(), done, total, before: 0, began, advanced, advances: done as u32 }, advanced)
+        (
+            Work {
+                text: "5/60 rows".into(),
+                done,
+                total,
+                before: 0,
+                began,
+                advanced,
+                advances: done as u32,
+                has_told_end: false,
+            },
+            advanced,
+        )
     }
 
     fn line(work: &Work, after: Instant, seconds: u64) -> String {
@@ -276,6 +324,24 @@ mod tests {
         );
         let (all, now) = work(60, 60, 90);
         assert_eq!(line(&all, now, 0), "5/60 rows, in 1 min 30 s");
+    }
+
+    #[test]
+    fn the_last_line_is_printed_once() {
+        let (mut all, now) = work(59, 60, 90);
+        assert_eq!((all.next_line(now).is_some(), all.next_line(now).is_some()), (true, true), "its time left changes");
+        all.advance(60, "60/60 rows".into());
+        assert_eq!((all.next_line(now).is_some(), all.next_line(now)), (true, None), "the heads are being saved");
+        all.advance(3, "3/60 rows".into());
+        assert!(all.next_line(now).is_some(), "another file");
+    }
+
+    #[test]
+    fn a_bar_that_has_no_room_loses_its_last_parts_whole() {
+        let text = "step 5/200, loss 3.21 (heads 3.21), head-1 accuracy 0.100, 215 tokens/s";
+        assert_eq!(whole_parts(text, 80), text);
+        assert_eq!(whole_parts(text, 40), "step 5/200, loss 3.21 (heads 3.21)");
+        assert_eq!(whole_parts("loading models/zephyr", 10), "loading models/zephyr", "the terminal's edge cuts it");
     }
 
     #[test]

@@ -63,7 +63,7 @@ impl<'c> TrainProgress<'c> {
         let text = format!("step {}/{}, {}, {speed:.0} tokens/s", line.step, self.total, quality(line));
         self.progress.set(line.step as u64, text);
         if !self.live && (is_first || line.step == self.total) {
-            self.common.say(self.progress.line());
+            self.progress.say_line();
         }
     }
 
