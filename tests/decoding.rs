@@ -715,3 +715,50 @@ fn on_a_real_model_heads_change_no_token() {
         assert_eq!(plain["new_ids"], fast["new_ids"]);
     }
 }
+
+#[test]
+fn answers_to_several_prompts_have_a_line_above_them() {
+    let world = World::new();
+    world.lines(
+        "p.jsonl",
+        &[json!({"prompt": "a  b\nc", "id": 7}), json!({"prompt_ids": [1, 4, 5], "question_id": "x"})],
+    );
+    let more = ["--num-samples", "2", "--max-new-tokens", "1", "--temperature", "1"];
+    let output = world.medusa(&[&PLAIN[..], &more].concat()).assert().success().get_output().clone();
+    let (mut text, said) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+    for heading in [
+        "[1 of 2, id 7, sample 1] a b c\n",
+        "[1 of 2, id 7, sample 2] a b c\n",
+        "[2 of 2, id \"x\", sample 1] 3 tokens\n",
+        "[2 of 2, id \"x\", sample 2] 3 tokens\n",
+    ] {
+        let (_, rest) = text.split_once(heading).unwrap_or_else(|| panic!("{heading}: {text}"));
+        text = rest.to_owned();
+    }
+    assert_eq!(said.matches("ended by length]").count(), 4, "{said}");
+}
+
+#[test]
+fn a_reader_that_ends_first_is_no_error() {
+    use std::process::Stdio;
+
+    let world = World::new();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_medusa"));
+    program::on_the_cpu(&mut command).args(PLAIN).args(["--quiet", "--max-new-tokens", "2"]);
+    let mut generate =
+        command.current_dir(world.path("")).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
+    drop(generate.stdout.take());
+    let output = generate.wait_with_output().expect("it ends");
+    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(141), ""));
+}
+
+#[test]
+fn a_raw_prompt_on_a_model_with_a_chat_template_is_said_to_be_raw() {
+    let world = World::new();
+    let said = |more: &[&str]| {
+        let prompt = ["generate", "--backbone", "b", "--prompt", "a", "--max-new-tokens", "1"];
+        let output = world.medusa(&[&prompt[..], more].concat()).assert().success().get_output().clone();
+        String::from_utf8(output.stderr).unwrap().matches("--prompt is continued as raw text").count()
+    };
+    assert_eq!((said(&["--chat-template", "zephyr"]), said(&[]), said(&["--quiet"])), (1, 0, 0), "b has no template");
+}

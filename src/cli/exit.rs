@@ -14,6 +14,7 @@ pub(super) const SUCCESS: u8 = 0;
 pub(super) const FAILED: u8 = 1;
 pub(super) const WRONG_USAGE: u8 = 2;
 pub(super) const INTERRUPTED: u8 = 130; // 128 + SIGINT, as shells report it
+pub(super) const STDOUT_CLOSED: u8 = 141; // 128 + SIGPIPE: what `| head` makes of `cat`
 
 /// The command line asks for something impossible: exit status 2.
 #[derive(Debug, thiserror::Error)]

@@ -1,12 +1,16 @@
 //! `medusa generate`: decodes prompts, streaming the text.
 
-use std::io::{self, IsTerminal, Write};
+use std::fmt::Write;
+use std::fs::File;
+use std::io::{self, IsTerminal};
 use std::num::NonZeroU32;
 use std::ops::ControlFlow;
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::{ArgGroup, Args};
+use console::truncate_str;
 use serde_json::{Value, json};
 
 use super::decoder::Decoder;
@@ -17,7 +21,7 @@ use super::numbers::above_zero;
 use super::progress::Counter;
 use super::prompts::{self, EndedEarly, FitFlags};
 use super::served::ServedFlags;
-use super::{CommonFlags, UsageError, print_json};
+use super::{CommonFlags, UsageError, print_json, print_line, write_out};
 use crate::data::prompts::{Prompt, PromptInput};
 use crate::data::tokenize::narrow;
 use crate::decode::DecodeLoop;
@@ -32,7 +36,7 @@ use crate::plural::counted;
 #[derive(Debug, Args)]
 #[command(
     group = ArgGroup::new("input").required(true),
-    after_help = "Example:\n  medusa generate --backbone data/tiny/backbone \\\n    --heads checkpoints/tiny_stage1/final --tree tree.json \\\n    --prompts data/tiny/prompts.jsonl\n\nfinish_reason is \"eos\", \"length\" (--max-new-tokens or a full context) or \"stop\" (--stop)."
+    after_help = "Example:\n  medusa generate --backbone B --prompt \"Once upon a time\"\n  medusa generate --backbone B --heads checkpoints/first --tree tree.json \\\n    --prompts prompts.jsonl\n\nfinish_reason is \"eos\", \"length\" (--max-new-tokens or a full context) or \"stop\" (--stop)."
 )]
 pub struct GenerateArgs {
     /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
@@ -72,6 +76,13 @@ pub struct GenerateArgs {
     served: ServedFlags,
 }
 
+/// What `--prompt` does on a model that has a chat template.
+const RAW_PROMPT: &str = "--prompt is continued as raw text, without the chat template; `medusa chat`, and \"messages\" in the file of \
+     --prompts, apply it";
+
+/// Columns of the line above an answer.
+const HEADING: usize = 79;
+
 /// The largest N of `--logprobs`, as in vLLM: the texts of all N tokens are decoded at every place.
 const MOST_LOGPROBS: usize = 20;
 
@@ -95,6 +106,9 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let heads = args.drafter.heads(args.heads.as_deref());
     let prompts = prompts::read(args.prompt.as_ref(), args.prompts.as_deref(), common)?;
     let served = args.served.resolve(&args.backbone, heads, common)?;
+    if args.prompt.is_some() && served.template.is_some() {
+        common.say(RAW_PROMPT);
+    }
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
     let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, common)?;
     let (all, prompts) = (prompts.len(), args.fit.fitting(prompts, &decoder, common)?);
@@ -102,7 +116,7 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let request = args.decoding.request(&[], Stream::default());
     let decoding = args.engine.take(&decoder, drafts, &request, common)?;
     let counter = counter(args, prompts.len(), common);
-    let mut writer = Answers { decoder: &decoder, decoding, args, common, counter };
+    let mut writer = Answers { decoder: &decoder, decoding, args, common, counter, all };
     let mut ended_early = EndedEarly::default();
     for (index, prompt) in &prompts {
         for sample in 0..args.num_samples.get() {
@@ -119,12 +133,17 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Progress through `--prompts`; a terminal shows the texts themselves.
+/// Progress through `--prompts`, unless the answers show it: what a pipe's reader prints would end up in the bar.
 fn counter(args: &GenerateArgs, prompts: usize, common: &CommonFlags) -> Option<Counter> {
     let samples = args.num_samples.get() as usize;
     let things = if samples > 1 { "samples" } else { "prompts" };
-    let is_shown = args.prompts.is_some() && !io::stdout().is_terminal();
+    let is_shown = args.prompts.is_some() && (is_file(io::stdout()) || !io::stderr().is_terminal());
     is_shown.then(|| Counter::new(prompts * samples, 0, things, common))
+}
+
+fn is_file(stream: impl AsFd) -> bool {
+    let file = stream.as_fd().try_clone_to_owned().map(File::from);
+    file.and_then(|file| file.metadata()).is_ok_and(|metadata| metadata.is_file())
 }
 
 /// Decodes and prints answers. Later turns of a conversation reuse the loop's cache.
@@ -134,6 +153,8 @@ struct Answers<'a> {
     args: &'a GenerateArgs,
     common: &'a CommonFlags,
     counter: Option<Counter>,
+    /// Prompts of the file.
+    all: usize,
 }
 
 impl Answers<'_> {
@@ -151,9 +172,31 @@ impl Answers<'_> {
             print_json(&line)?;
             told
         } else {
-            self.stream(&request)?
+            let is_one_of_many = self.args.prompts.is_some();
+            if is_one_of_many {
+                print_line(self.heading(prompt, stream))?;
+            }
+            let told = self.stream(&request)?;
+            if is_one_of_many {
+                print_line("")?;
+            }
+            told
         };
         Ok(told.text_alone)
+    }
+
+    /// The line above an answer to `--prompts`, as `[2 of 80, id 7, turn 1] What is beam search?`.
+    fn heading(&self, prompt: &Prompt, Stream { index, turn, sample, .. }: Stream) -> String {
+        let mut names = format!("{} of {}", index + 1, self.all);
+        let _ = prompt.id.iter().try_for_each(|id| write!(names, ", id {id}")); // writing to a String cannot fail
+        if let PromptInput::Turns(_) = prompt.input {
+            let _ = write!(names, ", turn {}", turn + 1); // as above
+        }
+        if self.args.num_samples.get() > 1 {
+            let _ = write!(names, ", sample {}", sample + 1); // as above
+        }
+        let asked = asked(&prompt.input, turn).split_whitespace().collect::<Vec<_>>().join(" ");
+        truncate_str(&format!("[{names}] {asked}"), HEADING, "…").into_owned()
     }
 
     /// Each new token beside the likeliest ones. Their texts are those that follow the tokens before them: with the space before a word.
@@ -199,6 +242,16 @@ impl Answers<'_> {
     }
 }
 
+/// What an answer replies to.
+fn asked(input: &PromptInput, turn: u64) -> String {
+    match input {
+        PromptInput::Text(text) => text.clone(),
+        PromptInput::Ids(ids) => counted(ids.len(), "token"),
+        PromptInput::Chat(messages) => messages.last().map_or_else(String::new, |last| last.content.clone()),
+        PromptInput::Turns(turns) => turns[turn as usize].clone(),
+    }
+}
+
 /// The names that a prompt has, and the turn of one that has several.
 fn add_names(line: &mut Value, prompt: &Prompt, turn: u64) {
     if let Some(id) = &prompt.id {
@@ -232,17 +285,10 @@ pub(super) fn as_json(prompt: &[i64], told: &Told, engine: &str) -> Value {
 pub(super) fn to_stdout(decode: impl FnOnce(&mut OnText) -> anyhow::Result<Told>) -> anyhow::Result<Told> {
     let mut trouble = Ok(());
     let told = decode(&mut |piece| {
-        trouble = show(piece);
+        trouble = write_out(piece);
         if trouble.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
     trouble?;
-    show("\n")?;
+    write_out("\n")?;
     Ok(told)
-}
-
-/// Writes and flushes a piece of text.
-fn show(piece: &str) -> anyhow::Result<()> {
-    let mut out = io::stdout().lock();
-    out.write_all(piece.as_bytes())?;
-    Ok(out.flush()?)
 }

@@ -13,7 +13,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use self::downloads::HubArgument;
 use self::drafter::spec::DrafterSpec;
-use self::exit::{INTERRUPTED, SUCCESS, refuse, report, status};
+use self::exit::{INTERRUPTED, STDOUT_CLOSED, SUCCESS, refuse, report, status};
 use crate::hub::{DataSplit, Wanted};
 
 pub mod backbone;
@@ -61,7 +61,7 @@ mod wrap;
 pub use exit::{Interrupted, UsageError, end};
 pub use flags::CommonFlags;
 pub use in_process::finish;
-use print::print_text;
+use print::{StdoutClosed, print_text, write_out};
 pub use print::{gibibytes, mebibytes, print_json, print_line};
 pub use same_build::run_if_same_build;
 pub use signals::interrupted;
@@ -86,7 +86,8 @@ pub struct MedusaTrainCommand {
     common: CommonFlags,
 }
 
-const MEDUSA_EXAMPLE: &str = "Example:\n  medusa train recipes/tiny_stage1.toml";
+const MEDUSA_EXAMPLE: &str =
+    "Example:\n  medusa init --backbone B --data chats.jsonl --out first.toml\n  medusa train first.toml";
 
 #[derive(Debug, Subcommand)]
 enum Verb {
@@ -227,6 +228,7 @@ fn finish_without_libtorch(common: &CommonFlags, verb: impl FnOnce() -> anyhow::
             common.say(error);
             INTERRUPTED
         }
+        Err(error) if error.is::<StdoutClosed>() => STDOUT_CLOSED,
         Err(error) => {
             report(&error);
             status(&error)

@@ -33,8 +33,25 @@ pub(super) fn duration(seconds: f64) -> String {
 /// # Errors
 /// If stdout cannot be written.
 pub fn print_line(line: impl Display) -> anyhow::Result<()> {
-    Ok(writeln!(io::stdout(), "{line}")?)
+    write_out(&format!("{line}\n"))
 }
+
+/// Writes to stdout at once.
+///
+/// # Errors
+/// [`StdoutClosed`], or the I/O error.
+pub(super) fn write_out(text: &str) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(|error| match error.kind() {
+        io::ErrorKind::BrokenPipe => StdoutClosed.into(),
+        _ => error.into(),
+    })
+}
+
+/// The reader of stdout has ended, as `head` does after its lines: no mistake, and nothing to say.
+#[derive(Debug, thiserror::Error)]
+#[error("nothing reads stdout any more")]
+pub(super) struct StdoutClosed;
 
 /// Prints text for people to stdout, broken between words where stdout is a terminal.
 ///
