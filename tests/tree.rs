@@ -111,6 +111,18 @@ fn paths_that_are_right_together_are_preferred_to_products() {
 }
 
 #[test]
+fn a_tree_that_needs_fewer_heads_than_there_are_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    write(&dir.path().join("c.json"), &calibration(&[&[0.6, 0.3], &[0.5, 0.1], &[0.1, 0.1]]));
+    for (nodes, heads) in [("3", "the first 2 of 3 heads"), ("8", "3 heads")] {
+        let arguments = ["--calibration", "c.json", "--nodes", nodes];
+        let output = tree(&arguments, dir.path()).assert().success().get_output().clone();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.starts_with(&format!("{nodes} nodes over {heads}: ")), "{said}");
+    }
+}
+
+#[test]
 fn a_picture_of_the_tree_is_drawn() {
     let dir = tempfile::tempdir().unwrap();
     write(&dir.path().join("c.json"), &calibration(&[&[0.5, 0.25], &[0.5, 0.25]]));

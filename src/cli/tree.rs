@@ -70,7 +70,7 @@ fn write(
         GuessTree::Dynamic(limits) => common.say(format_args!(
             "{} over {}, chosen at each step: {expected:.3} expected tokens per step",
             counted(limits.nodes, "node"),
-            counted(limits.depth, "head")
+            of_heads(limits.depth, calibration)
         )),
     }
     if let Some(path) = &args.svg {
@@ -118,7 +118,7 @@ fn file_of(tree: GuessTree, expected: f64) -> (GuessTree, TreeFile) {
 }
 
 fn say_what_is_expected(tree: &SparseTree, expected: f64, calibration: &Calibration, common: &CommonFlags) {
-    let (nodes, heads) = (counted(tree.choices().len(), "node"), counted(tree.max_depth(), "head"));
+    let (nodes, heads) = (counted(tree.choices().len(), "node"), of_heads(tree.max_depth(), calibration));
     let sizes = format!("{nodes} over {heads}: {expected:.3} expected tokens per step");
     if calibration.knows_joint() {
         let independent = search::expected_tokens_per_step(tree, &calibration.independent());
@@ -126,6 +126,12 @@ fn say_what_is_expected(tree: &SparseTree, expected: f64, calibration: &Calibrat
     } else {
         common.say(format_args!("{sizes}, assuming independent heads"));
     }
+}
+
+/// The heads whose guesses a tree of this depth has.
+fn of_heads(depth: usize, calibration: &Calibration) -> String {
+    let all = counted(calibration.heads.len(), "head");
+    if depth == calibration.heads.len() { all } else { format!("the first {depth} of {all}") }
 }
 
 fn draw(tree: &SparseTree, expected: f64, calibration: &Calibration, path: &Path) -> anyhow::Result<()> {
