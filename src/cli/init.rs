@@ -28,7 +28,7 @@ use crate::train::checked::CheckedRun;
 use crate::train::plan::TrainPlan;
 use crate::train::run_folder::check_output_dir;
 
-const EXAMPLE: &str = "Example:\n  medusa init --backbone data/tiny/backbone --data data/tiny/train.jsonl \\\n    --validation data/tiny/eval.jsonl --out first.toml";
+const EXAMPLE: &str = "Example:\n  medusa init --backbone B --data chats.jsonl --out first.toml";
 
 /// Files that the user has to name.
 const HELD_OUT: &str = "HELD_OUT.jsonl";
@@ -72,7 +72,7 @@ pub enum StageName {
 /// Reads the rows, writes the recipe and prints what comes next.
 ///
 /// # Errors
-/// An error in the backbone or the data, a recipe that exists, or a machine that is too small.
+/// An error in the backbone or the data, or a machine that is too small.
 pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
     check_arguments(args, common)?;
     let starter = StarterRecipe {
@@ -142,10 +142,6 @@ fn wrapped(command: &str) -> String {
 
 /// Refuses what cannot become a recipe, before any download.
 fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    if args.out.exists() {
-        let out = args.out.display();
-        return Err(UsageError(format!("--out {out} exists; name another file, or remove it")).into());
-    }
     if args.out.to_string_lossy().contains(char::is_control) {
         return Err(
             UsageError(format!("--out {:?}: a file name without control characters is expected", args.out)).into()
