@@ -32,6 +32,8 @@ fn every_verb_ends_its_help_with_an_example() {
     assert!(verbs.contains(&"doctor".to_owned()), "{verbs:?}");
     for verb in verbs {
         let help = stdout(medusa(&[&verb, "--help"]).env("COLUMNS", "200"));
+        let of_clone = ["data/tiny", "recipes/", "tiny_"].into_iter().find(|path| help.contains(path));
+        assert_eq!(of_clone, None, "a wheel does not have it: {help}");
         let (_, example) = help.rsplit_once("Example:\n").expect("an example");
         let (example, _) = example.split_once("\n\n").unwrap_or((example, ""));
         assert!(example.trim().starts_with(&format!("medusa {verb}")), "{help}");
@@ -154,7 +156,9 @@ fn a_file_of_no_known_kind_is_status_1() {
 fn a_device_that_is_not_there_is_told_by_doctor() {
     let mut command = medusa(&["doctor", "--device", "cuda:0"]);
     command.env("MEDUSA_CUDA", "off").assert().success();
-    assert!(stdout(&mut command).contains("cuda:0 cannot be used: CPU only (switched off by MEDUSA_CUDA)"));
+    let told = stdout(&mut command);
+    assert!(told.contains("cuda:0 cannot be used: CPU only (switched off by MEDUSA_CUDA)"), "{told}");
+    assert!(!told.contains("medusa doctor"), "its advice would be itself: {told}");
 }
 
 #[test]

@@ -53,6 +53,7 @@ mod sequential_heads;
 mod served;
 mod small_run;
 mod stop_strings;
+mod terminal;
 mod tokenizer_model;
 mod torch_backbone;
 mod training_command;

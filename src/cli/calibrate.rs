@@ -36,7 +36,7 @@ use crate::plural::counted;
 #[derive(Debug, Args)]
 #[command(
     group = ArgGroup::new("input").required(true),
-    after_help = "Example:\n  medusa calibrate --backbone data/tiny/backbone \\\n    --heads checkpoints/tiny_stage1/final --data data/tiny/eval.jsonl \\\n    --out calibration.json"
+    after_help = "Example:\n  medusa calibrate --backbone B --heads checkpoints/first \\\n    --data held_out.jsonl --out calibration.json"
 )]
 pub struct CalibrateArgs {
     /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).

@@ -30,10 +30,8 @@ mod input;
 mod restore;
 
 const EXAMPLES: &str = "Example:
-  medusa chat --backbone data/tiny/backbone \\
-    --heads checkpoints/tiny_stage1/final --tree tree.json
-  printf 'Hello\\n/reset\\nHello again\\n' \\
-    | medusa chat --backbone data/tiny/backbone --json
+  medusa chat --backbone B --heads checkpoints/first --tree tree.json
+  printf 'Hello\\n/reset\\nHello again\\n' | medusa chat --backbone B --json
 
 Commands: /reset, /plain, /help, /exit. Ctrl-C stops an answer, Ctrl-D exits. With --chat-template none, the model continues the plain \
 text so far.";

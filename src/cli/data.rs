@@ -29,7 +29,7 @@ use crate::plural::counted;
 /// Preview a training set: rows kept and dropped, packing, loss mask.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Example:\n  medusa data data/tiny/train.jsonl --backbone data/tiny/backbone\n  medusa data chats.json --backbone B --chat-template vicuna --row 3 \\\n    --svg mask.svg"
+    after_help = "Example:\n  medusa data chats.jsonl --backbone B\n  medusa data chats.json --backbone B --chat-template vicuna --row 3 \\\n    --svg mask.svg"
 )]
 pub struct DataArgs {
     /// Files, folders, globs or Hub data sets (owner/name, owner/name/file or owner/name:config:split), as in a recipe's data.train.

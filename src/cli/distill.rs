@@ -50,7 +50,7 @@ const TOGETHER: &str = "without heads, conversations are decoded together, by li
 /// Generate training data: the backbone's answers to prompts, as Parquet.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Example:\n  medusa distill --backbone data/tiny/backbone \\\n    --prompts data/tiny/prompts.jsonl --out distilled --max-new-tokens 100\n\nTrain on the output with [data] train = [\"distilled/*.parquet\"]; only the backbone's own tokens carry loss. --resume continues an interrupted run and produces the same files. Several machines can write to one folder with --shard 1/4, 2/4, …"
+    after_help = "Example:\n  medusa distill --backbone B --prompts prompts.jsonl --out distilled \\\n    --max-new-tokens 500\n\nTrain on the output with [data] train = [\"distilled/*.parquet\"]; only the backbone's own tokens carry loss. --resume continues an interrupted run and produces the same files. Several machines can write to one folder with --shard 1/4, 2/4, …"
 )]
 pub struct DistillArgs {
     /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).

@@ -1,6 +1,6 @@
 //! `medusa doctor`: libtorch, devices, memory and threads of this machine, and missing parts.
 
-use std::fmt::Write;
+use std::fmt::{Display, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -105,17 +105,23 @@ fn look(common: &CommonFlags) -> DoctorReport {
     let cuda = cuda();
     let libtorch = libtorch();
     let missing = missing(&cuda, &libtorch);
-    let reason = device::check().err().map(|why| why.to_string());
+    let reason = device::check().err().map(|why| without_advice(&why));
     DoctorReport {
         version: env!("CARGO_PKG_VERSION"),
         libtorch,
-        device: common.device.resolve().map_or_else(|unusable| unusable.to_string(), device_name),
+        device: common.device.resolve().map_or_else(|unusable| without_advice(&unusable), device_name),
         cuda,
         engine: EngineState { cuda: reason.is_none(), reason },
         cpu: cpu(),
         memory: memory::machine().map(|(total_bytes, available_bytes)| MachineMemory { total_bytes, available_bytes }),
         missing,
     }
+}
+
+/// An error without its advice to run `medusa doctor`: this is it, and `missing` says what to do.
+fn without_advice(error: &impl Display) -> String {
+    let text = error.to_string();
+    text.split_once("; run `medusa doctor`").map_or(text.as_str(), |(fact, _)| fact).to_owned()
 }
 
 fn libtorch() -> Libtorch {

@@ -34,7 +34,7 @@ use self::tensors::{HeadsFound, TensorsFound, WeightsFound};
 
 /// Summarise a run, checkpoint, heads, weights file, tree, calibration, latency file or backbone.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  medusa inspect checkpoints/tiny_stage1")]
+#[command(after_help = "Example:\n  medusa inspect checkpoints/first\n  medusa inspect tree.json")]
 pub struct InspectArgs {
     /// File or folder.
     #[arg(value_name = "PATH")]

@@ -12,8 +12,7 @@ use crate::hub::push::{Push, Pushed};
 use crate::plural::counted;
 
 const EXAMPLE: &str = "Example:
-  medusa push checkpoints/tiny_stage1/final --repo me/tiny-medusa-heads \\
-    --private
+  medusa push checkpoints/first/final --repo me/first-medusa-heads --private
 
 Needs a token with write access: HF_TOKEN, or the one saved by `hf auth login`. Only changed files are uploaded, and none are deleted \
 from the repository. To continue an interrupted push, run it again. Hidden files and *.partial are skipped.";

@@ -15,9 +15,8 @@ use crate::report::{self, ReportError, Run};
 const PAGE: &str = "report.html";
 
 const EXAMPLES: &str = "Example:
-  medusa report checkpoints/tiny_stage1
-  medusa report checkpoints/tiny_stage1 checkpoints/tiny_stage2 \\
-    --out both.html
+  medusa report checkpoints/first
+  medusa report checkpoints/first checkpoints/second --out both.html
 
 Includes calibration.json, tree.json, latency.json and bench.json if they are in the run's folder.";
 

@@ -31,8 +31,7 @@ pub(super) mod progress;
 use preview::RunPreview;
 use progress::TrainProgress;
 
-const EXAMPLE: &str =
-    "Example:\n  medusa train recipes/tiny_stage1.toml --check\n  medusa-train recipes/tiny_stage1.toml";
+const EXAMPLE: &str = "Example:\n  medusa train first.toml --check\n  medusa-train first.toml";
 
 /// Train heads from a recipe.
 #[derive(Debug, Args)]

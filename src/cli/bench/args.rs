@@ -16,18 +16,14 @@ use crate::cli::served::ServedFlags;
 use crate::numbers::Positive;
 
 const EXAMPLES: &str = "Example:
-  medusa bench --backbone data/tiny/backbone \\
-    --heads checkpoints/tiny_stage1/final --tree tree.json \\
-    --prompts data/tiny/prompts.jsonl --json
-  medusa bench --backbone data/tiny/backbone \\
-    --heads checkpoints/tiny_stage1/final --calibration calibration.json \\
-    --prompts data/tiny/prompts.jsonl --sweep nodes=1,4,8,16,32 \\
-    --csv nodes.csv --svg nodes.svg
-  medusa bench --backbone data/tiny/backbone --drafter ngram \\
-    --prompts data/tiny/prompts.jsonl
-  medusa bench --backbone data/tiny/backbone \\
-    --drafters plain,ngram,medusa:checkpoints/tiny_stage1/final \\
-    --prompts data/tiny/prompts.jsonl --csv drafters.csv
+  medusa bench --backbone B --heads checkpoints/first --tree tree.json \\
+    --prompts prompts.jsonl --json
+  medusa bench --backbone B --heads checkpoints/first \\
+    --calibration calibration.json --prompts prompts.jsonl \\
+    --sweep nodes=1,4,8,16,32 --csv nodes.csv --svg nodes.svg
+  medusa bench --backbone B --drafter ngram --prompts prompts.jsonl
+  medusa bench --backbone B --prompts prompts.jsonl \\
+    --drafters plain,ngram,medusa:checkpoints/first/final --csv drafters.csv
 
 Times exclude the prompt's prefill, which is reported as prefill_seconds.";
 

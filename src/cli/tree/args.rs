@@ -14,7 +14,7 @@ use super::super::served::QuantizationName;
 #[command(
     group = ArgGroup::new("size").required(true),
     after_help = "Example:\n  medusa tree --calibration calibration.json --nodes 63 --out tree.json\n  medusa tree --calibration calibration.json --nodes 63 --dynamic \\
-    --out tree.json\n  medusa tree --calibration calibration.json --latency latency.json \\\n    --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --out tree.json"
+    --out tree.json\n  medusa tree --calibration calibration.json --latency latency.json \\\n    --backbone B --heads checkpoints/first --out tree.json"
 )]
 pub struct TreeArgs {
     /// Calibration from `medusa calibrate`.
