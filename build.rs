@@ -2,7 +2,7 @@
 //! torch-sys.
 //!
 //! Also sets cfgs for tests with requirements: `cfg(python)` if `MEDUSA_PYTHON` is set, `cfg(kernels)` if this CPU
-//! supports the CPU engine's kernels, and `cfg(nvrtc)` if CUDA kernels can be compiled.
+//! supports the CPU engine's kernels, `cfg(tiles)` if it has AMX, and `cfg(nvrtc)` if CUDA kernels can be compiled.
 
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -12,6 +12,7 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     python_of_tests();
     cpu_with_kernels();
+    cpu_with_tiles();
     compiler_of_cuda();
     git_revision();
     source_hash();
@@ -40,6 +41,14 @@ fn cpu_with_kernels() {
         && is_x86_feature_detected!("avx512bf16")
     {
         println!("cargo::rustc-cfg=kernels");
+    }
+}
+
+/// Whether `medusa::cpu::tiles::available()` is true on this machine: `#[cfg_attr(not(tiles), ignore = "needs AMX with bfloat16")]`.
+fn cpu_with_tiles() {
+    println!("cargo::rustc-check-cfg=cfg(tiles)");
+    if fs::read_to_string("/proc/cpuinfo").is_ok_and(|cpu| cpu.split_whitespace().any(|flag| flag == "amx_bf16")) {
+        println!("cargo::rustc-cfg=tiles");
     }
 }
 

@@ -1,10 +1,11 @@
-//! One forward pass of 1 to 64 new tokens after a cache of 128, and the search of a 63-node tree.
+//! One forward pass of 1 to 64 new tokens after a cache of 128, with the CPU's kernels and with libtorch, and the search of a 63-node tree.
 //!
 //! `cargo bench --bench decoding`
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use medusa::engine::RowTokens;
 use medusa::engine::fastest::fastest;
+use medusa::engine::tch::TchEngine;
+use medusa::engine::{Engine, RowTokens};
 use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
@@ -12,8 +13,8 @@ use medusa::model::new_tokens::NewTokens;
 use medusa::tree::search;
 use tch::{Device, Kind, Tensor};
 
-fn backbone() -> Llama {
-    let config = LlamaConfig {
+fn config() -> LlamaConfig {
+    LlamaConfig {
         model_type: "llama".into(),
         hidden_size: 512,
         intermediate_size: 1376,
@@ -32,23 +33,33 @@ fn backbone() -> Llama {
         family: FamilyTraits::default(),
         bos_token_id: None,
         eos_token_ids: vec![],
-    };
-    Llama::random(config, Kind::Float, Device::Cpu, 0).for_decoding()
+    }
 }
 
 fn passes(criterion: &mut Criterion) {
-    let backbone = backbone();
-    let engine = fastest(&backbone);
+    for kind in [Kind::Float, Kind::BFloat16] {
+        let backbone = || Llama::random(config(), kind, Device::Cpu, 0);
+        let (own, libtorch) = (backbone().for_decoding(), backbone().for_batches());
+        let engines: [(_, Box<dyn Engine>); 2] =
+            [("own", fastest(&own)), ("libtorch", Box::new(TchEngine::new(&libtorch)))];
+        for (name, engine) in engines {
+            passes_of(criterion, &format!("forward/{kind:?}/{name}"), &*engine);
+        }
+    }
+}
+
+fn passes_of(criterion: &mut Criterion, name: &str, engine: &dyn Engine) {
+    let backbone = engine.backbone();
     let (row, mut cache) = (0, KvCache::of_one_row(&backbone.config, backbone.kind(), backbone.device()));
-    let prompt = NewTokens::chain(128, &backbone.config, Kind::Float, Device::Cpu);
+    let prompt = NewTokens::chain(128, &backbone.config, backbone.kind(), Device::Cpu);
     let tokens_n = Tensor::arange(128, (Kind::Int64, Device::Cpu));
     let _ = tch::no_grad(|| engine.extend(&mut cache, &tokens_n, &[RowTokens { row, nodes: &prompt }]));
     cache.commit(row, 128);
-    let mut group = criterion.benchmark_group("forward");
+    let mut group = criterion.benchmark_group(name);
     for n in [1i64, 4, 8, 16, 32, 64] {
         let offsets: Vec<i64> = (0..n).map(|node| node.min(1)).collect();
         let star = |query: usize, key: usize| key == 0 || key == query;
-        let new = NewTokens::pattern(&offsets, star, &backbone.config, Kind::Float, Device::Cpu);
+        let new = NewTokens::pattern(&offsets, star, &backbone.config, backbone.kind(), Device::Cpu);
         let tokens_n = Tensor::arange(n, (Kind::Int64, Device::Cpu));
         group.bench_with_input(BenchmarkId::from_parameter(n), &(), |b, ()| {
             b.iter(|| {

@@ -196,6 +196,7 @@ fn instructions() -> Vec<&'static str> {
         ("avx512f", std::is_x86_feature_detected!("avx512f")),
         ("avx512_bf16", std::is_x86_feature_detected!("avx512bf16")),
         ("avx512_vnni", std::is_x86_feature_detected!("avx512vnni")),
+        ("amx_bf16", crate::cpu::tiles::available()),
     ];
     seen.into_iter().filter_map(|(name, there)| there.then_some(name)).collect()
 }

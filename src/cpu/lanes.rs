@@ -72,6 +72,23 @@ pub(super) fn store(out: &mut [f32], v: __m512) {
     unsafe { _mm512_mask_storeu_ps(out.as_mut_ptr(), mask_of(out.len().min(LANES)), v) }
 }
 
+/// A line of numbers rounded to bfloat16.
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub(super) fn bfloat16(x: &[f32; 32]) -> VectorLine {
+    let (low, high) = x.split_at(16);
+    // SAFETY: 16 numbers each; both types are 64 bytes, and any bytes are a line.
+    unsafe {
+        let (low, high) = (_mm512_loadu_ps(low.as_ptr()), _mm512_loadu_ps(high.as_ptr()));
+        std::mem::transmute::<__m512bh, VectorLine>(_mm512_cvtne2ps_pbh(high, low))
+    }
+}
+
+/// The bytes of lines.
+pub(super) fn bytes_of(lines: &mut [VectorLine]) -> &mut [u8] {
+    // SAFETY: lines are bytes without holes.
+    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), size_of_val(lines)) }
+}
+
 /// The first lanes.
 pub(super) fn mask_of(lanes: usize) -> u16 {
     (1u32 << lanes).wrapping_sub(1) as u16

@@ -16,13 +16,19 @@ pub mod arena;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod attention;
 #[cfg(target_arch = "x86_64")]
+mod dots;
+#[cfg(target_arch = "x86_64")]
 mod lanes;
 #[cfg(target_arch = "x86_64")]
 pub mod matrix;
 #[cfg(target_arch = "x86_64")]
+mod outputs;
+#[cfg(target_arch = "x86_64")]
 pub(crate) mod rows;
 #[cfg(target_arch = "x86_64")]
 mod shared;
+#[cfg(target_arch = "x86_64")]
+pub mod tiles;
 
 /// How numbers are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -373,4 +373,26 @@ mod tests {
     fn an_adapter_does_not_merge_into_a_packed_weight() {
         adapted(linear(3, false)).packed().merge();
     }
+
+    /// oneDNN configures AMX's tiles, too.
+    #[test]
+    fn own_products_and_onednns_do_not_disturb_each_other_in_one_thread() {
+        let mut generator = Generator::seeded(1);
+        let mut random = |shape: &[i64]| generator.normal(shape, (Kind::BFloat16, Device::Cpu));
+        let (x, weight) = (random(&[7, 320]), random(&[640, 320]));
+        let Some(own) = matrix_of(&weight, &mut Arena::default()) else {
+            return eprintln!("skipped: needs AVX-512 with bfloat16");
+        };
+        let packed = PackedWeight::pack(&weight).expect("oneDNN");
+        let product = || [packed.linear(&x, None), times(&x, &own)];
+        let first = product();
+        let exact = x.to_kind(Kind::Double).matmul(&weight.to_kind(Kind::Double).tr());
+        for y in &first {
+            let off = (y.to_kind(Kind::Double) - &exact).abs().max().double_value(&[]);
+            assert!(off < 0.3, "half a unit in the last place of sums below 64, and rounding: {off}");
+        }
+        for _ in 0..3 {
+            assert_eq!(product(), first);
+        }
+    }
 }

@@ -1,0 +1,213 @@
+//! Products as dot products of AVX-512 vectors.
+//!
+//! Four rows of `W` are interleaved line by line, so that the kernel reads one stream. An output is a dot product of 16 running sums,
+//! added up in the same order whatever the number of rows of `x`.
+#![expect(unsafe_code, reason = "AVX-512; lengths are checked before the loops")]
+
+// O outputs, I inputs, N rows of x
+use std::arch::x86_64::*;
+use std::array;
+use std::ops::Range;
+
+use super::Number;
+use super::arena::{Arena, ArenaLines};
+use super::lanes::{VectorLine, bfloat16, bytes_of, store, sum_each};
+use super::outputs::{Outputs, share};
+use super::team::Team;
+
+/// Outputs whose rows of weights are read together.
+const TOGETHER: usize = 4;
+/// Rows of weights between those that are read and those that are fetched, into the second cache: nearer ones come too late.
+const AHEAD: usize = TOGETHER;
+/// Sums that are added up together.
+const SUMS: usize = 16;
+/// Rows of x that are multiplied together at most: their sums, and the weights, fill the registers.
+const BLOCK_ROWS: usize = 6;
+
+/// Weights `[O, I]` in lines of 64 bytes.
+#[derive(Debug)]
+pub(super) struct DotWeights {
+    /// `[O / 4, lines of a row, 4]`; what is left of a row's last line and of the last 4 rows is zero.
+    lines: ArenaLines,
+    /// Of one row.
+    row_lines: usize,
+    number: Number,
+    inputs: usize,
+}
+
+impl DotWeights {
+    /// Copies weights `[O, I]`, given as bytes.
+    pub(super) fn new(weights: &[u8], number: Number, [outputs, inputs]: [usize; 2], arena: &mut Arena) -> Self {
+        let row_bytes = inputs * number.bytes();
+        let row_lines = row_bytes.div_ceil(size_of::<VectorLine>());
+        let lines = arena.lines(outputs.next_multiple_of(TOGETHER) * row_lines, |lines| {
+            for (o, row) in weights.chunks_exact(row_bytes).enumerate() {
+                let first = o / TOGETHER * TOGETHER * row_lines + o % TOGETHER;
+                for (k, line) in row.chunks(size_of::<VectorLine>()).enumerate() {
+                    bytes_of(&mut lines[first + k * TOGETHER..][..1])[..line.len()].copy_from_slice(line);
+                }
+            }
+        });
+        Self { lines, row_lines, number, inputs }
+    }
+
+    /// The first outputs of rows `x_ni` `[N, I]`, to `y_no` `[N, outputs]`.
+    pub(super) fn multiply(&self, outputs: usize, x_ni: &[f32], y_no: &mut [f32], team: &Team) {
+        let lines = outputs.next_multiple_of(TOGETHER) * self.row_lines;
+        let passes = (x_ni.len() / self.inputs).div_ceil(4);
+        let (x, y) = (PackedActivations::new(x_ni, self), Outputs::new(y_no, outputs));
+        share([outputs, SUMS], [lines, passes], team, |range| {
+            // SAFETY: parts write to different outputs, and weights are laid out only where the CPU has what is needed.
+            unsafe {
+                match self.number {
+                    Number::Float32 => self.outputs_of::<false>(range, &x, &y),
+                    Number::BFloat16 => self.outputs_of::<true>(range, &x, &y),
+                }
+            }
+        });
+    }
+
+    /// Some outputs of all rows of x, 4 after 4: their weights stay in the first cache for all rows.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes these columns of `y`.
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    unsafe fn outputs_of<const BF16: bool>(&self, range: Range<usize>, x: &PackedActivations, y: &Outputs<'_>) {
+        let fetch = TOGETHER.div_ceil(x.blocks.len());
+        for o in range.clone().step_by(TOGETHER) {
+            let outputs = TOGETHER.min(range.end - o);
+            let (w, mut fetched) = (self.four(o), 0);
+            for block in &x.blocks {
+                let lines = &x.lines[block.lines.clone()];
+                let next = w.as_ptr_range().end.cast::<VectorLine>().wrapping_add((AHEAD + fetched) * w.len());
+                let now = fetch.min(TOGETHER - fetched);
+                fetched += now;
+                let sums = match now {
+                    4 => block_dots::<BF16, 4>(block.rows, w, lines, next),
+                    2 => block_dots::<BF16, 2>(block.rows, w, lines, next),
+                    1 => block_dots::<BF16, 1>(block.rows, w, lines, next),
+                    _ => block_dots::<BF16, 0>(block.rows, w, lines, next),
+                };
+                for r in 0..block.rows {
+                    // SAFETY: these columns are the caller's.
+                    unsafe { y.write(block.first + r, o, &sums[r * TOGETHER..][..outputs]) };
+                }
+            }
+        }
+    }
+
+    /// The four rows of weights that `output` is of.
+    fn four(&self, output: usize) -> &[[VectorLine; TOGETHER]] {
+        let (fours, _) = self.lines.as_chunks();
+        &fours[output / TOGETHER * self.row_lines..][..self.row_lines]
+    }
+}
+
+/// [`dots`] of a block of `rows` rows of x.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn block_dots<const BF16: bool, const FETCH: usize>(
+    rows: usize,
+    w: &[[VectorLine; TOGETHER]],
+    x: &[VectorLine],
+    next: *const VectorLine,
+) -> BlockSums {
+    match rows {
+        1 => dots::<BF16, FETCH, 1>(w, x, next),
+        2 => dots::<BF16, FETCH, 2>(w, x, next),
+        3 => dots::<BF16, FETCH, 3>(w, x, next),
+        4 => dots::<BF16, FETCH, 4>(w, x, next),
+        5 => dots::<BF16, FETCH, 5>(w, x, next),
+        _ => dots::<BF16, FETCH, 6>(w, x, next),
+    }
+}
+
+/// `[R, 4]` in the first places.
+type BlockSums = [f32; TOGETHER * BLOCK_ROWS];
+
+/// Products of `R` rows of x with 4 rows of weights. For each line of these, `FETCH` lines of the `next` are fetched: all blocks of x
+/// together fetch the next 4 rows, so that memory is never idle.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn dots<const BF16: bool, const FETCH: usize, const R: usize>(
+    w: &[[VectorLine; TOGETHER]],
+    x: &[VectorLine],
+    next: *const VectorLine,
+) -> BlockSums {
+    let mut sums = [[_mm512_setzero_ps(); TOGETHER]; R];
+    let (x, _) = x.as_chunks::<R>();
+    for (k, (w_t, x_r)) in w.iter().zip(x).enumerate() {
+        for line in 0..FETCH {
+            _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(k * FETCH + line).cast());
+        }
+        for r in 0..R {
+            for t in 0..TOGETHER {
+                sums[r][t] = add_product::<BF16>(sums[r][t], w_t[t], x_r[r]);
+            }
+        }
+    }
+    let mut out = [0.0; TOGETHER * BLOCK_ROWS];
+    for (sums, out) in sums.chunks(SUMS / TOGETHER).zip(out.chunks_mut(SUMS)) {
+        let sum = |at: usize| sums.get(at / TOGETHER).map_or(_mm512_setzero_ps(), |of_row| of_row[at % TOGETHER]);
+        store(out, sum_each(array::from_fn(sum)));
+    }
+    out
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn add_product<const BF16: bool>(sum: __m512, a: VectorLine, b: VectorLine) -> __m512 {
+    if !BF16 {
+        return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+    }
+    // SAFETY: both are 64 bytes, and any bytes are bfloat16 numbers.
+    let [a, b] = [a, b].map(|line| unsafe { std::mem::transmute::<VectorLine, __m512bh>(line) });
+    _mm512_dpbf16_ps(sum, a, b)
+}
+
+/// Rows of x as the kernel reads them: in as few blocks as possible, of nearly equal numbers of rows; a block's rows line by line.
+struct PackedActivations {
+    lines: Vec<VectorLine>,
+    blocks: Vec<Block>,
+}
+
+struct Block {
+    /// The first of its rows.
+    first: usize,
+    rows: usize,
+    lines: Range<usize>,
+}
+
+impl PackedActivations {
+    fn new(x_ni: &[f32], weights: &DotWeights) -> Self {
+        let rows = x_ni.len() / weights.inputs;
+        // SAFETY: zeros are a line.
+        let zero: VectorLine = unsafe { std::mem::zeroed() };
+        let mut packed = Self { lines: vec![zero; rows * weights.row_lines], blocks: vec![] };
+        let blocks = rows.div_ceil(BLOCK_ROWS);
+        let mut first = 0;
+        for block in 0..blocks {
+            let rows = rows / blocks + usize::from(block < rows % blocks);
+            let block = Block { first, rows, lines: first * weights.row_lines..(first + rows) * weights.row_lines };
+            packed.fill(&block, &x_ni[first * weights.inputs..(first + rows) * weights.inputs], weights);
+            packed.blocks.push(block);
+            first += rows;
+        }
+        packed
+    }
+
+    fn fill(&mut self, block: &Block, x_ri: &[f32], weights: &DotWeights) {
+        let numbers = size_of::<VectorLine>() / weights.number.bytes();
+        let lines = &mut self.lines[block.lines.clone()];
+        for (r, x_i) in x_ri.chunks_exact(weights.inputs).enumerate() {
+            for (k, x) in x_i.chunks(numbers).enumerate() {
+                let line = &mut lines[k * block.rows + r];
+                match (weights.number, x.first_chunk::<32>()) {
+                    // SAFETY: there is a matrix, so the CPU has what this needs.
+                    (Number::BFloat16, Some(x)) => *line = unsafe { bfloat16(x) },
+                    _ => weights.number.write(x, bytes_of(std::slice::from_mut(line))),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! Products in bfloat16 on AMX tiles: 16 rows of x take little longer than one.
+//!
+//! A tile is 16 rows of 64 bytes. One instruction multiplies a tile of x (up to 16 rows of 32 inputs) by a tile of weights (32 inputs
+//! of 16 outputs) and adds to a tile of sums. Each sum is added up by itself, in the order of the inputs: a row's outputs do not depend on
+//! the other rows.
+#![expect(unsafe_code, reason = "AMX has no stable intrinsics; lengths are checked before the loops")]
+
+// O outputs, I inputs, N rows of x
+use std::arch::asm;
+use std::arch::x86_64::__cpuid_count;
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use super::Number;
+use super::arena::{Arena, ArenaLines};
+use super::lanes::{VectorLine, bfloat16, bytes_of};
+use super::outputs::{Outputs, share};
+use super::team::Team;
+
+/// Lines of a tile, and outputs of a tile of weights.
+const TILE: usize = 16;
+/// Inputs of a line of x.
+const LINE_INPUTS: usize = 32;
+/// Tiles of weights that are multiplied by a tile of x together.
+const TOGETHER: usize = 4;
+/// Outputs of these.
+const GROUP: usize = TOGETHER * TILE;
+
+/// Sums of a group, `[TILE, GROUP]`.
+type GroupSums = [f32; TILE * GROUP];
+
+/// Weights `[O, I]` of bfloat16 in tiles.
+#[derive(Debug)]
+pub(super) struct TileWeights {
+    /// `[O / 64, I / 32, 4, 16]`: line p of a tile has inputs 2p and 2p + 1 of 16 outputs; what is left of the last tiles is zero.
+    lines: ArenaLines,
+    /// Tiles of a row: I / 32.
+    depth: usize,
+    inputs: usize,
+}
+
+impl TileWeights {
+    /// Copies weights `[O, I]`, given as bytes.
+    pub(super) fn new(weights: &[u8], [outputs, inputs]: [usize; 2], arena: &mut Arena) -> Self {
+        let depth = inputs.div_ceil(LINE_INPUTS);
+        let row_bytes = inputs * Number::BFloat16.bytes();
+        let lines = arena.lines(outputs.div_ceil(GROUP) * depth * GROUP, |lines| {
+            let (tiles, _) = lines.as_chunks_mut::<TILE>();
+            for (strip, rows) in weights.chunks(TILE * row_bytes).enumerate() {
+                let first = strip / TOGETHER * depth * TOGETHER + strip % TOGETHER;
+                let tiles = tiles[first..].iter_mut().step_by(TOGETHER).take(depth);
+                tiles.enumerate().for_each(|(k, tile)| fill_tile(tile, rows, row_bytes, k));
+            }
+        });
+        Self { lines, depth, inputs }
+    }
+
+    /// The first outputs of rows `x_ni` `[N, I]`, to `y_no` `[N, outputs]`.
+    pub(super) fn multiply(&self, outputs: usize, x_ni: &[f32], y_no: &mut [f32], team: &Team) {
+        let lines = outputs.next_multiple_of(GROUP) * self.depth;
+        let x = TiledActivations::new(x_ni, self.inputs, self.depth);
+        let y = Outputs::new(y_no, outputs);
+        // SAFETY: parts write to different outputs, and weights are laid out only where the CPU has AMX.
+        let part = |range| unsafe { self.outputs_of(range, &x, &y) };
+        share([outputs, GROUP], [lines, x.blocks()], team, part);
+    }
+
+    /// Some outputs of all rows of x, 64 after 64: their weights stay in the second cache for all rows.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes these outputs, and the CPU has AMX.
+    unsafe fn outputs_of(&self, range: Range<usize>, x: &TiledActivations, y: &Outputs<'_>) {
+        let _configured = ConfiguredTiles::new(x.block_rows);
+        let mut sums: GroupSums = [0.0; TILE * GROUP];
+        for first in range.clone().step_by(GROUP) {
+            let outputs = GROUP.min(range.end - first);
+            let group = &self.lines[first * self.depth..][..GROUP * self.depth];
+            for (block, x_lines) in x.lines.chunks_exact(self.depth * x.block_rows).enumerate() {
+                // SAFETY: the tiles are configured for blocks of these rows, and both slices have `depth` steps.
+                unsafe { group_sums(group, x_lines, self.depth, &mut sums) };
+                let rows = x.block_rows.min(x.rows - block * x.block_rows);
+                for (r, sums) in sums.chunks_exact(GROUP).take(rows).enumerate() {
+                    // SAFETY: the caller's promise.
+                    unsafe { y.write(block * x.block_rows + r, first, &sums[..outputs]) };
+                }
+            }
+        }
+    }
+}
+
+/// Tile `k` of up to 16 rows of weights.
+fn fill_tile(tile: &mut [VectorLine; TILE], rows: &[u8], row_bytes: usize, k: usize) {
+    let (pairs, _) = bytes_of(tile).as_chunks_mut::<4>();
+    let inputs = k * size_of::<VectorLine>()..row_bytes.min((k + 1) * size_of::<VectorLine>());
+    for (o, row) in rows.chunks_exact(row_bytes).enumerate() {
+        for (p, pair) in row[inputs.clone()].chunks(4).enumerate() {
+            pairs[p * TILE + o][..pair.len()].copy_from_slice(pair);
+        }
+    }
+}
+
+/// Rows of x as tiles: `[blocks, I / 32, rows of a block]` lines of bfloat16.
+struct TiledActivations {
+    lines: Vec<VectorLine>,
+    /// At most 16; those that the last block has not are zero.
+    block_rows: usize,
+    rows: usize,
+}
+
+impl TiledActivations {
+    fn new(x_ni: &[f32], inputs: usize, depth: usize) -> Self {
+        let rows = x_ni.len() / inputs;
+        let blocks = rows.div_ceil(TILE);
+        let block_rows = rows.div_ceil(blocks);
+        // SAFETY: zeros are a line.
+        let zero: VectorLine = unsafe { std::mem::zeroed() };
+        let mut lines = vec![zero; blocks * depth * block_rows];
+        for (row, x_i) in x_ni.chunks_exact(inputs).enumerate() {
+            let first = row / block_rows * depth * block_rows + row % block_rows;
+            for (k, x) in x_i.chunks(LINE_INPUTS).enumerate() {
+                let line = &mut lines[first + k * block_rows];
+                match x.first_chunk() {
+                    // SAFETY: a CPU with AMX has AVX-512 with bfloat16.
+                    Some(x) => *line = unsafe { bfloat16(x) },
+                    None => Number::BFloat16.write(x, bytes_of(std::slice::from_mut(line))),
+                }
+            }
+        }
+        Self { lines, block_rows, rows }
+    }
+
+    fn blocks(&self) -> usize {
+        self.rows.div_ceil(self.block_rows)
+    }
+}
+
+/// `sums = x·Wᵀ` of a block of rows and a group of outputs.
+///
+/// # Safety
+/// [`ConfiguredTiles`] for the block's rows are there; `group` has `depth` times 4 tiles, `x_lines` `depth` times the block's rows.
+unsafe fn group_sums(group: &[VectorLine], x_lines: &[VectorLine], depth: usize, sums: &mut GroupSums) {
+    let x_step = size_of_val(x_lines) / depth;
+    // SAFETY: all reads and writes are within the slices, by the caller's promise.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "2:",
+            "tileloadd tmm4, [{x} + {line}]",
+            "tileloadd tmm5, [{w} + {line}]",
+            "tdpbf16ps tmm0, tmm4, tmm5",
+            "tileloadd tmm6, [{w} + {line} + 1024]",
+            "tdpbf16ps tmm1, tmm4, tmm6",
+            "tileloadd tmm5, [{w} + {line} + 2048]",
+            "tdpbf16ps tmm2, tmm4, tmm5",
+            "tileloadd tmm6, [{w} + {line} + 3072]",
+            "tdpbf16ps tmm3, tmm4, tmm6",
+            "add {x}, {x_step}",
+            "add {w}, 4096",
+            "dec {depth}",
+            "jnz 2b",
+            "tilestored [{sums} + {row}], tmm0",
+            "tilestored [{sums} + {row} + 64], tmm1",
+            "tilestored [{sums} + {row} + 128], tmm2",
+            "tilestored [{sums} + {row} + 192], tmm3",
+            x = inout(reg) x_lines.as_ptr() => _,
+            w = inout(reg) group.as_ptr() => _,
+            depth = inout(reg) depth => _,
+            x_step = in(reg) x_step,
+            line = in(reg) size_of::<VectorLine>(),
+            sums = in(reg) sums.as_mut_ptr(),
+            row = in(reg) GROUP * size_of::<f32>(),
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
+            options(nostack),
+        );
+    }
+}
+
+/// This thread's tiles, with shapes for one product. Given back when dropped: a thread with tiles in use is slower to switch.
+struct ConfiguredTiles;
+
+/// What `ldtilecfg` reads.
+#[repr(C, align(64))]
+struct TileShapes {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    line_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+impl ConfiguredTiles {
+    /// Tiles for `rows` rows of x: the sums (0 to 3), x (4), weights (5 and 6).
+    fn new(rows: usize) -> Self {
+        let mut shapes = TileShapes { palette: 1, start_row: 0, reserved: [0; 14], line_bytes: [0; 16], rows: [0; 16] };
+        for tile in 0..7 {
+            shapes.line_bytes[tile] = size_of::<VectorLine>() as u16;
+            shapes.rows[tile] = if tile < 5 { rows as u8 } else { TILE as u8 };
+        }
+        // SAFETY: the shapes are ones that AMX has: 1 to 16 rows of 64 bytes.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly)) };
+        Self
+    }
+}
+
+impl Drop for ConfiguredTiles {
+    fn drop(&mut self) {
+        // SAFETY: the sums were stored.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+}
+
+/// Whether this CPU has AMX with bfloat16, and the system lets this process use it.
+pub fn available() -> bool {
+    static AVAILABLE: OnceLock<bool> = OnceLock::new();
+    *AVAILABLE.get_or_init(|| super::available() && has_amx_bf16() && permitted())
+}
+
+fn has_amx_bf16() -> bool {
+    // SAFETY: a CPU with AVX-512 has this leaf.
+    #[allow(unused_unsafe, reason = "the call is safe in newer versions of Rust than the oldest that builds this")]
+    let features = unsafe { __cpuid_count(7, 0) };
+    features.edx & (1 << 22) != 0
+}
+
+/// Linux gives a process the tiles when it asks for them.
+#[cfg(target_os = "linux")]
+fn permitted() -> bool {
+    const REQUEST_PERMISSION: libc::c_ulong = 0x1023;
+    const TILE_DATA: libc::c_ulong = 18;
+    // SAFETY: the call reads two numbers.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn permitted() -> bool {
+    false
+}
