@@ -53,11 +53,12 @@ pub fn numbers(tensor: &Tensor) -> &[f32] {
     unsafe { std::slice::from_raw_parts(of(tensor).as_ptr().cast(), tensor.numel()) }
 }
 
-/// A new float32 CPU tensor, zeros until `fill` writes to them.
+/// A new float32 CPU tensor, whose numbers may be any until `fill` writes them: libtorch would write zeros with all of OpenMP's threads,
+/// which then spin beside those of `fill`.
 pub fn filled(shape: &[i64], fill: impl FnOnce(&mut [f32])) -> Tensor {
-    let mut tensor = Tensor::zeros(shape, (Kind::Float, Device::Cpu));
+    let mut tensor = Tensor::empty(shape, (Kind::Float, Device::Cpu));
     let numel = tensor.numel();
-    // SAFETY: the memory holds float32 numbers, and the new tensor has no other handle.
+    // SAFETY: the memory is libtorch's and any bytes are float32 numbers; the new tensor has no other handle.
     fill(unsafe { std::slice::from_raw_parts_mut(of_mut(&mut tensor).as_mut_ptr().cast(), numel) });
     tensor
 }
