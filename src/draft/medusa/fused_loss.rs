@@ -178,7 +178,7 @@ pub fn head_loss(
     let blocks = head.map_or_else(Vec::new, |pass| pass.head.block_parameters());
     let projection = Projection::new(head, output, hidden_nh, targets, gradients);
     let sums = tch::no_grad(|| projection.cross_entropy(&targets.tokens_m, gradients));
-    projection.backward(&blocks, &targets.positions_m, gradients);
+    projection.backward(&blocks, gradients);
     sums
 }
 
@@ -192,15 +192,19 @@ pub fn distillation_loss(
     gradients: Option<(&HeadGradients, f64)>,
 ) -> Tensor {
     let projection = Projection::new(None, output, hidden_nh, targets, gradients);
-    let teacher_mh = teacher_nh.index_select(0, &targets.positions_m);
+    let teacher_mh = teacher_nh.index_select(0, &padded(&targets.positions_m));
     let loss = tch::no_grad(|| projection.divergence(&teacher_mh, gradients));
-    projection.backward(&[], &targets.positions_m, gradients);
+    projection.backward(&[], gradients);
     loss
 }
 
 /// Inputs of the product with the vocabulary, and their gradients.
 struct Projection<'m> {
     output: OutputLayer<'m>,
+    /// Rows that are targets; the others are padding, which has no loss and no gradient.
+    counted: i64,
+    /// `[M]`.
+    positions_m: Tensor,
     /// `[M, H]`, hidden states of the backbone.
     selected_mh: Tensor,
     /// `[M, H]`, the input of the weight.
@@ -221,11 +225,17 @@ impl<'m> Projection<'m> {
         targets: &Targets,
         gradients: Option<(&HeadGradients, f64)>,
     ) -> Self {
+        let counted = targets.positions_m.size()[0];
+        let targets = Targets {
+            positions_m: padded(&targets.positions_m),
+            tokens_m: targets.tokens_m.shallow_clone(),
+            previous_mj: targets.previous_mj.as_ref().map(padded),
+        };
         let selected_mh = hidden_nh.index_select(0, &targets.positions_m);
         let to_hidden = gradients.is_some_and(|(gradients, _)| gradients.hidden_nh.is_some());
         let selected_mh = if to_hidden { selected_mh.set_requires_grad(true) } else { selected_mh };
         let through = || {
-            let x_mh = head.map_or_else(|| selected_mh.shallow_clone(), |head| head.hidden(&selected_mh, targets));
+            let x_mh = head.map_or_else(|| selected_mh.shallow_clone(), |head| head.hidden(&selected_mh, &targets));
             let down_mr = output.adapter.map(|(adapter, adapters)| adapter.down(&x_mh, adapters));
             (x_mh, down_mr)
         };
@@ -233,20 +243,21 @@ impl<'m> Projection<'m> {
         let kind = if x_mh.kind() == Kind::Half { Kind::Float } else { x_mh.kind() };
         let zeros = |tensor: &Tensor| Tensor::zeros(tensor.size(), (kind, tensor.device()));
         let (dx_mh, ddown_mr) = (zeros(&x_mh), down_mr.as_ref().map(zeros));
-        Self { output, selected_mh, x_mh, down_mr, dx_mh, ddown_mr }
+        Self { output, counted, positions_m: targets.positions_m, selected_mh, x_mh, down_mr, dx_mh, ddown_mr }
     }
 
     fn cross_entropy(&self, tokens_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> HeadSums {
         let mut sums = HeadSums::zero(self.x_mh.device());
-        let mut ranks = vec![];
+        let (tokens_m, mut ranks) = (padded(tokens_m), vec![]);
         let top = exact_ranks(gradients.is_some());
         self.for_each_chunk(|chunk, weights| {
             let logits_cv = chunk.logits(weights);
             let slope = gradients.map(|_| slope_of(&logits_cv, self.output.logits));
-            let softmax = CrossEntropy::new(logits_cv, &chunk.rows(tokens_m).unsqueeze(1), top);
-            let _ = sums.loss.shallow_clone().g_add_(&softmax.loss());
-            let _ = sums.hits.shallow_clone().g_add_(&softmax.hits());
-            ranks.push(softmax.labels.rank_c.shallow_clone());
+            let softmax = CrossEntropy::new(logits_cv, &chunk.rows(&tokens_m).unsqueeze(1), top);
+            let rank_c = chunk.counted(&softmax.labels.rank_c);
+            let _ = sums.loss.shallow_clone().g_add_(&chunk.counted(&softmax.losses()).sum(Kind::Double));
+            let _ = sums.hits.shallow_clone().g_add_(&hits(&rank_c));
+            ranks.push(rank_c);
             if let (Some((gradients, scale)), Some(slope)) = (gradients, slope) {
                 chunk.backward(&slope.times(softmax.dlogits()), weights, &gradients.output, scale);
             }
@@ -264,7 +275,7 @@ impl<'m> Projection<'m> {
             let logits_cv = chunk.logits(weights);
             let slope = gradients.map(|_| slope_of(&logits_cv, self.output.logits));
             let divergence = Divergence::new(logits_cv, teacher_cv);
-            let _ = loss.shallow_clone().g_add_(&divergence.loss);
+            let _ = loss.shallow_clone().g_add_(&chunk.counted(&divergence.losses_c).sum(Kind::Double));
             if let (Some((gradients, scale)), Some(slope)) = (gradients, slope) {
                 chunk.backward(&slope.times(divergence.dlogits()), weights, &gradients.output, scale);
             }
@@ -273,16 +284,16 @@ impl<'m> Projection<'m> {
     }
 
     fn for_each_chunk(&self, mut work: impl FnMut(&Chunk, &CastWeights)) {
-        let (m, v) = (self.x_mh.size()[0], self.output.weight_vh.size()[0]);
+        let (rows, v) = (self.x_mh.size()[0], self.output.weight_vh.size()[0]);
         let weights = CastWeights::new(&self.output, self.x_mh.kind());
         let count = chunk_rows(v, self.x_mh.device() == Device::Cpu);
-        for from in (0..m).step_by(usize::try_from(count).expect("a chunk is above 0")) {
-            work(&Chunk { of: self, from, count: count.min(m - from) }, &weights);
+        for from in (0..self.counted).step_by(usize::try_from(count).expect("a chunk is above 0")) {
+            work(&Chunk { of: self, from, count: count.min(rows - from) }, &weights);
         }
     }
 
     /// Backpropagates through everything before the product: the blocks, the adapter's A, and down to the hidden states.
-    fn backward(self, blocks: &[&Tensor], positions_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) {
+    fn backward(self, blocks: &[&Tensor], gradients: Option<(&HeadGradients, f64)>) {
         let Some((gradients, _)) = gradients else { return };
         let mut trained: Vec<(&Tensor, &Tensor)> =
             blocks.iter().copied().zip(gradients.blocks.iter().copied()).collect();
@@ -307,7 +318,7 @@ impl<'m> Projection<'m> {
         }
         if let (Some(dhidden_nh), Some(gradient_mh)) = (gradients.hidden_nh, of_inputs.next()) {
             let gradient_mh = gradient_mh.to_kind(dhidden_nh.kind());
-            let _ = dhidden_nh.shallow_clone().index_add_(0, positions_m, &gradient_mh);
+            let _ = dhidden_nh.shallow_clone().index_add_(0, &self.positions_m, &gradient_mh);
         }
     }
 
@@ -349,14 +360,24 @@ impl Chunk<'_> {
         of_m.narrow(0, self.from, self.count)
     }
 
+    /// Without padding.
+    fn counted(&self, of_c: &Tensor) -> Tensor {
+        let counted = self.of.counted - self.from;
+        if counted < self.count { of_c.narrow(0, 0, counted) } else { of_c.shallow_clone() }
+    }
+
     /// `[C, V]`, float32.
     fn logits(&self, weights: &CastWeights) -> Tensor {
         let down_cr = self.of.down_mr.as_ref().map(|down_mr| self.rows(down_mr));
         self.of.output.logits(weights, &self.rows(&self.of.x_mh), down_cr.as_ref())
     }
 
-    /// From the gradient of the products `[C, V]`.
+    /// From the gradient of the products `[C, V]`, which this overwrites where it is padding.
     fn backward(&self, dlogits_cv: &Tensor, weights: &CastWeights, into: &OutputGradients, scale: f64) {
+        let counted = self.of.counted - self.from;
+        if counted < self.count {
+            let _ = dlogits_cv.narrow(0, counted, self.count - counted).zero_();
+        }
         let x_ch = self.rows(&self.of.x_mh);
         if let Some(dbias_v) = into.bias_v {
             let _ = dbias_v.shallow_clone().g_add_(&(dlogits_cv.sum_dim_intlist(0, false, Kind::Float) * scale));
@@ -397,12 +418,9 @@ impl CrossEntropy {
         Self { probabilities_cv, log_sum_c1, labels }
     }
 
-    fn loss(&self) -> Tensor {
-        self.labels.losses(&self.log_sum_c1).sum(Kind::Double)
-    }
-
-    fn hits(&self) -> Tensor {
-        hits(&self.labels.rank_c)
+    /// `[C, 1]`.
+    fn losses(&self) -> Tensor {
+        self.labels.losses(&self.log_sum_c1)
     }
 
     /// d loss / d logits = probabilities - one-hot of the target.
@@ -446,8 +464,8 @@ fn hits(rank_c: &Tensor) -> Tensor {
 
 /// KL(teacher ‖ student) of one chunk's logits.
 struct Divergence {
-    /// Summed, a float64 scalar.
-    loss: Tensor,
+    /// `[C]`, float32.
+    losses_c: Tensor,
     /// Probabilities `[C, V]`.
     student_cv: Tensor,
     teacher_cv: Tensor,
@@ -461,8 +479,8 @@ impl Divergence {
         let (teacher_cv, teacher_log_sum_c1) = softmax(teacher_cv);
         log_ratio_cv -= teacher_log_sum_c1 - &student_log_sum_c1;
         let kl_cv = log_ratio_cv.g_mul_(&teacher_cv);
-        let loss = kl_cv.sum_dim_intlist(1, false, Kind::Float).sum(Kind::Double);
-        Self { loss, student_cv, teacher_cv, student_log_sum_c1 }
+        let losses_c = kl_cv.sum_dim_intlist(1, false, Kind::Float);
+        Self { losses_c, student_cv, teacher_cv, student_log_sum_c1 }
     }
 
     /// d loss / d logits of the student = student - teacher probabilities.
@@ -533,7 +551,9 @@ fn add_scaled_product(
     let _ = sum.shallow_clone().g_add_(&(product * scale));
 }
 
+mod padding;
 mod soft;
+use padding::padded;
 pub use soft::{SoftObjective, soft_head_loss};
 
 #[cfg(test)]

@@ -5,7 +5,8 @@
 use tch::{Kind, Tensor};
 
 use super::{
-    CastWeights, Divergence, HeadGradients, HeadPass, HeadSums, Labels, OutputLayer, Projection, TOP, exact_ranks, hits,
+    CastWeights, Chunk, Divergence, HeadGradients, HeadPass, HeadSums, Labels, OutputLayer, Projection, TOP,
+    exact_ranks, hits, padded,
 };
 use crate::draft::medusa::loss::SoftTargets;
 use crate::model::logits::slope_of;
@@ -43,7 +44,7 @@ pub fn soft_head_loss(
 ) -> HeadSums {
     let projection = Projection::new(Some(head), output, hidden_nh, &soft.targets, gradients);
     let sums = tch::no_grad(|| projection.soft_losses(soft, &SoftTeacher::new(objective), gradients));
-    projection.backward(&head.head.block_parameters(), &soft.targets.positions_m, gradients);
+    projection.backward(&head.head.block_parameters(), gradients);
     sums
 }
 
@@ -78,13 +79,14 @@ impl Projection<'_> {
         gradients: Option<(&HeadGradients, f64)>,
     ) -> HeadSums {
         let (mut sums, mut ranks) = (HeadSums::zero(self.x_mh.device()), vec![]);
+        let [teacher_m, tokens_m] = [&soft.teacher_m, &soft.targets.tokens_m].map(padded);
         let top = exact_ranks(gradients.is_some());
         self.for_each_chunk(|chunk, weights| {
             let logits_cv = chunk.logits(weights);
             let slope = gradients.map(|_| slope_of(&logits_cv, self.output.logits));
-            let teacher_cv = teacher.logits(&chunk.rows(&soft.teacher_m));
-            let losses = SoftLosses::new(logits_cv, teacher_cv, &chunk.rows(&soft.targets.tokens_m), top);
-            let of_chunk = losses.sums();
+            let teacher_cv = teacher.logits(&chunk.rows(&teacher_m));
+            let losses = SoftLosses::new(logits_cv, teacher_cv, &chunk.rows(&tokens_m), top);
+            let of_chunk = losses.sums(chunk);
             sums.add(&of_chunk);
             ranks.push(of_chunk.ranks_m);
             if let (Some((gradients, scale)), Some(slope)) = (gradients, slope) {
@@ -116,14 +118,15 @@ impl SoftLosses {
         Self { divergence: Divergence::new(logits_cv, teacher_cv), labels, is_labelled_c1 }
     }
 
-    fn sums(&self) -> HeadSums {
+    fn sums(&self, chunk: &Chunk) -> HeadSums {
         let losses_c1 = self.labels.losses(&self.divergence.student_log_sum_c1) * &self.is_labelled_c1;
         let is_unlabelled_c = 1 - self.is_labelled_c1.squeeze_dim(1);
+        let hits_c = &self.labels.rank_c + is_unlabelled_c * TOP as f64;
         HeadSums {
-            loss: losses_c1.sum(Kind::Double),
-            divergence: self.divergence.loss.shallow_clone(),
-            hits: hits(&(&self.labels.rank_c + is_unlabelled_c * TOP as f64)),
-            ranks_m: self.labels.rank_c.shallow_clone(),
+            loss: chunk.counted(&losses_c1).sum(Kind::Double),
+            divergence: chunk.counted(&self.divergence.losses_c).sum(Kind::Double),
+            hits: hits(&chunk.counted(&hits_c)),
+            ranks_m: chunk.counted(&self.labels.rank_c),
         }
     }
 
