@@ -229,10 +229,10 @@ fn the_planned_peak_of_heads_of_phi_3_on_nf4_weights_has_its_largest_linear_laye
 /// oneDNN keeps a compiled product for each number of rows, and the heap's holes grow with each new size of a tensor.
 #[test]
 fn memory_stays_where_the_number_of_targets_varies() {
-    let size = Size { hidden: 128, vocab: 1500, length: 128, ..LLAMA };
+    let size = Size { backbone: "dtype = \"bfloat16\"", hidden: 192, vocab: 1536, length: 128, ..LLAMA };
     let small = size.workplace(true);
     let row = |row: usize| {
-        let ids: Vec<usize> = (0..128).map(|t| (row * 97 + t * t) % 1500).collect();
+        let ids: Vec<usize> = (0..128).map(|t| (row * 97 + t * t) % 1536).collect();
         let labels = ids.iter().enumerate().map(|(t, &id)| if t < row * 37 % 64 { -100 } else { id as i64 });
         json!({ "input_ids": ids, "labels": labels.collect::<Vec<_>>() }).to_string() + "\n"
     };
@@ -244,7 +244,7 @@ fn memory_stays_where_the_number_of_targets_varies() {
         metrics.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON")["memory_bytes"].as_u64());
     let memory: Vec<u64> = memory.map(|bytes| bytes.expect("resident bytes") >> 20).collect();
     assert_eq!(memory.len(), 40);
-    assert!(memory[39] < memory[4] + 24, "MiB after each step: {memory:?}");
+    assert!(memory[39] < memory[4] + 64, "MiB after each step: {memory:?}");
 }
 
 #[test]

@@ -8,17 +8,18 @@ use std::ffi::c_void;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use tch::Device;
 
-use super::cuda_runtime;
+use super::{cuda_runtime, memory};
 
 /// State of libtorch's CUDA half in this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Accelerator {
     /// libtorch_cuda is open and sees this many devices.
     Cuda { devices: usize },
-    /// libtorch_cuda is open, but there is no usable driver or device.
+    /// libtorch_cuda is there, but no usable driver or device.
     NoDevice,
     /// libtorch_cuda is not open, for this reason.
     CpuOnly(String),
@@ -42,15 +43,33 @@ pub fn open() -> &'static Accelerator {
         if is_off() {
             return Accelerator::CpuOnly("switched off by MEDUSA_CUDA".into());
         }
-        match find(&wish()).and_then(|path| load(&path)) {
-            Ok(()) if tch::Cuda::is_available() => {
-                Accelerator::Cuda { devices: usize::try_from(tch::Cuda::device_count()).unwrap_or(0) }
-            }
-            Ok(()) => Accelerator::NoDevice,
-            Err(why) => Accelerator::CpuOnly(why),
-        }
+        let is_useful = !wish().is_empty() || has_driver();
+        state(find(&wish()), is_useful, |path| {
+            load(path)?;
+            Ok(if tch::Cuda::is_available() { usize::try_from(tch::Cuda::device_count()).unwrap_or(0) } else { 0 })
+        })
     })
 }
+
+/// Opens libtorch_cuda unless that is useless: without a driver it finds no device, but takes 200 MiB of memory and half a second.
+fn state(
+    path: Result<PathBuf, String>,
+    is_useful: bool,
+    open: impl FnOnce(&Path) -> Result<usize, String>,
+) -> Accelerator {
+    match path.and_then(|path| if is_useful { open(&path) } else { Ok(0) }) {
+        Ok(0) => Accelerator::NoDevice,
+        Ok(devices) => Accelerator::Cuda { devices },
+        Err(why) => Accelerator::CpuOnly(why),
+    }
+}
+
+/// Resident bytes that opening libtorch_cuda added to this process.
+pub fn opened_bytes() -> u64 {
+    OPENED_BYTES.load(Ordering::Relaxed)
+}
+
+static OPENED_BYTES: AtomicU64 = AtomicU64::new(0);
 
 unsafe extern "C" {
     #[link_name = "_ZN2at13globalContextEv"]
@@ -99,12 +118,28 @@ fn find(wish: &str) -> Result<PathBuf, String> {
     if path.exists() { Ok(path) } else { Err("this libtorch has no libtorch_cuda".into()) }
 }
 
+/// Whether the loader finds the NVIDIA driver's library, which libtorch_cuda asks for devices.
+#[cfg(target_os = "linux")]
+fn has_driver() -> bool {
+    use libloading::os::unix::{Library, RTLD_LAZY};
+    // SAFETY: runs the driver's own initialisers, as libtorch_cuda does; it stays open.
+    unsafe { Library::open(Some("libcuda.so.1"), RTLD_LAZY) }.map(std::mem::forget).is_ok()
+}
+
+#[cfg(not(target_os = "linux"))]
+fn has_driver() -> bool {
+    false
+}
+
 #[cfg(target_os = "linux")]
 fn load(path: &Path) -> Result<(), String> {
     use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LAZY};
+    let resident = || memory::process().map_or(0, |memory| memory.resident_bytes);
+    let before = resident();
     // SAFETY: runs libtorch's own initialisers, once. RTLD_GLOBAL: libraries that libtorch opens later look symbols up here.
     let library = unsafe { Library::open(Some(path), RTLD_LAZY | RTLD_GLOBAL) }.map_err(|e| chain(&e))?;
     std::mem::forget(library); // libtorch cannot be unloaded
+    OPENED_BYTES.store(resident().saturating_sub(before), Ordering::Relaxed);
     Ok(())
 }
 
@@ -136,5 +171,17 @@ mod tests {
         open();
         // SAFETY: the context lives as long as the process, and the function is its method.
         assert!(!unsafe { is_cudnn_attention_on(global_context()) });
+    }
+
+    #[test]
+    fn libtorch_cuda_is_opened_only_where_it_may_find_a_device() {
+        let path = || Ok(PathBuf::from("libtorch_cuda.so"));
+        assert_eq!(state(path(), false, |_| unreachable!("there is no driver")), Accelerator::NoDevice);
+        assert_eq!(state(path(), true, |_| Ok(2)), Accelerator::Cuda { devices: 2 });
+        assert_eq!(state(path(), true, |_| Ok(0)), Accelerator::NoDevice);
+        let broken = |_: &Path| Err("no such symbol".to_owned());
+        assert_eq!(state(path(), true, broken), Accelerator::CpuOnly("no such symbol".into()));
+        let none = Err("this libtorch has no libtorch_cuda".to_owned());
+        assert!(matches!(state(none, false, |_| Ok(1)), Accelerator::CpuOnly(_)));
     }
 }

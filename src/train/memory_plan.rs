@@ -13,13 +13,14 @@ use crate::model::config::LlamaConfig;
 use crate::model::lora::LoraConfig;
 use crate::model::prefix_layer::PrefixLayer;
 use crate::model::quantization::Quantization;
+use crate::torch::accelerator;
 use crate::torch::memory::KEPT_BLOCK;
 use crate::torch::optim::OptimizerName;
 use crate::train::plan::BackboneTraining;
 
 /// Bytes of a float32: master weights, gradients, moments, losses.
 const F32: u64 = 4;
-/// The program before it allocates a tensor: libtorch's pages and its threads' memory, measured on Linux.
+/// The program before it allocates a tensor, without libtorch_cuda: libtorch's pages and its threads' memory, measured on Linux.
 const PROGRAM: u64 = 150 << 20;
 /// glibc's heap leaves holes between freed tensors that aligned ones do not fit into: the tensors that a pass keeps, in
 /// blocks that stay in the process (see [`crate::torch::memory::keep_freed_blocks`]), took 1.7 to 1.9 times their size
@@ -121,7 +122,7 @@ impl MemoryPlan {
             saving,
         ];
         let working_bytes = phases.into_iter().max().unwrap_or(0);
-        let program_bytes = if work.on_host { PROGRAM } else { 0 };
+        let program_bytes = if work.on_host { PROGRAM + accelerator::opened_bytes() } else { 0 };
         Self { groups, activation_bytes, hidden_state_bytes, working_bytes, program_bytes }
     }
 
