@@ -300,8 +300,8 @@ fn a_finished_run_goes_on_as_if_it_had_not_ended() {
     assert!(small.names("run").contains(&"step-000024".to_owned()), "the last step has a checkpoint");
     small.edit("recipe.toml", "epochs = 8", "max_steps = 36");
     let longer = small.train(&["--resume"]).succeeded();
-    let said = "the recipe changed: no epochs (was 8), max_steps = 36; from here the learning rate and λ0 follow their \
-                schedules over 36 steps\n";
+    let said = "the recipe changed: no epochs (was 8), max_steps = 36; from here the learning rate follows its \
+                schedule over 36 steps\n";
     assert!(longer.stderr.contains(said), "{}", longer.stderr);
     assert!(longer.stderr.contains("resuming from run/step-000024"), "{}", longer.stderr);
     assert!(small.bytes("run/final/heads.safetensors") == small.bytes("unbroken/final/heads.safetensors"));

@@ -11,6 +11,7 @@ pub mod backbone_pass;
 pub mod checked;
 pub mod checkpoint;
 pub mod device_room;
+pub mod divergence;
 pub mod draft_vocabulary;
 pub mod error;
 pub mod fed_batch;

@@ -18,6 +18,7 @@ use crate::torch::{guard, memory};
 use crate::train::backbone_pass::{StatesCaches, TrainingBackbone, ValidationCache};
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint::{self, Checkpoints};
+use crate::train::divergence::LossWatch;
 use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
 use crate::train::hidden_states::{CacheSettings, StatesPlace};
@@ -70,7 +71,8 @@ impl TrainRun {
         let claimed = begun.map_or_else(|| folder.claim(resume), Ok)?;
         if !claimed.changes.is_empty() {
             let total_steps = claimed.length_changed.then_some(self.checked.total_steps);
-            tell(RunEvent::RecipeChanged { keys: &claimed.changes, total_steps });
+            let is_joint = !self.checked.plan.trained.is_frozen();
+            tell(RunEvent::RecipeChanged { keys: &claimed.changes, total_steps, is_joint });
         }
         let Some(backbone) = backbone.filter(|_| !finished.exists()) else {
             return Ok(RunOutcome::FinishedBefore(finished));
@@ -96,7 +98,8 @@ impl TrainRun {
         }
         memory::keep_freed_blocks();
         let log = RunLog::open(&plan.train.output_dir, state.step)?;
-        Ok(TrainingLoop { checked: &self.checked, backbone, checkpoints, state, log, tell })
+        let watch = LossWatch::default();
+        Ok(TrainingLoop { checked: &self.checked, backbone, checkpoints, state, log, watch, tell })
     }
 
     fn training_backbone(&self, tell: &mut dyn FnMut(RunEvent)) -> Result<TrainingBackbone<'_>, TrainError> {

@@ -12,6 +12,7 @@ use crate::torch::{guard, memory};
 use crate::train::backbone_pass::TrainingBackbone;
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint::{Checkpoints, newest_step};
+use crate::train::divergence::{LossWatch, RisenLoss};
 use crate::train::error::TrainError;
 use crate::train::fed_batch::FedBatch;
 use crate::train::hidden_states::HiddenStatesError;
@@ -35,6 +36,8 @@ pub enum RunEvent<'e> {
         keys: &'e [String],
         /// The steps that it has now, if the recipe changed their number: the schedules span them.
         total_steps: Option<usize>,
+        /// The loss has a λ0.
+        is_joint: bool,
     },
     /// There is no checkpoint to resume from: the run starts at step 0.
     NoCheckpoint,
@@ -53,6 +56,13 @@ pub enum RunEvent<'e> {
     CacheFull(MetricsSplit, &'e HiddenStatesError),
     /// An optimizer step was made.
     Stepped(&'e MetricsLine),
+    /// The run probably diverges; told once.
+    LossRisen {
+        loss: RisenLoss,
+        step: usize,
+        /// `optimizer.learning_rate`.
+        learning_rate: f64,
+    },
     /// The validation rows were evaluated.
     Evaluated(&'e MetricsLine),
     /// A checkpoint was written.
@@ -87,6 +97,7 @@ pub(super) struct TrainingLoop<'r, 't> {
     pub(super) checkpoints: Checkpoints<'r>,
     pub(super) state: TrainState,
     pub(super) log: RunLog,
+    pub(super) watch: LossWatch,
     pub(super) tell: &'t mut dyn FnMut(RunEvent),
 }
 
@@ -181,6 +192,10 @@ impl<'r> TrainingLoop<'r, '_> {
             self.log.append(line)?;
         }
         (self.tell)(RunEvent::Stepped(line));
+        if let Some(loss) = self.watch.after(line) {
+            let learning_rate = self.plan().learning_rate;
+            (self.tell)(RunEvent::LossRisen { loss, step, learning_rate });
+        }
         let due = train.eval_every.is_some_and(|every| step.is_multiple_of(every.get()));
         if due || last { self.evaluate() } else { Ok(()) }
     }

@@ -5,6 +5,7 @@ use std::io::{self, IsTerminal};
 use crate::cli::progress::Progress;
 use crate::cli::{CommonFlags, gibibytes, print_json};
 use crate::formats::metrics::{MetricsLine, MetricsSplit};
+use crate::train::divergence::RisenLoss;
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::training_loop::RunEvent;
 use crate::tree::cross_validation;
@@ -35,7 +36,9 @@ impl<'c> TrainProgress<'c> {
                 self.line(&format!("hashing {} of weights (cached for later runs)", gibibytes(*bytes)));
             }
             RunEvent::Hashing { .. } => {}
-            RunEvent::RecipeChanged { keys, total_steps } => self.line(&changed(keys, *total_steps)),
+            RunEvent::RecipeChanged { keys, total_steps, is_joint } => {
+                self.line(&changed(keys, *total_steps, *is_joint));
+            }
             RunEvent::NoCheckpoint => self.line("no checkpoint yet: starting from step 0"),
             RunEvent::Resumed(checkpoint) => self.line(&format!("resuming from {}", checkpoint.display())),
             RunEvent::HiddenStates { path, filled, rows } => {
@@ -43,6 +46,10 @@ impl<'c> TrainProgress<'c> {
             }
             RunEvent::CacheFull(split, why) => self.line(&cache_full(*split, why)),
             RunEvent::Stepped(line) => self.stepped(line),
+            RunEvent::LossRisen { loss: RisenLoss { name, first, mean }, step, learning_rate } => self.line(&format!(
+                "warning: the {name} rose from {first:.2} to {mean:.2} (mean of the last steps, step {step}), so training \
+                 diverges: lower optimizer.learning_rate, now {learning_rate}, or use a longer warm-up ([schedule])"
+            )),
             RunEvent::Evaluated(line) => {
                 self.line(&format!("validation after step {}: {}", line.step, quality(line)));
                 self.json(line);
@@ -86,9 +93,13 @@ fn cache_full(split: MetricsSplit, why: &HiddenStatesError) -> String {
     format!("warning: {why}; until then, states {computed}")
 }
 
-fn changed(keys: &[String], total_steps: Option<usize>) -> String {
-    let schedules = total_steps
-        .map(|steps| format!("; from here the learning rate and λ0 follow their schedules over {steps} steps"));
+fn changed(keys: &[String], total_steps: Option<usize>, is_joint: bool) -> String {
+    let scheduled = if is_joint {
+        "the learning rate and λ0 follow their schedules"
+    } else {
+        "the learning rate follows its schedule"
+    };
+    let schedules = total_steps.map(|steps| format!("; from here {scheduled} over {steps} steps"));
     format!("the recipe changed: {}{}", keys.join(", "), schedules.unwrap_or_default())
 }
 
