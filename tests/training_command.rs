@@ -97,7 +97,7 @@ fn check_tells_the_plan_and_writes_nothing() {
 }
 
 #[test]
-fn check_marks_the_defaults_of_the_shortest_recipe_and_it_trains() {
+fn check_prints_the_plan_and_then_the_defaults_of_the_shortest_recipe_and_it_trains() {
     let dir = workplace(3);
     let [backbone, rows] = ["backbone", "rows.jsonl"].map(|name| dir.path().join(name));
     write(
@@ -107,21 +107,22 @@ fn check_marks_the_defaults_of_the_shortest_recipe_and_it_trains() {
     let output = train(&dir, &["--check"]).current_dir(dir.path()).output().unwrap();
     let said = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let lines: Vec<&str> = said.lines().collect();
-    for (line, reason) in [
-        (format!("path = {backbone:?}"), None),
-        ("dtype = \"float32\"".into(), Some("")),
-        ("medusa_num_heads = 5".into(), Some("")),
-        ("max_length = 64".into(), Some("")),
-        ("warmup_ratio = 0.1".into(), Some(", because schedule.name is not set")),
-        ("gradient_accumulation_steps = 8".into(), Some(", because train.micro_batch_size is not set")),
-        ("output_dir = \"checkpoints/r\"".into(), Some("")),
-    ] {
-        let printed =
-            lines.iter().find(|printed| printed.starts_with(&line)).unwrap_or_else(|| panic!("{line} in\n{said}"));
-        assert_eq!(printed.split_once("  # default").map(|(_, reason)| reason), reason, "{printed}");
-    }
-    assert!(said.contains("\nmemory ") && said.contains("\npeak "), "the plan follows: {said}");
+    let (plan, defaults) = said.split_once("\n\ndefaults of keys that ").expect("the defaults follow");
+    assert!(plan.starts_with("output ") && plan.contains("\nmemory ") && plan.contains("\npeak "), "{said}");
+    let of_table = |table: &str| {
+        let line = defaults.lines().find_map(|line| line.strip_prefix("  ")?.strip_prefix(table));
+        line.unwrap_or_else(|| panic!("{table} in\n{said}")).trim_start()
+    };
+    assert_eq!(of_table("backbone "), "dtype = \"float32\"", "a key of the file is no default");
+    assert!(of_table("heads ").starts_with("medusa_num_heads = 5, medusa_num_layers = 1, "), "{said}");
+    assert!(of_table("schedule ").contains("warmup_ratio = 0.1 (schedule.name is not set), min_ratio"), "{said}");
+    let of_train = "gradient_accumulation_steps = 8 (train.micro_batch_size is not set), ";
+    assert!(
+        of_table("train ").starts_with("output_dir = \"checkpoints/r\", epochs = 2, micro_batch_size = 1, "),
+        "{said}"
+    );
+    assert!(of_table("train ").contains(of_train), "{said}");
+    assert!(defaults.lines().count() < 10, "a line for each table: {said}");
     train(&dir, &[]).current_dir(dir.path()).assert().success();
     assert!(dir.path().join("checkpoints/r/final/heads.safetensors").exists());
 }
@@ -162,6 +163,51 @@ fn a_run_is_told_step_by_step_and_never_overwritten() {
     assert!(String::from_utf8_lossy(&again.stderr).contains("is not empty: continue with --resume"));
     train(&dir, &["--resume"]).assert().success();
     assert_eq!(fs::read(dir.path().join("out/final/heads.safetensors")).unwrap(), heads);
+}
+
+#[test]
+fn check_says_first_that_the_folder_holds_a_run_and_whether_it_has_finished() {
+    let dir = workplace(3);
+    let check = |flags: &[&str]| {
+        let output = train(&dir, &[&["--check"], flags].concat()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert!(check(&[]).starts_with("output "));
+    train(&dir, &[]).assert().success();
+    let finished = "this run is already finished (step 3 of 3): raise train.max_steps and continue with --resume, or choose \
+                    another train.output_dir\n";
+    for flags in [&[][..], &["--resume"]] {
+        assert!(check(flags).starts_with(&format!("{finished}output ")), "{}", check(flags));
+    }
+    let resumed = train(&dir, &["--resume"]).output().unwrap();
+    assert!(String::from_utf8_lossy(&resumed.stderr).starts_with(finished));
+    write(&dir.path().join("r.toml"), &recipe(dir.path(), 4));
+    assert!(check(&["--resume"]).starts_with("output "), "it goes on");
+    let taken = check(&[]);
+    assert!(
+        taken.starts_with("warning      train.output_dir ") && taken.contains("is not empty: continue with --resume")
+    );
+}
+
+#[test]
+fn a_run_that_diverges_is_warned_of_once() {
+    let said = |rate: &str| {
+        let dir = workplace(40);
+        write(
+            &dir.path().join("r.toml"),
+            &recipe(dir.path(), 40).replace("learning_rate = 1e-3", &format!("learning_rate = {rate}")),
+        );
+        let output = train(&dir, &[]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let diverged = said("30.0");
+    let warnings: Vec<&str> =
+        diverged.lines().filter(|line| line.starts_with("warning: the loss rose from ")).collect();
+    assert_eq!(warnings.len(), 1, "{diverged}");
+    assert!(warnings[0].contains("lower optimizer.learning_rate, now 30, or use a longer warm-up"), "{diverged}");
+    assert!(!said("1e-3").contains("warning"));
 }
 
 #[test]

@@ -40,7 +40,8 @@ pub struct TrainArgs {
     /// Recipe file. Its paths are relative to the working directory, or Hugging Face Hub ids.
     #[arg(value_name = "RECIPE.toml")]
     pub recipe: PathBuf,
-    /// Validate recipe, data and backbone; print the recipe with its defaults, and the plan; train nothing.
+    /// Validate recipe, data and backbone; print the plan, and the defaults of keys that the recipe leaves out; train
+    /// nothing.
     #[arg(long)]
     pub check: bool,
     /// Continue from the newest checkpoint in train.output_dir. The recipe may ask for more epochs or max_steps than before.
@@ -67,18 +68,15 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let loaded = told(common, |tell| written.fetch(device, tell))?;
     let loaded = if args.check { loaded } else { told(common, |tell| loaded.with_weights(tell))? };
     let checked = load(&loaded, device, args, common)?;
-    let preview = RunPreview::of(&checked, &loaded.recipe);
+    let preview = RunPreview::of(&checked, &loaded.recipe, args.resume)?;
     if args.check {
         let recipe = json!({"recipe": loaded.recipe, "defaults": loaded.default_keys()});
         return match common.json {
             true => print_json(&CheckedPlan { recipe, preview }),
-            false => {
-                print_line(format_args!("{}\n", loaded.marked_toml()))?;
-                print_text(preview.text())
-            }
+            false => print_text(format_args!("{}\n\n{}", preview.text(), loaded.defaults_by_table())),
         };
     }
-    common.say(preview.text());
+    common.say(preview.finished().unwrap_or_else(|| preview.text()));
     if let Some(why) = fused::unavailable(device) {
         common.say(format_args!("libtorch's operations train here, and they are slower than our kernels: {why}"));
     }
@@ -128,11 +126,7 @@ fn report(outcome: RunOutcome, args: &TrainArgs, common: &CommonFlags) -> anyhow
             let text = format!("interrupted; saved {checkpoint}; continue with: medusa-train {recipe} --resume{skip}");
             return Err(Interrupted(text).into());
         }
-        RunOutcome::FinishedBefore(heads) => {
-            common.say("this run is already finished");
-            heads
-        }
-        RunOutcome::Finished(heads) => heads,
+        RunOutcome::FinishedBefore(heads) | RunOutcome::Finished(heads) => heads,
         RunOutcome::StoppedEarly { heads, step, so_far: BestSoFar { best, evaluations_since } } => {
             let evaluations = counted(evaluations_since, "evaluation");
             common.say(format_args!("stopped early after step {step}: no better {} in {evaluations}", best.by));

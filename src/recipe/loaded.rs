@@ -23,17 +23,22 @@ pub struct LoadedRecipe {
 }
 
 impl LoadedRecipe {
-    /// The recipe with every default written out, each marked by a comment: `# default`, with the reason if it depends on another key.
-    pub fn marked_toml(&self) -> String {
+    /// The defaults of keys that the file leaves out, a line for each table; with the reason if a default depends on another key.
+    pub fn defaults_by_table(&self) -> String {
         let text = LocatedToml::parse(&self.file, &self.text);
-        let line = |(line, default): (String, Option<String>)| match default {
-            Some(key) => match defaults::reason(&key, &text) {
-                Some(reason) => format!("{line:<40}  # default, because {reason}"),
-                None => format!("{line:<40}  # default"),
-            },
-            None => line,
-        };
-        self.resolved_lines().into_iter().map(line).collect::<Vec<_>>().join("\n")
+        let mut tables: Vec<(String, Vec<String>)> = vec![];
+        for (line, key) in self.resolved_lines() {
+            let Some(key) = key else { continue };
+            let reason = defaults::reason(&key, &text).map_or_else(String::new, |reason| format!(" ({reason})"));
+            let table = key.rsplit_once('.').map_or("", |(table, _)| table);
+            match tables.last_mut() {
+                Some((name, keys)) if name == table => keys.push(line + &reason),
+                _ => tables.push((table.to_owned(), vec![line + &reason])),
+            }
+        }
+        let lines = tables.iter().map(|(table, keys)| format!("  {table:<20}  {}", keys.join(", ")));
+        let head = format!("defaults of keys that {} leaves out", self.file.display());
+        [head].into_iter().chain(lines).collect::<Vec<_>>().join("\n")
     }
 
     /// Keys that the file leaves out and that have a value.

@@ -16,6 +16,7 @@ use crate::data::{self, DataError, LoadReport, LoadSettings, Watch};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
 use crate::formats::best::BestBy;
+use crate::formats::run_folder::FINAL;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::peft;
@@ -23,6 +24,7 @@ use crate::torch::guard;
 use crate::train::device_room::{self, DeviceRoom, MemorySaving};
 use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
+use crate::train::finished::RunProgress;
 use crate::train::hidden_states;
 use crate::train::memory_plan::{MemoryPlan, Workload};
 use crate::train::plan::TrainPlan;
@@ -159,6 +161,15 @@ impl CheckedRun {
     /// The part of each entry of `data.train` in an epoch; empty without `data.mix`.
     pub fn mixed(&self) -> Vec<MixedShare> {
         self.train.mix().map(Mix::shares).unwrap_or_default()
+    }
+
+    /// The last step of the run in the output folder, if it has finished and the recipe asks for no more.
+    ///
+    /// # Errors
+    /// A file of the run cannot be read.
+    pub fn finished_step(&self) -> Result<Option<usize>, TrainError> {
+        let is_run = self.plan.train.output_dir.join(FINAL).exists();
+        if is_run { RunProgress::read(&self.plan, self.total_steps)?.finished() } else { Ok(None) }
     }
 
     /// Optimizer steps of one pass over the training rows.

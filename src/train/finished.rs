@@ -29,6 +29,18 @@ impl<'r> RunProgress<'r> {
         Ok(Self { plan, asked, saved: checkpoint::newest_step(run)?, logged })
     }
 
+    /// The last step of a run that has finished and does not go on; `None` if there is no such run.
+    pub(super) fn finished(&self) -> Result<Option<usize>, TrainError> {
+        let made = self.made();
+        let ends = self.run().join(FINAL).exists() && made <= self.asked;
+        Ok((ends && (made == self.asked || !self.can_go_on(made, false)?)).then_some(made))
+    }
+
+    /// Steps made so far.
+    fn made(&self) -> usize {
+        self.logged.max(self.saved.unwrap_or(0))
+    }
+
     /// Moves `final/` aside if the recipe asks for more steps than the run has made. Call it before recipe.toml is written: if we crash in
     /// between, the run goes on with either recipe.
     ///
@@ -40,7 +52,7 @@ impl<'r> RunProgress<'r> {
             self.check_checkpoints(saved_every)?;
             return self.check_steps(self.saved.unwrap_or(0));
         }
-        let made = self.logged.max(self.saved.unwrap_or(0));
+        let made = self.made();
         self.check_steps(made)?;
         if made == self.asked || !self.can_go_on(made, length_changed)? {
             return Ok(());

@@ -14,11 +14,16 @@ use crate::torch::device_name;
 use crate::train::checked::CheckedRun;
 use crate::train::device_room::{DeviceRoom, MemorySaving};
 use crate::train::draft_vocabulary::DraftVocabulary;
+use crate::train::error::TrainError;
 use crate::train::memory_plan::{MemoryGroup, MemoryPlan};
+use crate::train::run_folder::check_output_dir;
 
 /// Data, steps and memory of a run.
 #[derive(Debug, Serialize)]
 pub(super) struct RunPreview {
+    /// The last step of a run that has finished.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    finished_step: Option<usize>,
     output_dir: PathBuf,
     device: String,
     backbone: String,
@@ -41,6 +46,8 @@ pub(super) struct RunPreview {
     validation_sequences: usize,
     steps_per_epoch: usize,
     steps: usize,
+    #[serde(skip)]
+    is_by_epochs: bool,
     tokens: usize,
     hidden_state_cache_bytes: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -62,7 +69,11 @@ struct MixedEntry {
 }
 
 impl RunPreview {
-    pub(super) fn of(checked: &CheckedRun, recipe: &Recipe) -> Self {
+    /// `resume`: the run may go on in its folder.
+    ///
+    /// # Errors
+    /// A file of an earlier run in the folder cannot be read.
+    pub(super) fn of(checked: &CheckedRun, recipe: &Recipe, resume: bool) -> Result<Self, TrainError> {
         let memory = checked.memory();
         let group = |name: &str| memory.groups.iter().find(|group| group.name == name);
         let parameters = |name| group(name).map_or(0, |group| group.parameters);
@@ -71,7 +82,12 @@ impl RunPreview {
         let steps_per_epoch = checked.steps_per_epoch();
         let device_memory = DeviceRoom::of(checked.plan.device);
         let memory_savings = device_memory.map_or(vec![], |room| checked.savings(room));
-        Self {
+        let finished_step = checked.finished_step()?;
+        let taken = check_output_dir(&checked.plan.train.output_dir, resume || finished_step.is_some()).err();
+        let mut warnings = warnings(checked, memory.peak_bytes(), device_memory, &memory_savings);
+        warnings.extend(taken.map(|error| error.to_string()));
+        Ok(Self {
+            finished_step,
             output_dir: checked.plan.train.output_dir.clone(),
             device: device_name(checked.plan.device),
             backbone: recipe.backbone.path.clone(),
@@ -97,23 +113,40 @@ impl RunPreview {
             validation_sequences,
             steps_per_epoch,
             steps: checked.total_steps,
+            is_by_epochs: checked.plan.train.max_steps.is_none(),
             tokens: tokens(checked, steps_per_epoch),
             hidden_state_cache_bytes: checked.hidden_state_bytes,
             draft_vocabulary: checked.draft_vocabulary.clone(),
-            warnings: warnings(checked, memory.peak_bytes(), device_memory, &memory_savings),
+            warnings,
             device_memory,
             memory_savings,
             memory,
-        }
+        })
+    }
+
+    /// That the run has finished, and what to do.
+    pub(super) fn finished(&self) -> Option<String> {
+        let step = self.finished_step?;
+        let change = match self.is_by_epochs {
+            _ if step < self.steps => "raise or remove train.patience", // it stopped early
+            true => "raise train.epochs",
+            false => "raise train.max_steps",
+        };
+        Some(format!(
+            "this run is already finished (step {step} of {}): {change} and continue with --resume, or choose another \
+             train.output_dir",
+            self.steps
+        ))
     }
 
     pub(super) fn text(&self) -> String {
         let HeadsShape { architecture, medusa_num_heads, medusa_num_layers, .. } = self.heads;
-        let mut lines = vec![
+        let mut lines: Vec<_> = self.warnings.iter().map(|warning| ("warning", warning.clone())).collect();
+        lines.extend([
             ("output", self.output_dir.display().to_string()),
             ("device", self.device.clone()),
             ("backbone", self.backbone.clone()),
-        ];
+        ]);
         if !self.weights_checked {
             lines.push(("weights", "not in the folder; only config.json was checked".into()));
         }
@@ -137,9 +170,8 @@ impl RunPreview {
         lines.push(("steps", steps));
         lines
             .extend(self.hidden_state_cache_bytes.map(|bytes| ("disk", format!("hidden states {}", mebibytes(bytes)))));
-        lines.extend(self.warnings.iter().map(|warning| ("warning", warning.clone())));
         let lines = lines.into_iter().map(|(name, value)| format!("{name:<12} {value}"));
-        lines.chain(self.table()).collect::<Vec<_>>().join("\n")
+        self.finished().into_iter().chain(lines).chain(self.table()).collect::<Vec<_>>().join("\n")
     }
 
     /// Parameters by group, other memory, and the peak.
