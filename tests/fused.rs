@@ -107,6 +107,28 @@ fn an_update_is_the_same_for_every_size_and_group() {
     }
 }
 
+/// The kernels among names that are counted for a GPU, and how many tables are copied there.
+fn kernels_and_uploads(counted: &[&'static str]) -> (Vec<&'static str>, usize) {
+    let beside = ["upload", "zeros", "full", "read"];
+    let kernels = counted.iter().copied().filter(|name| !beside.contains(name)).collect();
+    (kernels, counted.iter().filter(|&&name| name == "upload").count())
+}
+
+#[test]
+fn what_is_counted_for_a_gpu_is_what_is_launched_there() {
+    let memory = Memory::default();
+    let parameters = parameters(&memory);
+    let launched = |work: &TableWork| work.launches.iter().map(|launch| launch.kernel.name).collect::<Vec<_>>();
+    for name in [OptimizerName::AdamW, OptimizerName::AdamW8bit] {
+        let mut optimizer = optimizer(name, 0.9, &parameters);
+        let counted = kernels_and_uploads(optim::of_update(&optimizer));
+        let work = optim::update(&mut optimizer, &all(&parameters), 0.01, 0.5);
+        assert_eq!(counted, (launched(&work), work.tensors.len()), "{name}");
+    }
+    assert_eq!(kernels_and_uploads(&optim::OF_NORM), (launched(&optim::norm(&all(&parameters)).0), 1));
+    assert_eq!(kernels_and_uploads(&optim::OF_FINITE), (launched(&optim::finite(&all(&parameters)).0), 1));
+}
+
 #[test]
 fn the_norm_of_gradients_is_that_of_libtorch_and_the_same_in_any_order_of_blocks() {
     let memory = Memory::default();

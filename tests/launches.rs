@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use medusa::data::Watch;
+use medusa::draft::medusa::fused_loss::chunk_rows;
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::recipe::Recipe;
@@ -35,15 +36,26 @@ struct Sizes {
     rows: usize,
     length: usize,
     accumulation: usize,
+    /// Two rows in each sequence.
+    packed: bool,
     optimizer: &'static str,
 }
 
-const SMALL: Sizes =
-    Sizes { layers: 1, heads: 1, hidden: 32, vocab: 100, rows: 2, length: 24, accumulation: 1, optimizer: "adamw" };
+const SMALL: Sizes = Sizes {
+    layers: 1,
+    heads: 1,
+    hidden: 32,
+    vocab: 100,
+    rows: 2,
+    length: 24,
+    accumulation: 1,
+    packed: false,
+    optimizer: "adamw",
+};
 
 impl Sizes {
     fn write(&self, small: &SmallRun) {
-        let Self { layers, hidden, vocab, rows, length, accumulation, .. } = self;
+        let Self { layers, hidden, vocab, rows, length, accumulation, packed, .. } = self;
         let config = json!({"model_type": "llama", "hidden_size": hidden, "intermediate_size": 2 * hidden,
             "num_hidden_layers": layers, "num_attention_heads": 2, "vocab_size": vocab,
             "max_position_embeddings": 4096, "tie_word_embeddings": false});
@@ -54,16 +66,17 @@ impl Sizes {
             let ids: Vec<usize> = (0..*length).map(|t| (row * 97 + t * t) % vocab).collect();
             json!({ "input_ids": ids, "labels": ids }).to_string() + "\n"
         };
-        small.write("rows.jsonl", (0..rows * accumulation).map(row).collect::<String>());
+        small.write("rows.jsonl", (0..rows * accumulation * (1 + usize::from(*packed))).map(row).collect::<String>());
     }
 
     fn recipe(&self, small: &SmallRun) -> String {
-        let Self { heads, rows, length, accumulation, optimizer, .. } = self;
+        let Self { heads, rows, length, accumulation, packed, optimizer, .. } = self;
+        let max_length = length * (1 + usize::from(*packed));
         let [backbone, data, run] = ["backbone", "rows.jsonl", "run"].map(|name| small.path(name));
         format!(
             "[backbone]\npath = {backbone:?}\ndtype = \"bfloat16\"\n\
              [heads]\nmedusa_num_heads = {heads}\nmedusa_num_layers = 1\n[stage.medusa1]\n\
-             [data]\ntrain = [{data:?}]\nmax_length = {length}\npacking = false\nshuffle = false\n\
+             [data]\ntrain = [{data:?}]\nmax_length = {max_length}\npacking = {packed}\nshuffle = false\n\
              [optimizer]\nname = {optimizer:?}\nlearning_rate = 1e-3\n[schedule]\nname = \"constant\"\n\
              [train]\noutput_dir = {run:?}\nmax_steps = 2\nmicro_batch_size = {rows}\n\
              gradient_accumulation_steps = {accumulation}\n"
@@ -96,6 +109,9 @@ fn count(sizes: Sizes) -> usize {
     launches.values().sum()
 }
 
+/// With a chunk of few rows.
+const VOCAB: i64 = 32_768;
+
 /// How many launches a layer, a head and so on add.
 #[derive(Debug)]
 struct Costs {
@@ -109,11 +125,14 @@ struct Costs {
 
 impl Costs {
     fn measured() -> Self {
-        let chunks = |length| count(Sizes { rows: 1, length, vocab: 32_768, ..SMALL }); // 128 rows are a chunk on the CPU
+        let chunks = |chunks: i64| {
+            let positions = usize::try_from(chunks * chunk_rows(VOCAB, true)).expect("a length");
+            count(Sizes { rows: 1, length: positions + 2, vocab: VOCAB.unsigned_abs() as usize, ..SMALL }) // of a head's targets, the last two are missing
+        };
         let (one, layers) = (count(SMALL), count(Sizes { layers: 2, ..SMALL }));
         let (heads, micro_batches) = (count(Sizes { heads: 2, ..SMALL }), count(Sizes { accumulation: 2, ..SMALL }));
         let (layer, head, of_micro_batch) = (layers - one, heads - one, micro_batches - one);
-        let chunk = chunks(386) - chunks(258);
+        let chunk = chunks(2) - chunks(1);
         Self { micro_batch: of_micro_batch - layer - head, layer, head, chunk, update: one - of_micro_batch }
     }
 
@@ -164,6 +183,16 @@ fn the_number_of_launches_does_not_grow_with_the_parameters_and_the_host_waits_o
         let large = Sizes { optimizer, hidden: 512, vocab: 2000, ..SMALL }.launches();
         assert_eq!(small, large, "{optimizer}");
         assert_eq!(small["read"], 1, "{optimizer}");
+        let of_batch = small["upload"] - if optimizer == "adamw" { 2 } else { 3 }; // tables of the norm and of each update
+        assert_eq!(of_batch, 1, "{optimizer}: a micro batch's integers");
         assert!(!small.contains_key("aten::_local_scalar_dense"), "{optimizer}: {small:?}");
     }
+}
+
+#[test]
+fn packed_rows_add_few_copies_whatever_their_layers() {
+    let uploads = |layers| Sizes { packed: true, layers, ..SMALL }.launches()["upload"];
+    let (plain, packed) = (SMALL.launches()["upload"], uploads(1));
+    assert_eq!(packed, uploads(3));
+    assert_eq!(packed, plain + 2, "positions, and where texts begin");
 }

@@ -17,6 +17,12 @@ const CHUNK: i64 = 16_384;
 /// Threads of a block.
 const THREADS: i64 = 256;
 
+/// What [`norm`] launches, with the copy of its table. Like the other lists of names here, it is counted by tests/launches.rs, and
+/// tests/fused.rs compares it with the launches.
+pub const OF_NORM: [&str; 5] = ["upload", "zeros", "zeros", "squares", "norm_of_squares"];
+/// What [`finite`] launches, with the copies to and from the device.
+pub const OF_FINITE: [&str; 4] = ["upload", "full", "first_not_finite", "read"];
+
 /// Launches, and the tensors that exist only for them.
 #[derive(Debug)]
 pub struct TableWork {
@@ -32,14 +38,14 @@ pub fn step(optimizer: &mut AdamW, parameters: &mut [&mut Parameter], rate: f64,
             let parameters: Vec<&Parameter> = parameters.iter().map(|parameter| &**parameter).collect();
             run(kernels, &update(optimizer, &parameters, rate, scale));
         }
-        None => rehearsal::in_place_of(launches_of_update(optimizer), || {
+        None => rehearsal::in_place_of(of_update(optimizer), || {
             optimizer.step(parameters.iter_mut().map(|parameter| &mut **parameter), rate, scale);
         }),
     }
 }
 
-/// What [`update`] launches, and the copies of its tables.
-fn launches_of_update(optimizer: &AdamW) -> &'static [&'static str] {
+/// What [`update`] launches, with the copies of its tables.
+pub fn of_update(optimizer: &AdamW) -> &'static [&'static str] {
     match optimizer.name() {
         OptimizerName::AdamW => &["upload", "adamw"],
         OptimizerName::AdamW8bit => &["upload", "adamw", "upload", "adamw_8bit"],
@@ -49,8 +55,7 @@ fn launches_of_update(optimizer: &AdamW) -> &'static [&'static str] {
 /// The Euclidean norm over all gradients, as [`adamw::gradient_norm`], `[1]` float64 on their device.
 pub fn gradient_norm(parameters: &[&Parameter]) -> Tensor {
     let Some(kernels) = on_device(parameters.first().copied()) else {
-        let launches = ["upload", "zeros", "zeros", "squares", "norm_of_squares"];
-        let norm = rehearsal::in_place_of(&launches, || adamw::gradient_norm(parameters.iter().copied()));
+        let norm = rehearsal::in_place_of(&OF_NORM, || adamw::gradient_norm(parameters.iter().copied()));
         return Tensor::from_slice(&[norm]);
     };
     let (work, norm) = norm(parameters);
@@ -61,9 +66,7 @@ pub fn gradient_norm(parameters: &[&Parameter]) -> Tensor {
 /// The first parameter with a value that is not finite, as [`adamw::first_not_finite`].
 pub fn first_not_finite(parameters: &[&Parameter]) -> Option<usize> {
     let Some(kernels) = on_device(parameters.first().copied()) else {
-        return rehearsal::in_place_of(&["upload", "full", "first_not_finite", "read"], || {
-            adamw::first_not_finite(parameters)
-        });
+        return rehearsal::in_place_of(&OF_FINITE, || adamw::first_not_finite(parameters));
     };
     let (work, first) = finite(parameters);
     run(kernels, &work);
