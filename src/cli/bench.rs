@@ -29,6 +29,7 @@ mod args;
 mod backbone;
 mod drafters;
 mod measure;
+mod notes;
 mod progress;
 mod report;
 mod setting;

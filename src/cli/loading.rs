@@ -18,8 +18,8 @@ use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights::WeightFiles;
 use tch::Device;
 
-/// Loads a backbone in `--dtype`, by default the [`default_dtype`] of its weights, quantised and with the
-/// context as in `served`. An adapter in the folder of `heads` is merged into it.
+/// Loads a backbone in `--dtype`, by default its weights' own (for float16 on a CPU that of `served`, else [`default_dtype`]), quantised and
+/// with the context as in `served`. An adapter in the folder of `heads` is merged into it.
 ///
 /// # Errors
 /// If the device cannot be used, or the folder holds no backbone.
@@ -34,7 +34,7 @@ pub fn load_backbone(
     let device = common.device.resolve()?;
     let dtype = match common.dtype {
         Some(dtype) => dtype,
-        None => dtype_without_flag(folder, device, common)?,
+        None => dtype_without_flag(own_dtype(folder)?, served.dtype, device, common),
     };
     let heads = heads.map(folder_of);
     if let Some(tuned) =
@@ -61,15 +61,21 @@ pub fn load_backbone(
     Ok(backbone)
 }
 
-fn dtype_without_flag(folder: &Path, device: Device, common: &CommonFlags) -> anyhow::Result<Dtype> {
-    let own = own_dtype(folder)?;
-    let dtype = default_dtype(own, device);
-    if dtype != own {
-        common.say(format_args!(
-            "{own} weights: computing in {dtype}, which is faster on a CPU; --dtype {own} forces {own}"
-        ));
+/// `trained`: the dtype of the heads' training.
+fn dtype_without_flag(own: Dtype, trained: Option<Dtype>, device: Device, common: &CommonFlags) -> Dtype {
+    let fastest = default_dtype(own, device);
+    if fastest == own {
+        return own;
     }
-    Ok(dtype)
+    let trained = trained.filter(|trained| *trained != own);
+    let why = match (trained, fastest) {
+        (Some(_), _) => ", as in the heads' training",
+        (None, Dtype::BFloat16) => "; --dtype float32 is more exact",
+        (None, _) => ", which is faster on a CPU",
+    };
+    let dtype = trained.unwrap_or(fastest);
+    common.say(format_args!("{own} weights: computing in {dtype}{why}"));
+    dtype
 }
 
 /// The dtype of a backbone's weights.

@@ -10,6 +10,7 @@ use super::backbone::backbone_config;
 use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::dtype::Dtype;
 use crate::formats::heads_config::{CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE, PublishedHeadsConfig};
 use crate::model::config::LlamaConfig;
 use crate::model::quantization::Quantization;
@@ -59,6 +60,8 @@ pub struct Served {
     /// The context to load the backbone with; by default its own. [`ServedFlags::resolve`] gives that of the heads' training if rotary
     /// embeddings depend on it.
     pub context: Option<i64>,
+    /// Compute dtype of the heads' training, which weights in float16 are decoded in on a CPU.
+    pub dtype: Option<Dtype>,
 }
 
 impl QuantizationName {
@@ -108,6 +111,7 @@ impl ServedFlags {
             quantization: self.quantization(config, common)?,
             template: self.template(backbone, heads.zip(config), common)?,
             context: rope_context(heads, &of_backbone)?,
+            dtype: config.and_then(PublishedHeadsConfig::backbone_dtype),
         })
     }
 

@@ -64,6 +64,29 @@ pub struct BenchResult {
     /// The swept setting of this result.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sweep: Option<SweptValue>,
+    /// Only where texts that should be identical are not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first_difference: Option<FirstDifference>,
+}
+
+/// Where a drafter's text first leaves that of plain decoding. All places count from 1.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct FirstDifference {
+    pub prompt: usize,
+    /// Of a conversation.
+    pub turn: u64,
+    /// Of the answer.
+    pub token: usize,
+    pub plain: ChosenToken,
+    pub drafted: ChosenToken,
+}
+
+/// A token of an answer, and its probability under the backbone.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ChosenToken {
+    /// `None`: the text ends here.
+    pub text: Option<String>,
+    pub probability: f64,
 }
 
 /// The paper's figures (appendix B.1), from the median repeat.

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 use super::best::BestEvaluation;
 use super::error::{self, FormatError};
 use super::run_folder::BEST;
+use crate::dtype::Dtype;
 use crate::files::write_json;
 
 const CONFIG: &str = "config.json";
@@ -119,6 +120,11 @@ impl PublishedHeadsConfig {
     /// Fingerprint of the backbone in training.
     pub fn backbone_fingerprint(&self) -> Option<&str> {
         self.at(BACKBONE_FINGERPRINT)?.as_str()
+    }
+
+    /// Compute dtype of the backbone in training.
+    pub fn backbone_dtype(&self) -> Option<Dtype> {
+        Dtype::deserialize(self.at("backbone_dtype")?).ok()
     }
 
     /// Quantization of the backbone in training, if any.

@@ -19,6 +19,7 @@ use crate::decode::request::{Generation, Request};
 use crate::decode::stats::Comparison;
 use crate::decode::step::Drafting;
 use crate::engine::sample::Stream;
+use crate::formats::bench::{ChosenToken, FirstDifference};
 
 /// Tokens of the unmeasured run that warms up caches and threads.
 const WARM_UP_TOKENS: usize = 32;
@@ -91,6 +92,8 @@ pub(super) struct BenchPass {
     pub(super) categories: BTreeMap<String, Measured>,
     /// Prompts with a turn that does not fit the context; the turns before it count.
     pub(super) too_long: usize,
+    /// Of greedy texts.
+    pub(super) first_difference: Option<FirstDifference>,
 }
 
 impl Measured {
@@ -136,8 +139,14 @@ impl BenchRun<'_> {
                 }
                 let scoring = if is_first && self.texts() == Texts::Sampled { Scoring::On } else { Scoring::Off };
                 let (measured, said) = self.each(&request, scoring)?;
-                let category = prompt.category.as_deref();
-                passes.iter_mut().zip(measured).for_each(|(pass, measured)| pass.add(measured, category));
+                for (pass, (measured, drafted)) in passes.iter_mut().zip(measured) {
+                    pass.add(measured, prompt.category.as_deref());
+                    if measured.differ && pass.first_difference.is_none() && self.texts() == Texts::Greedy {
+                        let (token, [plain, drafted]) = self.difference(request.prompt, [&said, &drafted])?;
+                        let (prompt, turn) = (index + 1, turn + 1);
+                        pass.first_difference = Some(FirstDifference { prompt, turn, token, plain, drafted });
+                    }
+                }
                 self.decoder.text(&said)
             };
             let answered = self.decoder.each_turn(&prompt.input, answer);
@@ -176,9 +185,24 @@ impl BenchRun<'_> {
         self.contestants.iter().for_each(|contestant| contestant.decoding.borrow_mut().forget());
     }
 
-    /// Decodes one request plainly, then with each drafter. Returns the plain answer too, with which the conversation
-    /// continues.
-    fn each(&self, request: &Request, scoring: Scoring) -> anyhow::Result<(Vec<Measured>, Vec<i64>)> {
+    /// The first token (from 1) that two answers do not share, and what each has there.
+    fn difference(&self, prompt: &[i64], [plain, drafted]: [&[i64]; 2]) -> anyhow::Result<(usize, [ChosenToken; 2])> {
+        let shared = plain.iter().zip(drafted).take_while(|(a, b)| a == b).count();
+        let before = [prompt, &plain[..shared]].concat();
+        let end = self.decoder.backbone.config.eos_token_ids.first();
+        let chosen = |answer: &[i64]| {
+            let own = answer.get(shared);
+            let id = own.or(end).context("an answer that ended early has an end")?;
+            let probability = log_probability(&self.decoder.backbone, &before, &[*id])?.exp();
+            Ok(ChosenToken { text: own.map(|id| self.decoder.text(&[*id])).transpose()?, probability })
+        };
+        let both: anyhow::Result<_> = chosen(plain).and_then(|plain| Ok([plain, chosen(drafted)?]));
+        Ok((shared + 1, both?))
+    }
+
+    /// Decodes one request plainly, then with each drafter, whose answers are returned. Returns the plain answer too, with which the
+    /// conversation continues.
+    fn each(&self, request: &Request, scoring: Scoring) -> anyhow::Result<(Vec<(Measured, Vec<i64>)>, Vec<i64>)> {
         let scored = |new_ids: &[i64]| match scoring {
             Scoring::On => log_probability(&self.decoder.backbone, request.prompt, new_ids),
             Scoring::Off => Ok(0.0),
@@ -189,7 +213,7 @@ impl BenchRun<'_> {
             let fast = decode(&contestant.decoding, Drafting::On, request)?;
             let log_p = LogProbability { plain: plain_log_p, drafted: scored(&fast.new_ids)? };
             let times = Comparison { plain: plain.tally(), drafted: fast.tally() };
-            Ok(Measured { times, differ: plain.new_ids != fast.new_ids, log_p })
+            Ok((Measured { times, differ: plain.new_ids != fast.new_ids, log_p }, fast.new_ids))
         };
         let measured = self.contestants.iter().map(measure).collect::<anyhow::Result<_>>()?;
         Ok((measured, plain.new_ids))

@@ -52,6 +52,7 @@ fn result(bench: &BenchRun, contestant: &Contestant, passes: &[&BenchPass]) -> B
         too_long: first.too_long,
         forced_acceptance_rate: bench.setting.forced.map(Positive::get),
         sweep: bench.setting.swept.clone(),
+        first_difference: passes.iter().find_map(|pass| pass.first_difference.clone()),
     }
 }
 
@@ -66,6 +67,7 @@ fn plain(bench: &BenchRun, passes: &[&BenchPass]) -> BenchResult {
         all: itself(pass.all),
         categories: pass.categories.iter().map(|(name, measured)| (name.clone(), itself(*measured))).collect(),
         too_long: pass.too_long,
+        first_difference: None,
     };
     let passes: Vec<BenchPass> = passes.iter().map(of_plain).collect();
     let like = result(bench, &bench.contestants[0], &passes.iter().collect::<Vec<_>>());

@@ -1,5 +1,6 @@
 //! Results of `bench` as tables for people.
 
+use super::notes::notes;
 use crate::cli::columns::aligned;
 use crate::formats::bench::{BenchResult, DecodingComparison};
 use crate::plural::counted;
@@ -22,6 +23,7 @@ pub(super) fn table(results: &[BenchResult], width: Option<usize>) -> String {
     let mut lines = aligned(&rows, width);
     let nodes = format!(", a tree of {}", counted(first.tree_nodes, "node"));
     lines.push(conditions(first, if swept == Some("nodes") { "" } else { &nodes }));
+    lines.extend(notes(results, &names(results)));
     lines.join("\n")
 }
 
@@ -37,6 +39,7 @@ fn of_drafters(results: &[BenchResult], first: &BenchResult, width: Option<usize
         lines.extend(aligned(&by_category(results, &names, first), width));
     }
     lines.push(conditions(first, ""));
+    lines.extend(notes(results, &names));
     lines.join("\n")
 }
 
