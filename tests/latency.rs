@@ -2,6 +2,7 @@
 //! per second; a file measured under other conditions is refused.
 
 use medusa::formats::latency::Latency;
+use medusa::tree::guess_tree::GuessTree;
 use medusa::tree::sparse_tree::SparseTree;
 use serde_json::{Value, json};
 
@@ -37,14 +38,14 @@ fn times_are_measured_once_and_kept() {
     let timed = |nodes, depth| latency.steps.iter().any(|step| (step.nodes, step.depth) == (nodes, depth));
     assert!(latency.steps.iter().all(|step| step.nodes <= 8), "{:?}", latency.steps);
     assert!(timed(8, 2) && timed(8, 1), "heads can be left out: {:?}", latency.steps);
-    let (first, file) = SparseTree::load(&world.path("t.json")).unwrap();
+    let (first, file) = GuessTree::load(&world.path("t.json")).unwrap();
     let sha256 = medusa::files::sha256(&world.path("l.json")).unwrap();
     assert_eq!(file.latency_sha256.as_ref(), Some(&sha256));
     let (per_second, per_step) = (file.expected_tokens_per_second, file.expected_tokens_per_step);
-    let step_ms = latency.step_ms(first.choices().len(), first.max_depth()).unwrap();
+    let step_ms = latency.step_ms_of(first.as_static().is_none(), first.nodes(), first.depth()).unwrap();
     assert_eq!(per_second.unwrap(), 1e3 * per_step.unwrap() / step_ms);
     assert!(!stderr(&world, &CHOOSE).contains("wrote"));
-    assert_eq!(SparseTree::load(&world.path("t.json")).unwrap(), (first, file), "the same times, the same tree");
+    assert_eq!(GuessTree::load(&world.path("t.json")).unwrap(), (first, file), "the same times, the same tree");
     assert_eq!(medusa::files::sha256(&world.path("l.json")).unwrap(), sha256);
     let found = world.json(&["inspect", "l.json"]).remove(0);
     assert_eq!((&found["kind"], &found["plain_step_ms"]), (&json!("latency"), &json!(latency.plain_step_ms)));
@@ -116,6 +117,20 @@ fn the_fastest_is_taken_and_plain_decoding_may_be_it() {
     assert_eq!(chosen(), 1, "what is best of the trees is written all the same");
     let largest = stderr(&world, &[&CHOOSE[..], &["--max-nodes", "4"]].concat());
     assert!(!largest.contains("\n    8 ") && largest.contains("\n    4 "), "{largest}");
+}
+
+#[test]
+fn times_from_a_busy_machine_are_told_by_every_command_that_reads_them() {
+    let world = world();
+    write_times(&world, 2.0, &[(1, 1, 2.5), (4, 1, 3.0)]);
+    assert!(!stderr(&world, &CHOOSE).contains("other programs"));
+    let mut times: Value = serde_json::from_slice(&std::fs::read(world.path("l.json")).unwrap()).unwrap();
+    times["busy_cores"] = json!(1.96);
+    world.write("l.json", &times);
+    let told = stderr(&world, &CHOOSE);
+    assert!(told.contains("warning: l.json: other programs used 2.0 cores while its steps were timed"), "{told}");
+    let inspected = world.medusa(&["inspect", "l.json"]).output().unwrap().stdout;
+    assert!(String::from_utf8(inspected).unwrap().contains("warning      other programs used 2.0 cores"));
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 
-use super::threads::busy_cores;
+use super::busy_cores::{busy_cores, cores, disturb};
 use super::{CommonFlags, print_json, print_text};
 use crate::nvidia::device;
 use crate::torch::device_name;
@@ -75,16 +75,13 @@ impl Cpu {
         if usize::try_from(threads).is_ok_and(|threads| threads > cores) {
             warnings.push(format!("more threads than cores: use --threads {cores}, or set OMP_NUM_THREADS"));
         }
-        let slows = |busy: &f64| *busy > WORTH_TELLING && busy + f64::from(threads) > cores as f64;
+        let slows = |busy: &f64| disturb(*busy, usize::try_from(threads).unwrap_or(0), cores);
         if let Some(busy) = self.busy_cores.filter(slows) {
             warnings.push(format!("other programs use {busy:.1} cores: this makes training and decoding slower"));
         }
         warnings
     }
 }
-
-/// Cores that others may use before it is said.
-const WORTH_TELLING: f64 = 0.3;
 
 #[derive(Debug, Serialize)]
 struct MachineMemory {
@@ -172,7 +169,7 @@ fn cpu() -> Cpu {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default(); // absent outside Linux: then there is no name
     Cpu {
         name: colon_field(&info, "model name"),
-        cores: std::thread::available_parallelism().map_or(1, usize::from),
+        cores: cores(),
         threads: tch::get_num_threads(),
         busy_cores: busy_cores(Duration::from_millis(300)),
         own_kernels: crate::cpu::available(),

@@ -271,6 +271,9 @@ fn latency_text(found: &Latency, out: &mut String) -> std::fmt::Result {
         counted(*context, "token")
     )?;
     writeln!(out, "engine       {engine}")?;
+    if let Some(caveat) = found.caveat() {
+        writeln!(out, "warning      {caveat}")?;
+    }
     writeln!(out, "backbone     {backbone}")?;
     writeln!(out, "heads        sha256 {heads_sha256}")?;
     writeln!(out, "plain        {plain_step_ms:.3} ms per step")?;

@@ -19,6 +19,7 @@ use crate::hub::{DataSplit, Wanted};
 pub mod backbone;
 mod batch_size;
 pub mod bench;
+mod busy_cores;
 pub mod calibrate;
 pub mod chat;
 mod columns;

@@ -1,8 +1,7 @@
 //! CPU threads: how many, and how long they wait for each other before they sleep.
 
+use std::env;
 use std::num::NonZeroUsize;
-use std::time::Duration;
-use std::{env, fs, thread};
 
 use anyhow::Context;
 
@@ -58,71 +57,9 @@ pub(super) fn limit_libtorch(threads: Option<NonZeroUsize>) {
     }
 }
 
-/// Cores that ran something during `interval`, in which the caller sleeps, of those that this process may use. `None` where the
-/// system does not tell, and for a container that gets a part of the cores' time: other programs may run on the rest.
-pub(super) fn busy_cores(interval: Duration) -> Option<f64> {
-    let usable = allowed_cores(&fs::read_to_string("/proc/self/status").ok()?)?;
-    if thread::available_parallelism().ok()?.get() < usable.len() {
-        return None;
-    }
-    let before = CoreTimes::now(&usable)?;
-    thread::sleep(interval);
-    let after = CoreTimes::now(&usable)?;
-    let (busy, all) = (after.busy - before.busy, after.all - before.all);
-    (all > 0.0).then(|| busy / all * usable.len() as f64)
-}
-
-/// Reads the line `Cpus_allowed_list: 0-3,6` of /proc/self/status.
-fn allowed_cores(status: &str) -> Option<Vec<usize>> {
-    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
-    let mut cores = Vec::new();
-    for range in list.trim().split(',') {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        cores.extend(first.parse::<usize>().ok()?..=last.parse().ok()?);
-    }
-    Some(cores)
-}
-
-/// Clock ticks of some cores since the machine started.
-#[derive(Debug, PartialEq)]
-struct CoreTimes {
-    busy: f64,
-    all: f64,
-}
-
-impl CoreTimes {
-    fn now(cores: &[usize]) -> Option<Self> {
-        Self::parse(&fs::read_to_string("/proc/stat").ok()?, cores)
-    }
-
-    /// Adds up the lines `cpuN user nice system idle iowait irq softirq steal …` of the cores; `None` if one is missing.
-    fn parse(stat: &str, cores: &[usize]) -> Option<Self> {
-        let mut sum = Self { busy: 0.0, all: 0.0 };
-        for core in cores {
-            let numbers = stat.lines().find_map(|line| line.strip_prefix(&format!("cpu{core} ")))?;
-            let numbers = numbers.split_whitespace().take(8).map(str::parse);
-            let ticks: Vec<f64> = numbers.collect::<Result<_, _>>().ok()?;
-            let (all, idle) = (ticks.iter().sum::<f64>(), ticks.get(3)? + ticks.get(4)?);
-            sum = Self { busy: sum.busy + all - idle, all: sum.all + all };
-        }
-        Some(sum)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn times_of_the_cores_that_the_process_may_use_are_read() {
-        let stat = "cpu  10 1 5 70 8 2 3 1 99 99\ncpu0 5 0 2 35 4 1 1 0 9 9\ncpu1 5 1 3 35 4 1 2 1 9 9\nintr 7\n";
-        let parse = |cores: &[usize]| CoreTimes::parse(stat, cores);
-        assert_eq!(parse(&[0, 1]), Some(CoreTimes { busy: 22.0, all: 100.0 }));
-        assert_eq!(parse(&[1]), Some(CoreTimes { busy: 13.0, all: 52.0 }), "taskset -c 1");
-        assert_eq!(parse(&[0, 2]), None);
-        assert_eq!(allowed_cores("Name:\tx\nCpus_allowed_list:\t0-2,6\nThreads: 1\n"), Some(vec![0, 1, 2, 6]));
-        assert_eq!(allowed_cores("Name:\tx\n"), None);
-    }
 
     #[test]
     fn threads_of_the_command_line_replace_omp_num_threads() {

@@ -37,6 +37,9 @@ pub struct Latency {
     pub backbone_sha256: Option<String>,
     /// SHA-256 of heads.safetensors.
     pub heads_sha256: String,
+    /// Cores that other programs used during the measurement; absent if they left enough for all threads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub busy_cores: Option<f64>,
     /// Milliseconds per step of plain decoding: one token.
     pub plain_step_ms: f64,
     /// Steps with a tree.
@@ -50,7 +53,7 @@ pub struct StepTime {
     pub nodes: usize,
     /// Levels below the root, which is the number of heads that the tree uses.
     pub depth: usize,
-    /// Median in milliseconds.
+    /// In milliseconds, where nothing interrupted it.
     pub step_ms: f64,
     /// Whether the tree is chosen at each step.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -107,6 +110,15 @@ impl Latency {
             serde_json::to_writer_pretty(&mut *out, self)?;
             writeln!(out)
         })
+    }
+
+    /// What to know about times from a busy machine.
+    pub fn caveat(&self) -> Option<String> {
+        let busy = self.busy_cores?;
+        Some(format!(
+            "other programs used {busy:.1} cores while its steps were timed, so large trees may look too slow; remove it and measure \
+             again on a quiet machine"
+        ))
     }
 
     /// Refuses a file measured under other conditions; `path` is the file's, for the error.
@@ -187,6 +199,7 @@ pub(crate) mod examples {
             backbone: "b".into(),
             backbone_sha256: Some("cafe".into()),
             heads_sha256: "ab".into(),
+            busy_cores: None,
             plain_step_ms: 2.0,
             steps: steps
                 .iter()
@@ -208,6 +221,10 @@ mod tests {
         let saved = latency(&[(1, 1, 2.5), (8, 3, 4.0)]);
         saved.save(&path).unwrap();
         assert_eq!(Latency::load(&path).unwrap(), saved);
+        assert!(saved.caveat().is_none(), "absent, as in files of earlier versions");
+        let busy = Latency { busy_cores: Some(1.44), ..saved.clone() };
+        busy.save(&path).unwrap();
+        assert!(Latency::load(&path).unwrap().caveat().unwrap().starts_with("other programs used 1.4 cores while"));
         let complaint = |text: &str| {
             crate::files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
             Latency::load(&path).unwrap_err().to_string()

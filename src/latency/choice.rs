@@ -75,8 +75,12 @@ pub fn dynamic_to_time(num_heads: usize, max_nodes: usize, dynamic_of: &DynamicO
     let halves = std::iter::successors(Some(num_heads), |heads| Some(heads / 2).filter(|&heads| heads > 0));
     let depths: Vec<usize> = if num_heads <= 4 { (1..=num_heads).rev().collect() } else { halves.collect() };
     let sizes = || SIZES_OF_SHALLOW.into_iter().filter(|&size| size < max_nodes).chain([max_nodes]);
-    let all = depths.iter().flat_map(|&depth| sizes().filter_map(move |nodes| dynamic_of(nodes, depth)));
-    all.map(|(limits, _)| limits).collect()
+    let of_depth = |depth: usize| {
+        let mut trees: Vec<_> = sizes().filter_map(|nodes| dynamic_of(nodes, depth)).collect();
+        trees.dedup_by(|(_, more), (_, tokens_per_step)| more == tokens_per_step); // full levels take no more nodes
+        trees
+    };
+    depths.into_iter().flat_map(of_depth).map(|(limits, _)| limits).collect()
 }
 
 /// The fastest limits of each timed size of trees that are chosen at each step.
@@ -94,7 +98,12 @@ pub fn dynamic_sweep(latency: &Latency, num_heads: usize, max_nodes: usize, dyna
         let all = (1..=num_heads).filter_map(|depth| timed(*nodes, depth));
         all.max_by(|a, b| a.tokens_per_second().total_cmp(&b.tokens_per_second()))
     };
-    sizes.iter().filter_map(fastest).collect()
+    let mut trees: Vec<Timed> = sizes.iter().filter_map(fastest).collect();
+    let is_same = |one: &Timed, other: &Timed| {
+        (one.tree.depth(), one.tokens_per_step) == (other.tree.depth(), other.tokens_per_step)
+    };
+    trees.dedup_by(|larger, smaller| is_same(larger, smaller)); // files of earlier versions time full levels with more nodes
+    trees
 }
 
 /// The fastest tree of each timed size, and the fastest of all. The sizes next to the fastest timed one are tried too.
@@ -223,14 +232,16 @@ mod tests {
         let to_time = dynamic_to_time(8, 20, &dynamic_of);
         let depths: Vec<usize> = to_time.iter().filter(|limits| limits.nodes == 8).map(|limits| limits.depth).collect();
         assert_eq!(depths, [8, 4, 2, 1]);
-        assert!(to_time.iter().any(|limits| limits.nodes == 20) && to_time.iter().all(|limits| limits.nodes <= 20));
+        assert!(to_time.iter().all(|limits| limits.nodes <= 8), "more nodes commit no more tokens: {to_time:?}");
+        let grows = |nodes: usize, depth: usize| dynamic_of(nodes, depth).map(|(limits, _)| (limits, nodes as f64));
+        assert!(dynamic_to_time(8, 20, &grows).iter().any(|limits| limits.nodes == 20));
         let mut file = latency(&[(8, 2, 0.001)]);
         for (nodes, depth, step_ms) in [(8, 2, 1.0), (8, 1, 2.0), (16, 2, 1.5)] {
             file.steps.push(StepTime { nodes, depth, step_ms, dynamic: true });
         }
         let sweep = dynamic_sweep(&file, 8, 100, &dynamic_of);
         let found: Vec<_> = sweep.iter().map(|timed| (timed.tree.nodes(), timed.tree.depth(), timed.step_ms)).collect();
-        assert_eq!(found, [(8, 2, 1.0), (16, 2, 1.5)]);
+        assert_eq!(found, [(8, 2, 1.0)], "16 nodes commit no more tokens");
     }
 
     #[test]

@@ -122,7 +122,9 @@ impl Run {
             (self.metrics.last_step() == 0, empty),
         ];
         let notes = notes.into_iter().filter_map(|(holds, note)| holds.then_some(note));
-        notes.chain(self.mismatches.iter().map(|note| format!("{run}: {note}"))).collect()
+        let caveat = self.latency.as_ref().and_then(Latency::caveat);
+        let caveat = caveat.map(|caveat| format!("{run}/{LATENCY}: {caveat}"));
+        notes.chain(self.mismatches.iter().map(|note| format!("{run}: {note}"))).chain(caveat).collect()
     }
 
     /// The folder's name; for `.` and the like, that of the full path.

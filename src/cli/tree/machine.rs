@@ -3,10 +3,12 @@
 use std::cell::Cell;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use tch::Device;
 
 use super::super::backbone::backbone_config;
+use super::super::busy_cores::{CoreWatch, busy_cores, cores, disturb};
 use super::super::downloads;
 use super::super::drafter::plan::DrafterPlan;
 use super::super::drafter::{Drafts, ReadyDrafter};
@@ -21,7 +23,7 @@ use crate::draft::medusa::heads::import::HeadsFile;
 use crate::dtype::Dtype;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, LatencyConditions};
-use crate::latency::{self, Sweep, Timed, Times};
+use crate::latency::{self, Machine, Sweep, Timed, Times};
 use crate::plural::counted;
 use crate::torch::device_name;
 use crate::tree::accept::Acceptance;
@@ -29,6 +31,8 @@ use crate::tree::guess_tree::GuessTree;
 
 /// Default of --max-nodes: the paper's tree has 63 nodes.
 const MAX_NODES: usize = 64;
+/// Long enough to see whether other programs use the cores.
+const A_MOMENT: Duration = Duration::from_millis(300);
 /// Default of --context, limited to half the backbone's context.
 const CONTEXT: usize = 256;
 
@@ -45,6 +49,7 @@ pub(super) fn latency(
         let latency = Latency::load(path)?;
         latency.check(&asked, path)?;
         common.say(format_args!("{}: steps of engine {}", path.display(), latency.engine));
+        tell_caveat(&latency, path, common);
         return Ok(latency);
     }
     let (Some(backbone), Some(heads)) = (&args.backbone, &args.heads) else {
@@ -57,7 +62,14 @@ pub(super) fn latency(
     let latency = measure(args, (backbone, heads), served.unwrap_or_default(), calibration, common)?;
     latency.save(path)?;
     common.say(format_args!("wrote {}: steps of engine {}", path.display(), latency.engine));
+    tell_caveat(&latency, path, common);
     Ok(latency)
+}
+
+fn tell_caveat(latency: &Latency, path: &Path, common: &CommonFlags) {
+    if let Some(caveat) = latency.caveat() {
+        common.say(format_args!("warning: {}: {caveat}", path.display()));
+    }
 }
 
 /// The weights to time, where the command line names backbone and heads.
@@ -102,6 +114,17 @@ fn asked(
     })
 }
 
+/// Looks whether other programs use the cores, and says so.
+fn machine_now(common: &CommonFlags) -> Machine {
+    let Some(busy) = busy_cores(A_MOMENT).filter(disturbs_threads) else { return Machine::Quiet };
+    common.say(format_args!("other programs use {busy:.1} cores: timing three times as many steps"));
+    Machine::Busy
+}
+
+fn disturbs_threads(busy: &f64) -> bool {
+    disturb(*busy, Team::of_process().size(), cores())
+}
+
 /// Times trees built from the calibration, with the engine that will decode.
 fn measure(
     args: &TreeArgs,
@@ -128,7 +151,10 @@ fn measure(
     }
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
-    let (turns, all) = (Cell::new(0), latency::turns(trees.len()) as u64);
+    let on_cpu = decoder.backbone.device() == Device::Cpu;
+    let machine = if on_cpu { machine_now(common) } else { Machine::Quiet };
+    let watch = CoreWatch::start().filter(|_| on_cpu);
+    let (turns, all) = (Cell::new(0), latency::turns(trees.len(), machine) as u64);
     let text = |done: u64| format!("timing {}: {} %", counted(trees.len(), "tree"), 100 * done / all);
     let progress = Progress::new(all, 0, text(0), common);
     let request = Request::greedy(&[], 1);
@@ -136,7 +162,7 @@ fn measure(
     let times = latency::measure(
         (&decoder.backbone, heads),
         &trees,
-        context,
+        (context, machine),
         &|drafter| {
             let ready = |(drafter, tree)| Drafts { drafter: ReadyDrafter::Heads(drafter, tree), acceptance };
             let drafts = drafter.map(ready);
@@ -160,6 +186,7 @@ fn measure(
         backbone: downloads::shown(backbone),
         backbone_sha256: Some(latency::backbone_sha256(backbone, &backbone_config(backbone)?)?),
         heads_sha256: calibration.heads_sha256.clone(),
+        busy_cores: watch.and_then(|watch| watch.others()).filter(disturbs_threads),
         plain_step_ms,
         steps,
     })
