@@ -497,6 +497,29 @@ fn a_long_run_has_a_page_of_less_than_a_megabyte_and_a_half() {
 }
 
 #[test]
+fn lines_of_a_plot_can_be_told_apart() {
+    let runs = Runs::new();
+    runs.full("a");
+    let mut times = latency();
+    times["steps"]
+        .as_array_mut()
+        .expect("steps")
+        .push(json!({"nodes": 2, "depth": 1, "step_ms": 3.0, "dynamic": true}));
+    runs.write("a/latency.json", times.to_string());
+    let (page, _) = runs.page(&["a"]);
+    let style = |name: &str| {
+        let before = page.split(&format!("</svg>{name}</li>")).next().expect("a legend");
+        before.rsplit("swatch ").next().expect("a line").split('"').next().expect("a class").to_owned()
+    };
+    let styles = ["depth 1", "depth 2", "depth 1, chosen at each step", "plain decoding"].map(style);
+    assert_eq!(styles, ["s1", "s2", "s3", "s0"]);
+    runs.bare("b", 0);
+    let (page, _) = runs.page(&["a", "b", "--out", "both.html"]);
+    let loss = page.split("<b>Total loss").nth(1).and_then(|rest| rest.split("</ul>").next()).expect("a legend");
+    assert!(loss.contains("</svg>a</li>") && !loss.contains("</svg>b</li>"), "the only run of two with values: {loss}");
+}
+
+#[test]
 fn several_runs_need_no_name_for_their_page() {
     let runs = Runs::new();
     ["a", "b"].iter().for_each(|name| runs.bare(name, 3));

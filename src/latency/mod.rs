@@ -25,12 +25,12 @@ pub use identity::backbone_sha256;
 
 /// Whether other programs use the cores: then more steps are timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Machine {
+pub enum MachineLoad {
     Quiet,
     Busy,
 }
 
-impl Machine {
+impl MachineLoad {
     /// Measured rounds. All trees take turns in each, so that other load on the machine affects all alike.
     fn rounds(self) -> usize {
         match self {
@@ -101,7 +101,7 @@ pub struct Times {
 }
 
 /// How often [`measure`] calls `on_turn` for this many trees.
-pub fn turns(trees: usize, machine: Machine) -> usize {
+pub fn turns(trees: usize, machine: MachineLoad) -> usize {
     (machine.rounds() + 1) * (trees + 1)
 }
 
@@ -117,7 +117,7 @@ pub type NewLoop<'l, 'a, E> =
 pub fn measure<'a, E: From<LatencyError>>(
     (backbone, heads): (&'a Llama, &'a Heads),
     trees: &'a [GuessTree],
-    (context, machine): (usize, Machine),
+    (context, machine): (usize, MachineLoad),
     new_loop: &NewLoop<'_, 'a, E>,
     on_turn: &mut dyn FnMut(),
 ) -> Result<Times, E> {

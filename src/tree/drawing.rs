@@ -23,12 +23,14 @@ const MIN_WIDTH: f64 = 480.0;
 
 /// Colours for light and dark pages; uses system fonts only.
 const STYLE: &str = "\
+.paper { fill: #ffffff; }
 text { font-family: system-ui, sans-serif; font-size: 11px; fill: #1f2328; }
 .title { font-size: 14px; }
 .edge { stroke: #2f6fb0; fill: none; stroke-linecap: round; }
 .node { fill: #ffffff; stroke: #1f2328; stroke-width: 1.2; }
 .rank { text-anchor: middle; }
 @media (prefers-color-scheme: dark) {
+.paper { fill: #0d1117; }
 text { fill: #e6edf3; }
 .edge { stroke: #6cb0f5; }
 .node { fill: #0d1117; stroke: #e6edf3; }
@@ -42,7 +44,7 @@ pub fn draw(tree: &SparseTree, probabilities: &[f64], expected_tokens_per_step: 
     let height = level_y(tree.max_depth()) + RADIUS + RIGHT;
     let svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" width=\"{width:.0}\" height=\"{height:.0}\">\n\
-         <style>\n{STYLE}\n</style>\n\
+         <style>\n{STYLE}\n</style>\n<rect class=\"paper\" width=\"100%\" height=\"100%\"/>\n\
          <text class=\"title\" x=\"16\" y=\"28\">{}, {expected_tokens_per_step:.2} tokens per step expected</text>\n",
         counted(tree.choices().len(), "node"),
     );
@@ -215,6 +217,10 @@ mod tests {
         ] {
             assert!(svg.contains(text), "{text} in {svg}");
         }
+        assert!(
+            svg.contains("<rect class=\"paper\"") && svg.contains(".paper { fill: #0d1117; }"),
+            "dark text needs it: {svg}"
+        );
         let in_page = draw_in_page(&tree, Some(&[1.0, 0.5, 0.2, 0.1]), "t1");
         assert!(
             is_well_formed(&in_page) && in_page.contains("[7, 3]: 0.1000") && !in_page.contains("<style>"),

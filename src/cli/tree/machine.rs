@@ -23,7 +23,7 @@ use crate::draft::medusa::heads::import::HeadsFile;
 use crate::dtype::Dtype;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, LatencyConditions};
-use crate::latency::{self, Machine, Sweep, Timed, Times};
+use crate::latency::{self, MachineLoad, Sweep, Timed, Times};
 use crate::plural::counted;
 use crate::torch::device_name;
 use crate::tree::accept::Acceptance;
@@ -115,10 +115,10 @@ fn asked(
 }
 
 /// Looks whether other programs use the cores, and says so.
-fn machine_now(common: &CommonFlags) -> Machine {
-    let Some(busy) = busy_cores(A_MOMENT).filter(disturbs_threads) else { return Machine::Quiet };
+fn machine_now(common: &CommonFlags) -> MachineLoad {
+    let Some(busy) = busy_cores(A_MOMENT).filter(disturbs_threads) else { return MachineLoad::Quiet };
     common.say(format_args!("other programs use {busy:.1} cores: timing three times as many steps"));
-    Machine::Busy
+    MachineLoad::Busy
 }
 
 fn disturbs_threads(busy: &f64) -> bool {
@@ -152,7 +152,7 @@ fn measure(
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
     let on_cpu = decoder.backbone.device() == Device::Cpu;
-    let machine = if on_cpu { machine_now(common) } else { Machine::Quiet };
+    let machine = if on_cpu { machine_now(common) } else { MachineLoad::Quiet };
     let watch = CoreWatch::start().filter(|_| on_cpu);
     let (turns, all) = (Cell::new(0), latency::turns(trees.len(), machine) as u64);
     let text = |done: u64| format!("timing {}: {} %", counted(trees.len(), "tree"), 100 * done / all);
