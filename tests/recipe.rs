@@ -107,7 +107,7 @@ fn a_mistake_brings_no_others_with_it() {
         &[("[data]", "[loss]\ntargets = \"teacher\"\non_unlabelled = true\n[data]")],
         &[("epochs = 2", "epochs = 2\nkeep_best = \"accuracy\"\npatience = 3")],
         &[("max_length = 64", "max_length = 64\nvalidation_fraction = 2"), ("epochs", "eval_every = 5\nepochs")],
-        &[("train = [\"rows.jsonl\"]", "train = \"rows.jsonl\"")],
+        &[("train = [\"rows.jsonl\"]", "train = 3")],
         &[("[heads]\nmedusa_num_heads = 4\nmedusa_num_layers = 1\n", ""), ("[backbone]", "heads = 4\n[backbone]")],
         &[("[backbone]\npath = \"b\"\ndtype = \"float32\"\n", "backbone = 3\n")],
         &[("[data]\ntrain = [\"rows.jsonl\"]\nmax_length = 64\n", ""), ("[backbone]", "data = 3\n[backbone]")],
@@ -231,6 +231,23 @@ fn a_missing_key_is_shown_at_its_table() {
 }
 
 #[test]
+fn a_key_of_another_trainer_is_answered_with_ours() {
+    let error = error_of("epochs = 2", "steps = 5");
+    assert!(error.contains("unknown key `steps`, did you mean `max_steps`? Expected one of `output_dir`"), "{error}");
+    let error = error_of("learning_rate", "lr");
+    assert!(error.contains("unknown key `lr`, did you mean `learning_rate`?"), "{error}");
+}
+
+#[test]
+fn one_file_needs_no_brackets() {
+    let recipe = parse(&GOOD.replace("train = [\"rows.jsonl\"]", "train = \"rows.jsonl\"")).unwrap();
+    assert_eq!(recipe.data.train, ["rows.jsonl"]);
+    let error = error_of("train = [\"rows.jsonl\"]", "train = [\"rows.jsonl\", 3]");
+    let expected = "data.train: expected a list of files, folders, globs or Hub ids, such as [\"rows.jsonl\"]";
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
 fn a_value_that_is_none_of_the_known_ones_is_refused_with_them() {
     let expected = r#"r.toml: line 14, column 8: schedule.name: unknown value `sine`, did you mean `cosine`? Expected one of `cosine`, `linear`, `constant`
    |
@@ -279,7 +296,7 @@ fn epochs_and_max_steps_exclude_each_other() {
 
 #[test]
 fn warm_up_is_no_longer_than_the_run() {
-    let expected = r#"r.toml: line 15, column 16: schedule.warmup_steps = 11: expected at most train.max_steps = 10
+    let expected = r#"r.toml: line 15, column 16: schedule.warmup_steps = 11: expected at most 10, the steps of the run (train.max_steps); or raise train.max_steps, or remove schedule.warmup_steps
    |
 15 | warmup_steps = 11
    |                ^^"#;

@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::cache::TokenCache;
@@ -25,12 +25,13 @@ const CACHE_FORMAT: &str = "medusa tokens 8";
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
     /// Files, folders or globs: JSONL, JSON arrays, CSV or text (also in gzip or zstd), Parquet, Arrow.
+    #[serde(deserialize_with = "one_or_more")]
     pub train: Vec<String>,
     /// Weights of the entries of `train`: each gives this share of the tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mix: Option<Vec<Positive>>,
     /// Files, folders or globs to evaluate on.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "one_or_more")]
     pub validation: Vec<String>,
     /// Or: this part of the rows of the training files, taken out before training with all pieces of each.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -88,6 +89,20 @@ pub fn entries<'a>(written: &'a [String], fetched: &'a [Vec<String>]) -> Vec<&'a
         return written.iter().map(std::slice::from_ref).collect();
     }
     fetched.iter().map(Vec::as_slice).collect()
+}
+
+/// A list of files, or one file without brackets.
+fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "expected a list of files, folders, globs or Hub ids, such as [\"rows.jsonl\"]")]
+    enum Entries {
+        One(String),
+        More(Vec<String>),
+    }
+    Ok(match Entries::deserialize(deserializer)? {
+        Entries::One(entry) => vec![entry],
+        Entries::More(entries) => entries,
+    })
 }
 
 fn yes() -> bool {

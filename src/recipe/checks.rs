@@ -172,7 +172,10 @@ impl Recipe {
         if let (Some(steps), Some(warmup_steps)) = (self.train.max_steps, self.schedule.warmup_steps)
             && warmup_steps > steps.get()
         {
-            findings.clash("schedule.warmup_steps", warmup_steps, format!("at most train.max_steps = {steps}"));
+            let expected = format!(
+                "at most {steps}, the steps of the run (train.max_steps); or raise train.max_steps, or remove schedule.warmup_steps"
+            );
+            findings.clash("schedule.warmup_steps", warmup_steps, expected);
         }
     }
 }

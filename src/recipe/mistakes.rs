@@ -170,10 +170,31 @@ fn with_suggestion(reason: String) -> String {
     };
     let names = |text: &str| text.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>();
     let (Some(written), known_names) = (names(unknown).pop(), names(known)) else { return reason };
-    match closest(&written, &known_names) {
+    match meant(&written, &known_names).or_else(|| closest(&written, &known_names)) {
         Some(name) => format!("{unknown}, did you mean `{name}`? Expected {known}"),
         None => reason,
     }
+}
+
+/// Names of the same thing in other trainers.
+const SYNONYMS: [(&str, &str); 8] = [
+    ("lr", "learning_rate"),
+    ("grad_accum_steps", "gradient_accumulation_steps"),
+    ("seq_len", "max_length"),
+    ("sequence_len", "max_length"),
+    ("max_seq_length", "max_length"),
+    ("model", "path"),
+    ("eval", "validation"),
+    ("optim", "name"),
+];
+
+/// The name that has `written` among its words or is among those of `written`, or that is a synonym; the shortest if there are several.
+fn meant<'n>(written: &str, names: &'n [String]) -> Option<&'n String> {
+    let has_words = |name: &str, words: &str| format!("_{name}_").contains(&format!("_{words}_"));
+    let is_meant = |name: &&String| {
+        has_words(name, written) || has_words(written, name) || SYNONYMS.contains(&(written, name.as_str()))
+    };
+    names.iter().filter(is_meant).min_by_key(|name| name.len())
 }
 
 /// The name that the fewest edits lead to, if these are at most a third of its letters.
@@ -213,6 +234,22 @@ mod tests {
         assert_eq!(closest("lerning-rate"), Some("learning_rate"));
         assert_eq!(closest("beta"), Some("betas"));
         assert_eq!((closest("momentum"), closest("lr")), (None, None));
+    }
+
+    #[test]
+    fn a_name_that_other_trainers_use_is_known() {
+        let names = ["learning_rate", "epochs", "max_steps", "gradient_accumulation_steps", "micro_batch_size"];
+        let names = names.map(str::to_owned);
+        let meant = |written| meant(written, &names).map(String::as_str);
+        assert_eq!(
+            ["steps", "batch_size", "num_train_epochs", "lr"].map(meant),
+            [Some("max_steps"), Some("micro_batch_size"), Some("epochs"), Some("learning_rate")]
+        );
+        assert_eq!(["momentum", "step", ""].map(meant), [None; 3]);
+    }
+
+    #[test]
+    fn edits_are_counted() {
         assert_eq!(["kitten", "", "abc", "istting"].map(|word| edit_distance(word, "sitting")), [3, 7, 7, 1]);
     }
 
