@@ -156,7 +156,11 @@ fn a_bad_parquet_file_names_its_column_or_row() {
         complaint("messages", ids(vec![vec![1]])).starts_with("rows.parquet: messages: expected a column of lists")
     );
     let other = complaint("prompt", ids(vec![vec![1]]));
-    assert!(other.contains("expected a key \"input_ids\", ") && other.contains(", got \"prompt\"; other"), "{other}");
+    assert!(
+        other.contains("expected a key \"input_ids\", ")
+            && other.contains(", got \"prompt\"; these are prompts without"),
+        "{other}"
+    );
     let whole = fs::read(&path).unwrap();
     fs::write(&path, &whole[..whole.len() / 2]).unwrap();
     let cut = load(&path.display().to_string(), &settings(None)).unwrap_err().to_string();
@@ -219,8 +223,8 @@ fn rows_beyond_the_maximal_length_are_cut_and_counted() {
         (2, 32, 1, 1)
     );
     assert_eq!((report.counts.read, report.counts.tokens_with_loss), (3, 15));
-    let expected = "2 rows with 32 tokens (15 with loss) in 1 file, 1 cut to max_length, 1 without a target, 1 dropped (fewer than two tokens), \
-                    11.1 % of all tokens lost beyond max_length; data.long_rows = \"split\" (--long-rows split) keeps them";
+    let expected = "2 rows with 32 tokens (15 with loss) in 1 file, 1 cut to 16 tokens, 1 without a target, 1 dropped (fewer than two tokens), \
+                    11.1 % of all tokens lost; data.long_rows = \"split\" (--long-rows split) keeps them";
     assert_eq!(report.to_string(), expected);
 
     let (rows, report) = load(&path, &all).unwrap();
@@ -230,7 +234,7 @@ fn rows_beyond_the_maximal_length_are_cut_and_counted() {
         (report.counts.read, report.counts.split, report.counts.pieces, report.counts.lost_tokens),
         (3, 1, 2, 0)
     );
-    assert!(report.to_string().contains("in 1 file, 1 longer than max_length, split into 2, 1 without"), "{report}");
+    assert!(report.to_string().contains("in 1 file, 1 longer than 16 tokens, split into 2, 1 without"), "{report}");
 
     let (rows, report) = load(&path, &LoadSettings { long_rows: LongRows::Drop, ..all }).unwrap();
     assert_eq!((rows.len(), report.counts.dropped[&DropReason::TooLong], report.counts.lost_tokens), (1, 1, 20));

@@ -62,6 +62,22 @@ fn a_row_is_shown_with_what_carries_loss() {
 }
 
 #[test]
+fn a_folder_is_one_line_and_the_files_that_lost_rows_are_named() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    for file in 0..12 {
+        let rows =
+            if file == 7 { "{\"input_ids\": [1, 2, 3]}\n{\"input_ids\": [1]}\n" } else { "{\"input_ids\": [1, 2]}\n" };
+        let path = folder.path().join(format!("{file:02}.jsonl"));
+        medusa::files::write_atomic(&path, |out| std::io::Write::write_all(out, rows.as_bytes())).expect("a file");
+    }
+    let folder = folder.path().display().to_string();
+    let text = printed(&mut medusa_data(&[&folder], &[]));
+    let expected =
+        format!("{folder}: 12 files, 13 rows\n  {folder}/07.jsonl: 1 of 2 rows left out\n12 rows with 25 tokens");
+    assert!(text.starts_with(&expected), "{text}");
+}
+
+#[test]
 fn the_picture_in_readme_is_what_its_command_draws() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let svg = folder.path().join("mask.svg");

@@ -391,10 +391,10 @@ fn long_rows_are_split_and_an_older_run_goes_on_as_it_began() {
     let long = json!({"input_ids": (0..100).map(|t| (t * 3) % 40).collect::<Vec<_>>()}).to_string();
     small.write("rows.jsonl", small.read("rows.jsonl") + &long);
     let told = small.train(&["--check"]).succeeded().stdout;
-    assert!(told.contains("1 longer than max_length, split into 3") && !told.contains("lost"), "{told}");
+    assert!(told.contains("1 longer than 40 tokens, split into 3") && !told.contains("lost"), "{told}");
     small.edit("recipe.toml", "max_length = 40", "max_length = 40\nlong_rows = \"truncate\"");
     let told = small.train(&["--check"]).succeeded().stdout;
-    assert!(told.contains("1 cut to max_length") && told.contains("% of all tokens lost beyond max_length"), "{told}");
+    assert!(told.contains("1 cut to 40 tokens") && told.contains("% of all tokens lost; data.long_rows"), "{told}");
 
     small.train(&[]).succeeded();
     let whole = small.bytes("run/final/heads.safetensors");

@@ -299,6 +299,19 @@ fn several_runs_lie_over_each_other_and_their_recipes_are_compared() {
 }
 
 #[test]
+fn many_files_of_one_folder_are_one_line() {
+    let runs = Runs::new();
+    runs.bare("a", 10);
+    let mut many = provenance();
+    let files = (0..200).map(|file| json!({"path": format!("rows/{file}.jsonl"), "sha256": "5eed"}));
+    many["data"] = files.chain([json!({"path": "data/tokenizer.json", "sha256": "70ce"})]).collect();
+    runs.write("a/provenance.json", many.to_string());
+    let text = text_of(&runs.page(&["a"]).0);
+    assert!(text.contains("rows/ 200 files, listed in provenance.json data/tokenizer.json 70ce"), "{text}");
+    assert!(!text.contains("rows/1.jsonl"), "{text}");
+}
+
+#[test]
 fn the_page_asks_the_network_for_nothing() {
     let runs = Runs::new();
     runs.full("a");

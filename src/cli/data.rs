@@ -1,5 +1,6 @@
 //! `medusa data`: a preview of the training set.
 
+use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -21,7 +22,7 @@ use crate::data::long_rows::LongRows;
 use crate::data::mask::{self, TokenPiece};
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
-use crate::data::{self, LoadReport, LoadSettings, pack};
+use crate::data::{self, DataFile, LoadReport, LoadSettings, pack};
 use crate::files;
 use crate::numbers::Positive;
 use crate::plural::counted;
@@ -152,8 +153,11 @@ fn tell(
         }
         return print_json(&line);
     }
-    for file in &report.files {
-        print_text(format_args!("{}: {}", file.path.display(), counted(file.rows, "row")))?;
+    let mut files = &report.files[..];
+    for (entry, count) in args.files.iter().zip(&report.files_of_entries) {
+        let (of_entry, rest) = files.split_at(*count);
+        files = rest;
+        print_text(rows_of(entry, of_entry))?;
     }
     print_text(report)?;
     if let Some(took) = &report.tokenised {
@@ -164,6 +168,17 @@ fn tell(
     }
     let (sequences, fill) = (counted(packed.sequences, "sequence"), 100.0 * packed.fill_rate());
     print_text(format_args!("packed: {sequences} of {max_length} tokens, {fill:.1} % full"))
+}
+
+/// The rows of an entry; of several files only those that lost rows are named.
+fn rows_of(entry: &str, files: &[DataFile]) -> String {
+    let rows = counted(files.iter().map(|file| file.rows).sum(), "row");
+    let number = if let [_] = files { String::new() } else { format!("{}, ", counted(files.len(), "file")) };
+    let mut text = format!("{entry}: {number}{rows}");
+    for DataFile { path, rows, left_out, .. } in files.iter().filter(|file| files.len() > 1 && file.left_out > 0) {
+        let _ = write!(text, "\n  {}: {left_out} of {} left out", path.display(), counted(*rows, "row")); // a String takes any text
+    }
+    text
 }
 
 fn show(

@@ -127,6 +127,12 @@ impl fmt::Display for ColumnNames {
 }
 
 impl ColumnNames {
+    /// As a recipe has them: `{ prompt = "question", completion = "answer" }`.
+    pub fn to_toml(&self) -> String {
+        let pair = |(key, column): &(&str, String)| format!("{key} = {}", toml::Value::from(column.as_str()));
+        format!("{{ {} }}", self.0.iter().map(pair).collect::<Vec<_>>().join(", "))
+    }
+
     /// The names of what a chat template takes, where the columns may be messages.
     fn template_inputs(&self) -> impl Iterator<Item = &'static str> {
         let may_be_messages = self.0.iter().any(|(key, _)| ["messages", "prompt"].contains(key));
@@ -186,6 +192,7 @@ mod tests {
         let of = |text: &str| text.parse::<ColumnNames>();
         let names = of("completion=answer,prompt=question").unwrap();
         assert_eq!(names.to_string(), "prompt=question,completion=answer");
+        assert_eq!(names.to_toml(), "{ prompt = \"question\", completion = \"answer\" }");
         assert_eq!(toml::to_string(&names).unwrap(), "prompt = \"question\"\ncompletion = \"answer\"\n");
         assert_eq!(toml::from_str::<ColumnNames>(&toml::to_string(&names).unwrap()).unwrap(), names);
         assert!(of("instruction=a,input=b,output=c").is_ok() && of("instruction=a,output=c").is_ok());

@@ -48,7 +48,7 @@ pub enum DataError {
         entry: String,
     },
     /// Files without one usable row.
-    #[error("no row to use in {}: {report}", files.join(", "))]
+    #[error("no row to use in {}: {report}{}", files.join(", "), report.no_answers().map(|why| format!("; {why}")).unwrap_or_default())]
     Empty { files: Vec<String>, report: Box<LoadReport> },
     /// Too little to split.
     #[error(

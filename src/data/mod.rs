@@ -5,6 +5,7 @@ mod best_fit;
 pub mod cache;
 pub mod chat;
 pub mod chat_template;
+mod column_advice;
 pub mod column_names;
 mod columns;
 mod conversation;
@@ -68,9 +69,11 @@ pub fn load(patterns: &[String], settings: &LoadSettings) -> Result<(RowStore, L
 /// A missing file, a row that is not right (file, line and key are named), a template that renders no conversation, or no
 /// row at all.
 pub fn load_entries(entries: &[&[String]], settings: &LoadSettings) -> Result<(RowStore, LoadReport), DataError> {
-    let (mut stores, mut report, mut rendered) = (Vec::new(), LoadReport::default(), false);
+    let mut stores = Vec::new();
+    let mut report = LoadReport { max_length: settings.max_length.get(), ..LoadReport::default() };
     for entry in entries {
-        let (before, mut limit) = (report.counts.rows, settings.limit.map(NonZeroUsize::get));
+        let (before, files_before) = (report.counts.rows, report.files.len());
+        let mut limit = settings.limit.map(NonZeroUsize::get);
         let found = source::find(entry)?;
         report.texts_left_out.extend(found.texts_left_out);
         for path in found.files {
@@ -80,16 +83,20 @@ pub fn load_entries(entries: &[&[String]], settings: &LoadSettings) -> Result<(R
             let rest = LoadSettings { limit: limit.and_then(NonZeroUsize::new), ..*settings };
             let (file, whole) = read_file(&path, &rest, &mut report)?;
             let Whole { file: tokens, rows, summary, tokens_sha256 } = whole;
-            rendered |= summary.rendered;
+            report.has_conversations |= summary.rendered;
             limit = limit.map(|limit| limit.saturating_sub(summary.counts.read));
-            report.files.push(DataFile { rows: summary.counts.read, tokens_sha256, ..file });
+            let (rows_read, left_out) = (summary.counts.read, summary.counts.left_out());
+            report.files.push(DataFile { rows: rows_read, left_out, tokens_sha256, ..file });
             report.add(summary.counts, &path);
             stores.push((tokens, rows));
         }
         report.rows_of_entries.push(report.counts.rows - before);
+        report.files_of_entries.push(report.files.len() - files_before);
     }
     let files = || report.files.iter().map(|file| file.path.display().to_string()).collect();
-    if let (false, Some((conversations, words)), Some(template)) = (rendered, report.refusals(), settings.template) {
+    if let (false, Some((conversations, words)), Some(template)) =
+        (report.has_conversations, report.refusals(), settings.template)
+    {
         let template = template.place().to_owned();
         return Err(DataError::TemplateRefusesAll { template, files: files(), conversations, words });
     }
@@ -182,6 +189,7 @@ fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> R
         sha256: sha256.filter(|_| settings.limit.is_none()), // also of a file that has no stamp yet
         tokens_sha256: String::new(),
         rows: 0,
+        left_out: 0,
         cache,
     };
     let watched = Watched::new(path, settings)?;

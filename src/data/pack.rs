@@ -72,6 +72,11 @@ impl Sequences {
         self.packed.as_ref().map_or(self.rows.len(), |packed| packed.ends.len())
     }
 
+    /// The rows that they are made of.
+    pub fn store(&self) -> &RowStore {
+        &self.rows
+    }
+
     /// Data rows in all of them.
     pub fn rows(&self) -> usize {
         self.rows.len()

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::column_advice::NO_ANSWERS;
 use super::long_rows::{LongRows, RowFit};
 use super::rows::{IGNORE, ReadRow, RowError, RowForm, TokenRow};
 use crate::plural::counted;
@@ -80,6 +81,9 @@ pub struct DataFile {
     pub tokens_sha256: String,
     /// Its rows, dropped ones included.
     pub rows: usize,
+    /// Rows of it that were dropped or skipped.
+    #[serde(skip)]
+    pub left_out: usize,
     /// Whether it had to be tokenised.
     pub cache: CacheUse,
 }
@@ -131,9 +135,18 @@ pub struct LoadReport {
     /// Text files beside the files of a folder.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub texts_left_out: Vec<PathBuf>,
+    /// Tokens of the longest row: `data.max_length`, or the backbone's context.
+    #[serde(skip)]
+    pub max_length: usize,
+    /// Whether any conversation became tokens.
+    #[serde(skip)]
+    pub has_conversations: bool,
     /// Rows kept of each entry of the list.
     #[serde(skip)]
     pub rows_of_entries: Vec<usize>,
+    /// Files of each entry of the list.
+    #[serde(skip)]
+    pub files_of_entries: Vec<usize>,
     /// What tokenising took, of the files that the cache did not have; absent where nothing had to be tokenised.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenised: Option<Tokenised>,
@@ -202,6 +215,16 @@ impl FileSummary {
 }
 
 impl RowCounts {
+    /// Rows dropped or skipped.
+    pub(super) fn left_out(&self) -> usize {
+        self.dropped.values().sum::<usize>() + self.bad_rows.values().map(|bad| bad.rows).sum::<usize>()
+    }
+
+    /// Rows kept; the pieces of a long one count once.
+    pub fn whole_rows(&self) -> usize {
+        self.rows + self.split - self.pieces
+    }
+
     /// The tokens that rows lost to `max_length`, of all that were read: from 0 to 1.
     pub fn lost_fraction(&self) -> f64 {
         self.lost_tokens as f64 / (self.tokens - self.repeated_tokens + self.lost_tokens).max(1) as f64
@@ -218,7 +241,7 @@ impl RowCounts {
             0 => "",
             _ => "; data.long_rows = \"split\" (--long-rows split) keeps them",
         };
-        format!(", {percent} % of all tokens lost beyond max_length{advice}")
+        format!(", {percent} % of all tokens lost{advice}")
     }
 }
 
@@ -253,6 +276,12 @@ impl LoadReport {
         let all = self.tokenised.get_or_insert_default();
         all.tokens += file.tokens;
         all.milliseconds += file.milliseconds;
+    }
+
+    /// What to do where all rows are conversations in which the assistant says nothing.
+    pub(super) fn no_answers(&self) -> Option<&'static str> {
+        let unanswered = self.counts.dropped.get(&DropReason::NoAssistantTurn);
+        (unanswered == Some(&self.counts.read)).then_some(NO_ANSWERS)
     }
 
     /// How many conversations the template refused, and its words for most of them.
@@ -305,8 +334,9 @@ impl fmt::Display for LoadReport {
         let (rows, files) = (counted(*rows, "row"), counted(self.files.len(), "file"));
         write!(out, "{rows} with {tokens} tokens ({tokens_with_loss} with loss) in {files}")?;
         let mut also = |count: usize, what: &str| if count > 0 { write!(out, ", {count} {what}") } else { Ok(()) };
-        also(self.counts.split, &format!("longer than max_length, split into {}", self.counts.pieces))?;
-        also(self.counts.truncated, "cut to max_length")?;
+        let limit = counted(self.max_length, "token");
+        also(self.counts.split, &format!("longer than {limit}, split into {}", self.counts.pieces))?;
+        also(self.counts.truncated, &format!("cut to {limit}"))?;
         also(self.counts.without_targets, "without a target")?;
         for (reason, count) in &self.counts.dropped {
             also(*count, &format!("dropped ({reason})"))?;

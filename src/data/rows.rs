@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::chat_template::{TemplateChoice, TemplateError};
+use super::column_advice;
 use super::tokenize::{TextTokenizer, TokenizeError};
 
 /// The label of a token that carries no loss, as PyTorch and transformers have it.
@@ -132,8 +133,9 @@ pub enum RowProblem {
     /// Nothing that is known as a row.
     #[error(
         "expected a key \"input_ids\", \"messages\", \"conversations\", \"instruction\" (with \"output\"), \"prompt\" (with \
-         \"completion\") or \"text\", got {}; other columns are read if data.columns (--columns on the command line) names them",
-        listed(found)
+         \"completion\") or \"text\", got {}; {}",
+        listed(found),
+        column_advice::advice(found)
     )]
     NoKnownKey {
         /// The keys that are there.
@@ -170,6 +172,14 @@ pub enum RowProblem {
     /// A template that never ends.
     #[error(transparent)]
     Template(#[from] TemplateError),
+}
+
+impl RowError {
+    /// Whether the columns of the whole file are others than those that are read, as far as its first row tells.
+    pub fn is_of_the_columns(&self) -> bool {
+        let is_first = self.place.row.is_none_or(|(_, number)| number == 1);
+        is_first && matches!(*self.problem, RowProblem::NoKnownKey { .. } | RowProblem::NoNamedColumn { .. })
+    }
 }
 
 impl RowProblem {

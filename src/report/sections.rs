@@ -1,6 +1,7 @@
 //! The sections of one run besides its curves: tables, tree, provenance, missing measurements.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use serde_json::{Value, json};
 
@@ -14,12 +15,14 @@ use super::sweep;
 use crate::formats::bench::{BenchResult, DecodingComparison};
 use crate::formats::calibration::{Calibration, HeadAccuracy};
 use crate::formats::latency::Latency;
-use crate::formats::run_folder::{BENCH, BEST, CALIBRATION, FINAL, LATENCY, TREE};
+use crate::formats::run_folder::{BENCH, BEST, CALIBRATION, FINAL, LATENCY, PROVENANCE, TREE};
 use crate::plural::counted;
 use crate::tree::drawing;
 use crate::tree::search;
 use crate::tree::sparse_tree::SparseTree;
 
+/// Most files of one folder that are listed.
+const MOST_FILES: usize = 10;
 /// Keys of provenance.json that list files with their SHA-256.
 const HASHED: [&str; 3] = ["data", "backbone_files", "init_from_files"];
 /// Trees with more leaves take the full width of the page.
@@ -267,11 +270,24 @@ fn provenance(run: &Run) -> Vec<(String, String)> {
     named.map(|(key, value)| (key.replace('_', " "), plain(value))).collect()
 }
 
-/// Path and SHA-256.
+/// Path and SHA-256; many files of one folder are one line.
 fn data_files(run: &Run) -> Vec<(String, String)> {
-    let files = HASHED.into_iter().filter_map(|key| run.provenance.get(key)?.as_array());
+    fn folder((path, _): &(String, String)) -> Option<&Path> {
+        Path::new(path).parent()
+    }
+    let files = HASHED.into_iter().filter_map(|key| run.provenance.get(key)?.as_array()).flatten();
     let file = |file: &Value| Some((plain(file.get("path")?), plain(file.get("sha256")?)));
-    files.flatten().filter_map(file).collect()
+    let files: Vec<(String, String)> = files.filter_map(file).collect();
+    let lines = |files: &[(String, String)]| match folder(&files[0]) {
+        Some(folder) if files.len() > MOST_FILES => {
+            vec![(
+                format!("{}/", folder.display()),
+                format!("{}, listed in {PROVENANCE}", counted(files.len(), "file")),
+            )]
+        }
+        _ => files.to_vec(),
+    };
+    files.chunk_by(|file, next| folder(file) == folder(next)).flat_map(lines).collect()
 }
 
 /// Files that are missing, and the commands that create them.

@@ -143,7 +143,9 @@ fn changed_by_hand(error: &MetricsError) -> &'static str {
 /// The alternative to fixing a malformed row.
 fn skipping(error: &DataError) -> &'static str {
     match error {
-        DataError::Row(row) if row.problem.kind().is_some() => "; --skip-bad-rows skips and counts such rows",
+        DataError::Row(row) if row.problem.kind().is_some() && !row.is_of_the_columns() => {
+            "; --skip-bad-rows skips and counts such rows"
+        }
         _ => "",
     }
 }
