@@ -35,7 +35,7 @@ fn refused_by_training(status: i32, cases: &[Case]) {
 fn refused_by_decoding(cases: &[Case]) {
     for (spoil, facts) in cases {
         let small = SmallRun::new();
-        write_tokenizer(&small, 48);
+        small.write_tokenizer(48);
         write_heads(&small, "heads", SHAPE);
         small.write("tree.json", "[[0], [1], [0, 0]]");
         small.write("prompts.jsonl", r#"{"prompt_ids": [1, 2, 3]}"#);
@@ -67,17 +67,6 @@ const SHAPE: HeadsShape = HeadsShape {
 fn write_heads(small: &SmallRun, folder: &str, shape: HeadsShape) {
     fs::create_dir_all(small.path(folder)).expect("a folder");
     Heads::random(shape, Kind::Float, Device::Cpu, 1).save(&small.path(folder)).expect("heads");
-}
-
-/// A tokenizer of words `w0`, `w1`, …
-fn write_tokenizer(small: &SmallRun, words: usize) {
-    let vocabulary: serde_json::Map<String, Value> = (0..words).map(|id| (format!("w{id}"), id.into())).collect();
-    let tokenizer = json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
-        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
-    });
-    small.write("backbone/tokenizer.json", tokenizer.to_string());
 }
 
 fn cut(small: &SmallRun, name: &str, bytes: usize) {
@@ -164,7 +153,7 @@ fn a_damaged_backbone() {
                 },
                 &[WEIGHTS, "model.norm.weight", "expected F64, F32, BF16 or F16, got I64"],
             ),
-            (|small| write_tokenizer(small, 49), &["backbone/tokenizer.json", "\"w48\"", "id 48", "vocab_size 48"]),
+            (|small| small.write_tokenizer(49), &["backbone/tokenizer.json", "\"w48\"", "id 48", "vocab_size 48"]),
             (|small| small.write("backbone/tokenizer.json", "{}"), &["backbone/tokenizer.json"]),
         ],
     );
@@ -328,7 +317,7 @@ fn run(small: &SmallRun, arguments: &str) -> Ended {
 fn a_weight_with_nan_is_refused_where_it_is_read() {
     let spoilt = |part: &str| {
         let small = SmallRun::new();
-        write_tokenizer(&small, 48);
+        small.write_tokenizer(48);
         write_heads(&small, "heads", SHAPE);
         small.write("prompts.jsonl", "{\"prompt_ids\": [3, 4]}\n");
         change(&small, part, |weight| drop(weight.view([-1]).narrow(0, 5, 1).fill_(f64::NAN)));
@@ -354,7 +343,7 @@ fn a_weight_with_nan_is_refused_where_it_is_read() {
 #[test]
 fn a_backbone_whose_logits_overflow_decodes_nothing() {
     let small = SmallRun::new();
-    write_tokenizer(&small, 48);
+    small.write_tokenizer(48);
     write_heads(&small, "heads", SHAPE);
     small.write("backbone/chat_template.jinja", "{% for message in messages %}{{ message['content'] }}{% endfor %}");
     small.write("prompts.jsonl", "{\"prompt\": \"w3 w4\"}\n{\"prompt\": \"w5\"}\n");
@@ -401,7 +390,7 @@ fn a_backbone_whose_logits_overflow_decodes_nothing() {
 #[test]
 fn a_conversation_that_cannot_be_answered_loses_no_other() {
     let small = SmallRun::new();
-    write_tokenizer(&small, 48);
+    small.write_tokenizer(48);
     // In float32 the embedding of token 47 is infinite.
     change(&small, "embed_tokens.weight", |embedding| {
         *embedding = embedding.to_kind(Kind::Double);
@@ -450,7 +439,7 @@ fn heads_that_do_not_fit_the_backbone_they_decode_with() {
             |small| rewrite(small, "heads/heads.safetensors", |all| all[0].0 = "lm_head.weight".into()),
             &["heads/heads.safetensors: tensor \"lm_head.weight\" does not belong to Medusa or Hydra heads"],
         ),
-        (|small| write_tokenizer(small, 60), &["tokenizer.json", "vocab_size 48"]),
+        (|small| small.write_tokenizer(60), &["tokenizer.json", "vocab_size 48"]),
     ]);
 }
 

@@ -98,6 +98,15 @@ fn a_path_that_does_not_exist_is_status_2_whichever_flag_names_it() {
         ),
         (&["calibrate", "--backbone", there, "--heads", "none", "--data", there, "--out", "o"], "--heads none"),
         (&["tree", "--calibration", "none", "--nodes", "3"], "--calibration none does not exist"),
+        (&["data", "none.jsonl", "--backbone", there], "error: data file none.jsonl does not exist"),
+        (
+            &["init", "--data", "none.jsonl", "--backbone", "data/tiny/backbone"],
+            "--data: data file none.jsonl does not",
+        ),
+        (
+            &["calibrate", "--backbone", there, "--heads", there, "--data", "none.jsonl", "--out", "o"],
+            "--data: data file none.jsonl does not exist",
+        ),
         (&["data", there, "--backbone", "none"], "--backbone: cannot read none/config.json"),
         (&["export", "--heads", "none", "--format", "vllm", "--out", "o"], "--heads none does not exist"),
         (&["inspect", "none"], "none does not exist"),

@@ -1,5 +1,5 @@
 //! Promise: `medusa init` writes a recipe that fits the machine and passes `--check`, never over another file, and a shell runs the commands
-//! that it prints. (Those that decode need a tokenizer and prompts, which the small backbone lacks.)
+//! that it prints, as they are.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use medusa::data::chat_template::TemplateChoice;
 use medusa::recipe::starter::{StarterMachine, StarterRecipe, StarterRecipeError, StarterStage};
 use medusa::recipe::{Recipe, WrittenRecipe};
 use medusa::train::checked::CheckedRun;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tch::Device;
 
 use super::small_run::{Ended, SmallRun};
@@ -16,8 +16,9 @@ use super::small_run::{Ended, SmallRun};
 const INIT: [&str; 7] = ["init", "--backbone", "backbone", "--data", "rows.jsonl", "--out", "first.toml"];
 
 #[test]
-fn the_recipe_trains_and_its_heads_are_calibrated_by_the_next_commands() {
+fn the_recipe_trains_and_its_heads_decode_by_the_next_commands() {
     let small = SmallRun::new();
+    small.write_tokenizer(48);
     small.write("rows to evaluate on.jsonl", small.read("validation.jsonl"));
     let written = small
         .medusa(&[&INIT[..], &["--validation", "rows to evaluate on.jsonl", "--device", "cpu"]].concat())
@@ -44,15 +45,22 @@ fn the_recipe_trains_and_its_heads_are_calibrated_by_the_next_commands() {
     assert!(written.stdout.lines().all(|line| line.len() <= 80), "{}", written.stdout);
     let unbroken = written.stdout.replace(" \\\n   ", "");
     let commands: Vec<&str> = unbroken.lines().collect();
-    let verbs = ["medusa-train", "medusa-train", "medusa calibrate", "medusa tree", "medusa generate", "medusa bench"];
+    let verbs =
+        ["medusa-train", "medusa-train", "medusa calibrate", "medusa tree", "echo", "medusa generate", "medusa bench"];
     assert_eq!(commands.len(), verbs.len());
     assert!(commands.iter().zip(verbs).all(|(command, verb)| command.starts_with(verb)), "{commands:?}");
-    for command in commands.iter().filter(|command| !command.contains("medusa tree")) {
+    for command in commands.iter().filter(|command| !command.starts_with("echo")) {
         assert!(command.contains(" --device cpu"), "the plan is for the CPU: {command}");
     }
+    assert!(commands[3].contains(" --latency checkpoints/first/latency.json "), "{commands:?}");
     assert!(recipe.contains("#   medusa-train first.toml --device cpu --check "), "{recipe}");
-    assert!(commands[2].contains(" --data 'rows to evaluate on.jsonl' "), "{commands:?}");
-    commands[..4].iter().for_each(|command| in_a_shell(&small, command));
+    for command in &commands {
+        let ended = in_a_shell(&small, command);
+        if command.contains("calibrate") {
+            let said = "measuring on 3 rows that checkpoints/first held out from training";
+            assert!(ended.stderr.contains(said), "{}", ended.stderr);
+        }
+    }
     assert_eq!(small.names("checkpoints/first/final"), ["config.json", "heads.safetensors"]);
 
     small
@@ -61,16 +69,36 @@ fn the_recipe_trains_and_its_heads_are_calibrated_by_the_next_commands() {
 }
 
 /// Runs a command line as a user types it.
-fn in_a_shell(small: &SmallRun, command: &str) {
+fn in_a_shell(small: &SmallRun, command: &str) -> Ended {
     let programs = Path::new(env!("CARGO_BIN_EXE_medusa")).parent().expect("a folder").display().to_string();
     let path = std::env::var("PATH").expect("a PATH");
     let mut shell = small.program("sh", &["-c", command]);
     let ended: Ended = shell.env("PATH", format!("{programs}:{path}")).output().expect("a shell").into();
-    ended.succeeded();
+    ended.succeeded()
 }
 
 #[test]
-fn quotes_placeholders_and_bad_rows() {
+fn rows_that_no_run_held_out_are_asked_for() {
+    let small = SmallRun::new();
+    let rows = small.read("rows.jsonl").repeat(5);
+    small.write("rows.jsonl", &rows);
+    small.edit("recipe.toml", "validation = [\"validation.jsonl\"]", "validation_fraction = 0.1");
+    small.train(&[]).succeeded();
+    let calibrate = ["calibrate", "--backbone", "backbone", "--out", "calibration.json", "--heads"];
+    let measured = |heads: &str| small.medusa(&[&calibrate[..], &[heads]].concat());
+    let ended = measured("run").succeeded();
+    assert!(ended.stderr.contains("measuring on 6 rows that run held out from training"), "{}", ended.stderr);
+    small.write("rows.jsonl", rows.clone() + &rows);
+    measured("run/best").failed(2, &["--heads run/best does not exist"]);
+    let changed = ["the data of run changed: rows to train on: rows was 60 when it began and is 120 now", "--data"];
+    measured("run/final").failed(2, &changed);
+    fs::rename(small.path("run/final"), small.path("heads")).expect("a folder");
+    measured("heads")
+        .failed(2, &["heads is not in a run's folder; give held-out rows by --data, or prompts by --prompts"]);
+}
+
+#[test]
+fn quotes_few_rows_and_bad_rows() {
     let small = SmallRun::new();
     small.write("rows.jsonl", small.read("rows.jsonl") + "no JSON\n");
     small.medusa(&INIT).failed(1, &["rows.jsonl", "--skip-bad-rows"]);
@@ -83,10 +111,8 @@ fn quotes_placeholders_and_bad_rows() {
     assert!(recipe.contains(&format!("#   {train}\n#\n")), "{recipe}");
     assert!(written.stdout.starts_with(&format!("{train} --check\n{train}\n")), "{}", written.stdout);
     in_a_shell(&small, &format!("{train} --check"));
-    assert!(written.stdout.contains(" --data HELD_OUT.jsonl "), "{}", written.stdout);
-    for said in ["replace HELD_OUT.jsonl by rows that training does not see", "replace PROMPTS.jsonl by prompts"] {
-        assert!(written.stderr.contains(said), "{}", written.stderr);
-    }
+    assert!(written.stdout.contains(" --data rows.jsonl "), "{}", written.stdout);
+    assert!(written.stderr.contains("too few rows to hold any out"), "{}", written.stderr);
     arguments[6] = "two\nlines.toml";
     small.medusa(&arguments).failed(2, &["--out", "control characters"]);
 }
@@ -102,8 +128,7 @@ fn adapters_rows_to_evaluate_on_and_json() {
     let written: Value = serde_json::from_str(&small.medusa(&arguments).succeeded().stdout).expect("JSON");
     assert!(written["peak_bytes"].as_u64() > Some(0) && written["steps"].as_u64() >= Some(150), "{written}");
     let next = written["next"][2].as_str().expect("a command");
-    assert!(next.contains("--data HELD_OUT.jsonl "), "{next}");
-    assert_eq!(written["placeholders"], serde_json::json!(["HELD_OUT.jsonl", "PROMPTS.jsonl"]));
+    assert!(!next.contains("--data"), "{next}");
     let recipe = small.read("first.toml");
     for line in ["[stage.medusa2.lora]\n", "validation_fraction = 0.1 ", "eval_every = ", "medusa_lr_multiplier = 4.0 "]
     {
@@ -115,6 +140,52 @@ fn adapters_rows_to_evaluate_on_and_json() {
     let train = env!("CARGO_BIN_EXE_medusa-train");
     let ended: Ended = small.program(train, &["first.toml"]).output().expect("it starts").into();
     ended.succeeded();
+}
+
+#[test]
+fn columns_of_other_names_are_read_by_the_flag_that_the_error_shows() {
+    let small = SmallRun::new();
+    small.write_tokenizer(48);
+    let rows = |form: fn(String, String) -> String| -> String {
+        (0..30).map(|row| form(format!("w{row} w2 w3"), format!("w4 w5 w6 w7 w8 w9 w{row}")) + "\n").collect()
+    };
+    small.write("qa.csv", format!("question,answer\n{}", rows(|asked, said| format!("{asked},{said}"))));
+    small.write("qa.jsonl", rows(|question, answer| json!({"question": question, "answer": answer}).to_string()));
+    let mut arguments = INIT.to_vec();
+    for (file, more) in
+        [("qa.csv", &[][..]), ("qa.csv", &["--skip-bad-rows"]), ("qa.jsonl", &[]), ("qa.jsonl", &["--skip-bad-rows"])]
+    {
+        arguments[4] = file;
+        let refused = small.medusa(&[&arguments[..], more].concat());
+        assert!(!refused.stderr.contains("skips and counts"), "{file} {more:?}: {}", refused.stderr);
+        refused.failed(
+            1,
+            &["\"question\", \"answer\"; name the columns to read: --columns prompt=question,completion=answer (raw text) or "],
+        );
+    }
+    small.medusa(&[&arguments[..], &["--columns", "prompt=question,completion=answer"]].concat()).succeeded();
+    let recipe = small.read("first.toml");
+    assert!(recipe.contains("\ncolumns = { prompt = \"question\", completion = \"answer\" }\n"), "{recipe}");
+    let train = env!("CARGO_BIN_EXE_medusa-train");
+    let checked: Ended = small.program(train, &["first.toml", "--check"]).output().expect("it starts").into();
+    checked.succeeded();
+
+    small.write("prompts.jsonl", "{\"prompt\": \"w1\", \"category\": \"a\"}\n");
+    arguments[4] = "prompts.jsonl";
+    arguments[6] = "second.toml";
+    small.medusa(&arguments).failed(1, &["these are prompts without answers: `medusa distill --prompts`"]);
+}
+
+#[test]
+fn weights_in_float16_are_trained_in_float32_on_a_cpu() {
+    let small = SmallRun::new();
+    small.edit("backbone/config.json", "{", "{\"torch_dtype\": \"float16\", ");
+    let written = small.medusa(&[&INIT[..], &["--device", "cpu"]].concat()).succeeded();
+    let why = "the weights are float16, slow on a CPU";
+    assert!(written.stderr.contains(&format!("\ndtype = \"float32\": {why}\n")), "{}", written.stderr);
+    let recipe = small.read("first.toml");
+    assert!(recipe.contains(&format!("dtype = \"float32\"                   # {why}\n")), "{recipe}");
+    assert!(recipe.lines().all(|line| line.chars().count() <= 80), "{recipe}");
 }
 
 #[test]
@@ -146,6 +217,7 @@ fn less_memory_makes_smaller_runs() {
         backbone: inside("backbone"),
         data: vec![inside("rows.jsonl")],
         validation: vec![],
+        columns: None,
         chat_template: TemplateChoice::default(),
         stage: StarterStage::Medusa2,
         train_command: "medusa-train first.toml".into(),

@@ -10,6 +10,7 @@ use medusa::files::write_atomic;
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::model::weights::save;
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
@@ -81,6 +82,17 @@ impl SmallRun {
 
     pub(crate) fn save_backbone(&self, weights: &[(String, &Tensor)]) {
         save(&self.path("backbone/model.safetensors"), weights).expect("a place for weights");
+    }
+
+    /// A tokenizer of words `w0`, `w1`, …
+    pub(crate) fn write_tokenizer(&self, words: usize) {
+        let vocabulary: serde_json::Map<String, Value> = (0..words).map(|id| (format!("w{id}"), id.into())).collect();
+        let tokenizer = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
+        });
+        self.write("backbone/tokenizer.json", tokenizer.to_string());
     }
 
     pub(crate) fn root(&self) -> &Path {

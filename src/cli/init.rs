@@ -11,12 +11,12 @@ use tch::Device;
 use super::backbone::backbone_config;
 use super::decoder::chat_template;
 use super::downloads::told;
-use super::reading::watched;
+use super::reading::{check_data, watched};
 use super::{CommonFlags, UsageError, gibibytes, mebibytes, outputs, print_json, print_line};
 use crate::data::chat_template::TemplateChoice;
-use crate::data::source;
+use crate::data::column_names::ColumnNames;
 use crate::files::write_atomic;
-use crate::formats::run_folder::{CALIBRATION, FINAL, TREE};
+use crate::formats::run_folder::{CALIBRATION, FINAL, LATENCY, TREE};
 use crate::hub::id;
 use crate::nvidia::device::Gpu;
 use crate::plural::counted;
@@ -30,9 +30,10 @@ use crate::train::run_folder::check_output_dir;
 
 const EXAMPLE: &str = "Example:\n  medusa init --backbone B --data chats.jsonl --out first.toml";
 
-/// Files that the user has to name.
-const HELD_OUT: &str = "HELD_OUT.jsonl";
-const PROMPTS: &str = "PROMPTS.jsonl";
+/// In the run's folder: prompts to decode, which the printed commands write.
+const PROMPTS: &str = "prompts.jsonl";
+const TEXT_PROMPT: &str = r#"{"prompt": "Once upon a time"}"#;
+const CHAT_PROMPT: &str = r#"{"messages": [{"role": "user", "content": "Who are you?"}]}"#;
 
 /// Write a commented recipe that fits this machine.
 #[derive(Debug, Args)]
@@ -41,12 +42,16 @@ pub struct InitArgs {
     /// Backbone folder or Hub id.
     #[arg(long, value_name = "B")]
     pub backbone: String,
-    /// Training data: files, globs or Hub data sets (owner/name).
+    /// Training data: files, folders, globs or Hub data sets (owner/name); JSONL, JSON, CSV, TSV, text, Parquet or Arrow.
     #[arg(long, value_name = "F", required = true, num_args = 1..)]
     pub data: Vec<String>,
-    /// Rows to evaluate and calibrate on, which training does not see. Without them a part of --data is held out for evaluations.
+    /// Rows to evaluate and calibrate on, which training does not see. Without them a part of --data is held out for both.
     #[arg(long, value_name = "F", num_args = 1..)]
     pub validation: Vec<String>,
+    /// Columns that rows are made of, if they have other names: prompt=question,completion=answer; also text=…, messages=…, or
+    /// instruction=…,output=….
+    #[arg(long, value_name = "KEY=COLUMN,…")]
+    pub columns: Option<ColumnNames>,
     /// Skip and count malformed rows; the printed commands do the same.
     #[arg(long)]
     pub skip_bad_rows: bool,
@@ -79,6 +84,7 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
         backbone: args.backbone.clone(),
         data: args.data.clone(),
         validation: args.validation.clone(),
+        columns: args.columns.clone(),
         chat_template: args.chat_template.clone(),
         stage: match args.stage {
             StageName::Medusa1 => StarterStage::Medusa1,
@@ -94,11 +100,10 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let (recipe, checked) = self::checked(args, fitted.text.clone(), machine.device, common)?; // as --check reads it
     write_atomic(&args.out, |out| out.write_all(fitted.text.as_bytes()))
         .with_context(|| format!("cannot write {}", args.out.display()))?;
-    let next = next_commands(args, common, &recipe.recipe.train.output_dir);
+    let next = next_commands(args, common, &recipe.recipe.train.output_dir, &checked);
     if common.json {
-        let placeholders: Vec<_> = placeholders(args).into_iter().map(|(name, _)| name).collect();
         return print_json(&json!({"recipe": args.out, "steps": checked.total_steps, "peak_bytes": fitted.peak_bytes,
-            "free_bytes": machine.free_bytes, "device": device_name(machine.device), "next": next, "placeholders": placeholders}));
+            "free_bytes": machine.free_bytes, "device": device_name(machine.device), "next": next}));
     }
     let (out, steps) = (args.out.display(), counted(checked.total_steps, "optimizer step"));
     let free = machine.free_bytes.map_or_else(String::new, |free| format!(" of {} free", gibibytes(free)));
@@ -107,21 +112,18 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
         mebibytes(fitted.peak_bytes),
         machine.name
     ));
+    if let Some(note) = fitted.dtype_note {
+        common.say(note);
+    }
     common.say("\nnext:");
     print_line(next.iter().map(|command| wrapped(command)).collect::<Vec<_>>().join("\n"))?;
-    let replace = |(name, by): &(&str, &str)| common.say(format_args!("replace {name} by {by}"));
-    placeholders(args).iter().for_each(replace);
-    Ok(())
-}
-
-/// Files in the printed commands that the user has to name, and what they are.
-fn placeholders(args: &InitArgs) -> Vec<(&'static str, &'static str)> {
-    let held_out = (HELD_OUT, "rows that training does not see, or give them to init with --validation");
-    let mut placeholders = vec![(PROMPTS, "prompts to decode")];
-    if args.validation.is_empty() {
-        placeholders.insert(0, held_out);
+    common.say("\nbench and generate read prompts.jsonl: replace its prompt by your own");
+    if checked.held_out().is_none() {
+        common.say(
+            "too few rows to hold any out, so calibrate measures on the training data; give others by --validation",
+        );
     }
-    placeholders
+    Ok(())
 }
 
 /// A command in lines of at most 80 columns where its flags allow it, as a shell reads them.
@@ -151,10 +153,8 @@ fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> 
     if id::model(&args.backbone).is_none() {
         backbone_config(Path::new(&args.backbone))?;
     }
-    for (flag, entries) in [("--data", &args.data), ("--validation", &args.validation)] {
-        let local: Vec<String> = entries.iter().filter(|entry| id::data(entry).is_none()).cloned().collect();
-        source::find(&local).map_err(|error| UsageError(format!("{flag}: {error}")))?;
-    }
+    check_data("--data: ", &args.data)?;
+    check_data("--validation: ", &args.validation)?;
     match &args.chat_template {
         TemplateChoice::File(path) if !path.is_file() => {
             let path = path.display();
@@ -234,23 +234,34 @@ fn machine_flags(common: &CommonFlags) -> String {
 }
 
 /// The commands from the recipe to text, one a line.
-fn next_commands(args: &InitArgs, common: &CommonFlags, run: &Path) -> Vec<String> {
+fn next_commands(args: &InitArgs, common: &CommonFlags, run: &Path, checked: &CheckedRun) -> Vec<String> {
     let (backbone, train, flags) = (quoted(&args.backbone), train_command(args, common), machine_flags(common));
     let file = |name: &str| quoted(&run.join(name).to_string_lossy());
-    let (heads, calibration, tree) = (file(FINAL), file(CALIBRATION), file(TREE));
-    let held_out = match &args.validation[..] {
-        [] => HELD_OUT.to_owned(),
-        files => files.iter().map(|file| quoted(file)).collect::<Vec<_>>().join(" "),
+    let [heads, calibration, latency, tree, prompts] = [FINAL, CALIBRATION, LATENCY, TREE, PROMPTS].map(file);
+    let data = match checked.held_out() {
+        Some(_) => String::new(), // calibrate finds them by the run
+        None => training_data(args),
     };
+    let prompt = if checked.train_report.has_conversations { CHAT_PROMPT } else { TEXT_PROMPT };
     let decode = format!("--backbone {backbone} --heads {heads} --tree {tree}{flags}");
     vec![
         format!("{train} --check"),
         train,
-        format!("medusa calibrate --backbone {backbone} --heads {heads} --data {held_out} --out {calibration}{flags}"),
-        format!("medusa tree --calibration {calibration} --nodes 16 --out {tree}"),
-        format!("medusa generate {decode} --prompt 'Once upon a time'"),
-        format!("medusa bench {decode} --prompts {PROMPTS}"),
+        format!("medusa calibrate --backbone {backbone} --heads {heads}{data} --out {calibration}{flags}"),
+        format!(
+            "medusa tree --calibration {calibration} --latency {latency} --backbone {backbone} --heads {heads} --out {tree}{flags}"
+        ),
+        format!("echo '{prompt}' \\\n    > {prompts}"),
+        format!("medusa generate {decode} --prompts {prompts}"),
+        format!("medusa bench {decode} --prompts {prompts}"),
     ]
+}
+
+/// Flags of `medusa calibrate` for the rows of training.
+fn training_data(args: &InitArgs) -> String {
+    let files = args.data.iter().map(|file| quoted(file)).collect::<Vec<_>>().join(" ");
+    let columns = args.columns.as_ref().map(|columns| format!(" --columns {}", quoted(&columns.to_string())));
+    format!(" --data {files}{}", columns.unwrap_or_default())
 }
 
 #[cfg(test)]

@@ -35,6 +35,7 @@ mod exit;
 pub mod export;
 mod flags;
 pub mod generate;
+mod held_out;
 pub mod in_process;
 pub mod init;
 pub mod inspect;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use super::drafter::plan::PlannedTree;
 use super::drafter::spec::DrafterSpec;
 use super::outputs;
+use super::reading::check_data;
 use super::{CommonFlags, UsageError, Verb};
 use crate::data::prompts::STDIN;
 use crate::files;
@@ -101,7 +102,7 @@ impl Verb {
         Ok(())
     }
 
-    /// Refuses a path that does not exist.
+    /// Refuses a path that does not exist, and data files that cannot be found.
     ///
     /// # Errors
     /// [`UsageError`].
@@ -114,7 +115,7 @@ impl Verb {
         let mut inputs = self.inputs().into_iter().filter_map(|(flag, path)| Some((flag, path?)));
         match inputs.find(|(flag, path)| !path.exists() && !is_elsewhere(flag, path)) {
             Some((flag, path)) => Err(UsageError(format!("{flag} {} does not exist", path.display()))),
-            None => Ok(()),
+            None => check_data(if let Verb::Calibrate(_) = self { "--data: " } else { "" }, self.data()),
         }
     }
 }

@@ -1,8 +1,18 @@
-//! Progress of reading data files.
+//! Data files of the command line: whether they are there, and the progress of reading them.
 
 use super::progress::Progress;
-use super::{CommonFlags, mebibytes};
-use crate::data::{ReadProgress, Watch};
+use super::{CommonFlags, UsageError, mebibytes};
+use crate::data::{ReadProgress, Watch, source};
+use crate::hub::id;
+
+/// Refuses entries that are no Hub ids and for which there is no file.
+///
+/// # Errors
+/// [`UsageError`], which begins with `place`.
+pub(super) fn check_data(place: &str, entries: &[String]) -> Result<(), UsageError> {
+    let local: Vec<String> = entries.iter().filter(|entry| id::data(entry).is_none()).cloned().collect();
+    source::find(&local).map(drop).map_err(|error| UsageError(format!("{place}{error}")))
+}
 
 /// Runs `read`, which reports the files that it reads.
 pub(super) fn watched<T>(common: &CommonFlags, read: impl FnOnce(Watch<'_>) -> T) -> T {

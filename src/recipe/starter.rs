@@ -8,7 +8,9 @@ use toml::Value;
 
 use super::{Recipe, RecipeError, Stage};
 use crate::data::chat_template::TemplateChoice;
+use crate::data::column_names::ColumnNames;
 use crate::model::lora::LoraConfig;
+use crate::model::stored_dtype::stored_dtype;
 use crate::train::checked::CheckedRun;
 
 /// The part of the free memory that a run may take.
@@ -28,6 +30,8 @@ const LONGEST_WARMUP: usize = 40;
 const SAVE_EVERY: usize = 200;
 /// LoRA's dropout (the paper's).
 const LORA_DROPOUT: f64 = 0.05;
+/// Why a recipe does not compute in the dtype of the weights.
+const FLOAT16: &str = "the weights are float16, slow on a CPU";
 /// Fewer rows are not split.
 const FEWEST_TO_SPLIT: usize = 20;
 
@@ -49,6 +53,7 @@ pub struct StarterRecipe {
     pub data: Vec<String>,
     /// Rows to evaluate on, likewise; without any a part of `data` is held out.
     pub validation: Vec<String>,
+    pub columns: Option<ColumnNames>,
     pub chat_template: TemplateChoice,
     pub stage: StarterStage,
     /// The command that trains it, as a shell reads it.
@@ -70,6 +75,8 @@ pub struct StarterMachine {
 pub struct FittedRecipe {
     pub text: String,
     pub peak_bytes: u64,
+    /// Why it does not compute in the dtype of the weights, if so.
+    pub dtype_note: Option<String>,
 }
 
 /// Why there is no recipe.
@@ -137,13 +144,15 @@ impl StarterRecipe {
             StarterStage::Medusa2 => "[stage.medusa2.lora]",
         };
         let (path, train, template) = (quoted(&self.backbone), list(&self.data), self.template());
-        let validation = match &self.validation[..] {
-            [] => String::new(),
-            validation => format!("validation = {}\n", list(validation)),
-        };
-        format!(
-            "[backbone]\npath = {path}\n\n{stage}\n\n[data]\ntrain = {train}\n{validation}chat_template = {template}\n"
-        )
+        let mut text =
+            format!("[backbone]\npath = {path}\n\n{stage}\n\n[data]\ntrain = {train}\nchat_template = {template}\n");
+        if !self.validation.is_empty() {
+            let _ = writeln!(text, "validation = {}", list(&self.validation)); // a String takes any text
+        }
+        if let Some(columns) = &self.columns {
+            let _ = writeln!(text, "columns = {}", columns.to_toml()); // as above
+        }
+        text
     }
 
     /// The recipe with the fewest savings that fits into the machine's memory, and the largest micro batch with these. `checked` is the run of
@@ -158,21 +167,25 @@ impl StarterRecipe {
         checked: &CheckedRun,
         machine: &StarterMachine,
     ) -> Result<FittedRecipe, StarterRecipeError> {
-        let rows = checked.train_report.counts.rows;
+        let rows = checked.train_report.counts.whole_rows();
         let validation_fraction = if self.validation.is_empty() { held_out(rows) } else { None };
         let length = RunLength::of(checked.sequence_counts().0, validation_fraction.unwrap_or(0.0));
         // However short the rows are, all packed sequences but one are longer than half of `max_length`: two shorter ones would be one.
         let largest = (TOKENS_OF_A_PASS / shortest.data.max_length.get()).max(1);
         let micro_batches: Vec<usize> = (0..=length.batch.ilog2()).rev().map(|power| 1 << power).collect();
+        let stored = stored_dtype(Path::new(&checked.plan.backbone.path)).ok().flatten();
+        let slow = stored.filter(|stored| *stored != shortest.backbone.dtype).map(|_| FLOAT16);
         let mut smallest = u64::MAX;
         for savings in self.stage.ladder() {
             for &micro_batch in micro_batches.iter().filter(|&&micro_batch| micro_batch <= largest) {
-                let text = self.text(shortest, &Choice { savings, micro_batch, length, validation_fraction }, machine);
+                let text =
+                    self.text(shortest, &Choice { savings, micro_batch, length, validation_fraction, slow }, machine);
                 let plan = Recipe::parse(file, &text)?.plan(machine.device);
                 let peak_bytes = checked.memory_of(&plan).peak_bytes();
                 smallest = smallest.min(peak_bytes);
                 if machine.free_bytes.is_none_or(|free| peak_bytes as f64 <= USABLE * free as f64) {
-                    return Ok(FittedRecipe { text, peak_bytes });
+                    let dtype_note = slow.map(|slow| format!("dtype = \"{}\": {slow}", shortest.backbone.dtype));
+                    return Ok(FittedRecipe { text, peak_bytes, dtype_note });
                 }
             }
         }
@@ -233,7 +246,7 @@ impl StarterRecipe {
     fn backbone_lines(&self, shortest: &Recipe, choice: &Choice) -> Vec<Line> {
         let mut lines = vec![
             (format!("path = {}", quoted(&self.backbone)), ""),
-            (format!("dtype = \"{}\"", shortest.backbone.dtype), "what it computes in"),
+            (format!("dtype = \"{}\"", shortest.backbone.dtype), choice.slow.unwrap_or("what it computes in")),
         ];
         if choice.savings.nf4 {
             lines.push(("quantization = \"nf4\"".into(), "4-bit weights, to fit into the memory"));
@@ -248,6 +261,9 @@ impl StarterRecipe {
             (None, []) => ("# validation = [\"…\"]".into(), "too few rows to hold some out"),
             (None, validation) => (format!("validation = {}", list(validation)), "for evaluations during the run"),
         });
+        if let Some(columns) = &self.columns {
+            lines.push((format!("columns = {}", columns.to_toml()), ""));
+        }
         if self.chat_template != TemplateChoice::Tokenizer {
             lines.push((format!("chat_template = {}", self.template()), "renders conversations"));
         }
@@ -256,7 +272,7 @@ impl StarterRecipe {
     }
 
     fn train_lines(&self, shortest: &Recipe, choice: &Choice) -> Vec<Line> {
-        let Choice { savings, micro_batch, length, validation_fraction } = *choice;
+        let Choice { savings, micro_batch, length, validation_fraction, .. } = *choice;
         let accumulated = length.batch / micro_batch;
         let mut lines = vec![
             (format!("output_dir = {}", quoted(&shortest.train.output_dir.to_string_lossy())), ""),
@@ -284,6 +300,8 @@ struct Choice {
     micro_batch: usize,
     length: RunLength,
     validation_fraction: Option<f64>,
+    /// Why it does not compute in the dtype of the weights, if so.
+    slow: Option<&'static str>,
 }
 
 fn heads_lines(shortest: &Recipe, choice: &Choice) -> Vec<Line> {

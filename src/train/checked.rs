@@ -1,6 +1,7 @@
 //! A plan with everything that is read and checked before the backbone's weights: rows, tokenizer, config, tensor
 //! headers and the memory plan.
 
+use std::iter;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
@@ -148,6 +149,16 @@ impl CheckedRun {
     /// Numbers of training and validation sequences.
     pub fn sequence_counts(&self) -> (usize, usize) {
         (self.train.sequences_per_epoch(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
+    }
+
+    /// The rows that the run evaluates on; `None` if its recipe holds out none.
+    pub fn held_out(&self) -> Option<&RowStore> {
+        Some(self.validation.as_ref()?.sequences().store())
+    }
+
+    /// What came of reading the training and the validation rows.
+    pub fn reports(&self) -> impl Iterator<Item = &LoadReport> {
+        iter::once(&self.train_report).chain(&self.validation_report)
     }
 
     /// The micro batches of an optimizer step (0-based).

@@ -1,7 +1,8 @@
 //! Checks that a resumed run matches its `provenance.json`.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use crate::data::LoadReport;
 use crate::formats::provenance::{HashedFile, Provenance};
 
 impl Provenance {
@@ -16,7 +17,7 @@ impl Provenance {
                     "holds a run on other data: {file} changed since it began; a resumed run must see the same rows"
                 ))
             })
-            .or_else(|| self.other_rows(now))
+            .or_else(|| self.other_making(now))
     }
 
     fn other_backbone(&self, now: &Self) -> Option<String> {
@@ -58,7 +59,26 @@ impl Provenance {
 
     /// The same files may produce other rows: with another version of this program, or with a chat template that writes
     /// the date.
-    fn other_rows(&self, now: &Self) -> Option<String> {
+    fn other_making(&self, now: &Self) -> Option<String> {
+        let other = self.other_rows(&now.rows)?;
+        let is_unhashed = |file: &Value| file["sha256"].is_null();
+        let mut files = now.rows.iter().filter_map(|rows| rows["files"].as_array()).flatten();
+        let of_which = if files.any(is_unhashed) { "a file changed, or" } else { "of the same files:" };
+        Some(format!(
+            "holds a run on other {other}, {of_which} another version of this program made them, or a chat template that writes the date; \
+             train in another folder"
+        ))
+    }
+
+    /// Checks that rows read now are those of the run.
+    ///
+    /// # Errors
+    /// The difference: "rows to train on: …".
+    pub fn check_rows<'r>(&self, now: impl Iterator<Item = &'r LoadReport>) -> Result<(), String> {
+        self.other_rows(&now.map(|report| json!(report)).collect::<Vec<_>>()).map_or(Ok(()), Err)
+    }
+
+    fn other_rows(&self, now: &[Value]) -> Option<String> {
         let same = |before: &Value, now: &Value| before.is_null() || before == now;
         let of_one = |what: &str, before: &Value, now: &Value| {
             let number = ["rows", "tokens", "tokens_with_loss"].into_iter().find(|key| !same(&before[key], &now[key]));
@@ -66,15 +86,9 @@ impl Provenance {
                 Some(key) => format!("{key} was {} when it began and is {} now", before[key], now[key]),
                 None => format!("the tokens of {} are others now", other_tokens(before, now)?),
             };
-            let unhashed =
-                now["files"].as_array().is_some_and(|files| files.iter().any(|file| file["sha256"].is_null()));
-            let of_which = if unhashed { "a file changed, or" } else { "of the same files:" };
-            Some(format!(
-                "holds a run on other rows to {what}: {difference}, {of_which} another version of this program made them, \
-                 or a chat template that writes the date; train in another folder"
-            ))
+            Some(format!("rows to {what}: {difference}"))
         };
-        let pairs = ["train on", "validate on"].into_iter().zip(self.rows.iter().zip(&now.rows));
+        let pairs = ["train on", "validate on"].into_iter().zip(self.rows.iter().zip(now));
         pairs.into_iter().find_map(|(what, (before, now))| of_one(what, before, now))
     }
 }
@@ -104,8 +118,6 @@ fn changed(before: &[HashedFile], now: &[HashedFile]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     fn provenance(data: &[(&str, &str)], rows: Value) -> Provenance {

@@ -31,7 +31,7 @@ pub struct RunFolder<'r> {
     /// Optimizer steps that the recipe asks for.
     total_steps: usize,
     /// Reports of the training and the validation rows.
-    reports: [Option<&'r LoadReport>; 2],
+    reports: Vec<&'r LoadReport>,
     /// The backbone's config, and its weights unless a Hub snapshot identifies them; some may be absent.
     backbone_files: Vec<PathBuf>,
     /// Files of the initial heads and adapters (`init_from`).
@@ -60,7 +60,7 @@ impl<'r> RunFolder<'r> {
         Ok(Self {
             plan,
             total_steps: checked.total_steps,
-            reports: [Some(&checked.train_report), checked.validation_report.as_ref()],
+            reports: checked.reports().collect(),
             backbone_files: backbone_files(plan),
             init_from_files: init_from_files(plan)?,
             tokenizing_files: tokenizing_files(plan),
@@ -170,13 +170,13 @@ impl<'r> RunFolder<'r> {
             data: self.data_files()?,
             recipe: Some(self.plan.resolved_recipe.clone()),
             skip_bad_rows: self.plan.skip_bad_rows,
-            rows: self.reports.into_iter().flatten().map(|report| json!(report)).collect(),
+            rows: self.reports.iter().map(|report| json!(report)).collect(),
         })
     }
 
     /// Data files, and the files that determine their tokens.
     fn data_files(&self) -> Result<Vec<HashedFile>, TrainError> {
-        let data = self.reports.into_iter().flatten().flat_map(|report| &report.files);
+        let data = self.reports.iter().flat_map(|report| &report.files);
         // With data.limit there is no hash; the tokens that were read are compared.
         let hashed_file =
             |DataFile { path, sha256, .. }: &DataFile| Some(HashedFile { path: path.clone(), sha256: sha256.clone()? });
