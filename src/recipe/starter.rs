@@ -26,6 +26,8 @@ const VALIDATION_ROWS: f64 = 100.0;
 const LARGEST_BATCH: usize = 64;
 const MOST_EPOCHS: usize = 20;
 const LONGEST_WARMUP: usize = 40;
+/// The part of a shorter run that is warm-up.
+const WARMUP: f64 = 0.1;
 /// Most optimizer steps between checkpoints (the default).
 const SAVE_EVERY: usize = 200;
 /// LoRA's dropout (the paper's).
@@ -109,7 +111,8 @@ struct Savings {
 struct RunLength {
     batch: usize,
     epochs: usize,
-    warmup_steps: usize,
+    /// A tenth of the run is longer than the longest warm-up.
+    has_long_warmup: bool,
     /// Optimizer steps between evaluations.
     eval_every: usize,
     /// Optimizer steps between checkpoints.
@@ -222,8 +225,11 @@ impl StarterRecipe {
         }
         table("data", &self.data_lines(shortest, choice));
         table("optimizer", &optimizer_lines(shortest, choice));
-        let warmup = format!("warmup_steps = {}", choice.length.warmup_steps);
-        table("schedule", &[("name = \"cosine\"".into(), ""), (warmup, "optimizer steps from 0 to learning_rate")]);
+        let warmup = match choice.length.has_long_warmup {
+            true => (format!("warmup_steps = {LONGEST_WARMUP}"), "optimizer steps from 0 to learning_rate"),
+            false => (format!("warmup_ratio = {WARMUP}"), "part of the run from 0 to learning_rate"),
+        };
+        table("schedule", &[("name = \"cosine\"".into(), ""), warmup]);
         table("train", &self.train_lines(shortest, choice));
         out
     }
@@ -353,7 +359,7 @@ impl RunLength {
         Self {
             batch,
             epochs,
-            warmup_steps: tenth.min(LONGEST_WARMUP).min(steps / 2),
+            has_long_warmup: tenth > LONGEST_WARMUP,
             eval_every: tenth,
             save_every: tenth.min(SAVE_EVERY),
         }
@@ -376,15 +382,15 @@ mod tests {
     fn batches_and_epochs_follow_the_number_of_sequences() {
         let length = |rows, sequences| {
             let part = held_out(rows);
-            let RunLength { batch, epochs, warmup_steps, eval_every, save_every } =
+            let RunLength { batch, epochs, has_long_warmup, eval_every, save_every } =
                 RunLength::of(sequences, part.unwrap_or(0.0));
-            (batch, epochs, warmup_steps, eval_every, save_every, part)
+            (batch, epochs, has_long_warmup, eval_every, save_every, part)
         };
-        assert_eq!(length(1_000_000, 1_000_000), (64, 2, 40, 3125, 200, Some(0.0001)));
-        assert_eq!(length(60_000, 20_000), (64, 2, 40, 63, 63, Some(0.002)));
-        assert_eq!(length(2_000, 450), (4, 2, 22, 22, 22, Some(0.05)));
-        assert_eq!(length(100, 30), (1, 8, 22, 22, 22, Some(0.1)));
-        assert_eq!(length(3, 1), (1, 20, 2, 2, 2, None));
+        assert_eq!(length(1_000_000, 1_000_000), (64, 2, true, 3125, 200, Some(0.0001)));
+        assert_eq!(length(60_000, 20_000), (64, 2, true, 63, 63, Some(0.002)));
+        assert_eq!(length(2_000, 450), (4, 2, false, 22, 22, Some(0.05)));
+        assert_eq!(length(100, 30), (1, 8, false, 22, 22, Some(0.1)));
+        assert_eq!(length(3, 1), (1, 20, false, 2, 2, None));
     }
 
     #[test]
