@@ -30,7 +30,7 @@ fn stderr(world: &World, arguments: &[&str]) -> String {
 fn times_are_measured_once_and_kept() {
     let world = world();
     let told = stderr(&world, &[&CHOOSE[..], &MEASURE].concat());
-    assert!(told.contains("wrote l.json") && told.contains("<- the fastest"), "{told}");
+    assert!(told.contains("wrote l.json") && told.contains("<- fastest"), "{told}");
     let latency = Latency::load(&world.path("l.json")).unwrap();
     assert_eq!((latency.device.as_str(), latency.context, latency.backbone.as_str()), ("cpu", 32, "b"));
     let decoded = ["generate", "--backbone", "b", "--heads", "h", "--prompts", "p.jsonl", "--max-new-tokens", "2"];

@@ -25,17 +25,17 @@ fn slower(name: &str, own: &[&BenchResult]) -> Option<String> {
     let first = own.first().filter(|_| own.iter().all(is_slower))?;
     let why = match own.len() {
         1 => format!(
-            ": its steps take {:.2} times as long and commit {:.2} tokens",
+            "the steps of {name} take {:.2} times as long and commit {:.2} tokens",
             first.all.overhead, first.all.acceleration_rate
         ),
-        _ => " at every value of the sweep".into(),
+        _ => format!("{name}, at every value of the sweep"),
     };
     let advice = match name {
         _ if first.is_of_heads() => "`medusa tree --latency` chooses the nodes that are fastest on this machine",
         name if name.contains("model:") => "fewer --draft-tokens may be faster",
         _ => "decode such prompts without it",
     };
-    Some(format!("{name} is slower than plain decoding{why}; {advice}"))
+    Some(format!("slower than plain decoding: {why}; {advice}"))
 }
 
 /// Explains `identical no`.
@@ -95,11 +95,11 @@ mod tests {
         assert_eq!(
             said,
             [
-                "medusa is slower than plain decoding: its steps take 5.00 times as long and commit 1.25 tokens; `medusa tree --latency` \
+                "slower than plain decoding: the steps of medusa take 5.00 times as long and commit 1.25 tokens; `medusa tree --latency` \
                  chooses the nodes that are fastest on this machine",
-                "model:m is slower than plain decoding: its steps take 5.00 times as long and commit 1.25 tokens; fewer --draft-tokens \
+                "slower than plain decoding: the steps of model:m take 5.00 times as long and commit 1.25 tokens; fewer --draft-tokens \
                  may be faster",
-                "lookahead is slower than plain decoding: its steps take 5.00 times as long and commit 1.25 tokens; decode such prompts \
+                "slower than plain decoding: the steps of lookahead take 5.00 times as long and commit 1.25 tokens; decode such prompts \
                  without it",
             ]
         );
@@ -107,9 +107,7 @@ mod tests {
         assert_eq!(of(&[result("medusa", 0.5, &json!({"forced_acceptance_rate": 1.25}))]), [""; 0]);
         let swept = |speedup| result("medusa", speedup, &json!({"sweep": {"name": "nodes", "value": 4}}));
         assert_eq!(of(&[swept(0.5), swept(1.5)]), [""; 0], "one of the values is faster");
-        assert!(
-            of(&[swept(0.5), swept(0.25)])[0].starts_with("medusa is slower than plain decoding at every value of")
-        );
+        assert!(of(&[swept(0.5), swept(0.25)])[0].starts_with("slower than plain decoding: medusa, at every value of"));
     }
 
     #[test]

@@ -240,7 +240,7 @@ fn table(sweep: &Sweep, latency: &Latency) -> String {
             timed.tokens_per_second(),
             timed.tokens_per_second() * plain / 1e3,
             if tree.as_static().is_some() { "static" } else { "dynamic" },
-            if at == sweep.fastest { "   <- the fastest" } else { "" },
+            if at == sweep.fastest { "  <- fastest" } else { "" },
         ); // as above
     }
     text
