@@ -66,37 +66,26 @@ impl BatchMemory {
 mod tests {
     use super::*;
 
-    fn llama2_7b() -> LlamaConfig {
-        LlamaConfig {
-            hidden_size: 4096,
-            intermediate_size: 11008,
-            num_hidden_layers: 32,
-            num_attention_heads: 32,
-            num_key_value_heads: 32,
-            head_dim: 128,
-            vocab_size: 32000,
-            max_position_embeddings: 4096,
-            ..LlamaConfig::tiny()
-        }
-    }
-
     const ON_GPU: (Kind, Device) = (Kind::BFloat16, Device::Cuda(0));
     const PASS: PromptPass = PromptPass::OfSeveral { tokens: 4096 };
 
     #[test]
     fn a_text_of_llama_2_7b_takes_half_a_mebibyte_per_token() {
-        let memory = BatchMemory::new(&llama2_7b(), ON_GPU, 1024, PASS);
+        let memory = BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, 1024, PASS);
         assert_eq!(memory.each, 1024 * (512 << 10) + 32000 * CHOICE);
         assert!((600 << 20..1 << 30).contains(&memory.pass), "{}", memory.pass);
         // 13.5 GB of 80 are weights.
         assert_eq!(memory.texts(66_000_000_000).get(), 108);
-        assert_eq!(BatchMemory::new(&llama2_7b(), ON_GPU, 4096, PASS).texts(66_000_000_000).get(), 27);
-        assert_eq!(BatchMemory::new(&llama2_7b(), ON_GPU, 200, PASS).texts(66_000_000_000).get(), MOST_ON_GPU);
+        assert_eq!(BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, 4096, PASS).texts(66_000_000_000).get(), 27);
+        assert_eq!(
+            BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, 200, PASS).texts(66_000_000_000).get(),
+            MOST_ON_GPU
+        );
     }
 
     #[test]
     fn a_batch_has_at_least_one_text_and_on_a_cpu_at_most_32() {
-        let on_cpu = BatchMemory::new(&llama2_7b(), (Kind::Float, Device::Cpu), 4096, PromptPass::OfOne);
+        let on_cpu = BatchMemory::new(&LlamaConfig::llama_2_7b(), (Kind::Float, Device::Cpu), 4096, PromptPass::OfOne);
         assert_eq!(on_cpu.texts(0).get(), 1);
         assert_eq!(on_cpu.texts(u64::MAX).get(), 32);
         assert_eq!(on_cpu.texts(34 << 30).get(), 3, "8 GiB each while the cache grows");

@@ -291,6 +291,23 @@ impl LlamaConfig {
             eos_token_ids: vec![],
         }
     }
+
+    /// Llama 2 7B.
+    pub(crate) fn llama_2_7b() -> Self {
+        Self {
+            hidden_size: 4096,
+            intermediate_size: 11008,
+            num_hidden_layers: 32,
+            num_attention_heads: 32,
+            num_key_value_heads: 32,
+            head_dim: 128,
+            vocab_size: 32000,
+            max_position_embeddings: 4096,
+            bos_token_id: Some(1),
+            eos_token_ids: vec![2],
+            ..Self::tiny()
+        }
+    }
 }
 
 #[cfg(test)]

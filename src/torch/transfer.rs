@@ -2,7 +2,7 @@
 //! host's memory is pinned. On the CPU nothing is copied.
 #![expect(unsafe_code, reason = "writes to the memory of a new tensor")]
 
-use std::io;
+use std::convert::Infallible;
 
 use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
@@ -32,12 +32,12 @@ impl HostTensor {
     ///
     /// # Errors
     /// That of `fill`.
-    pub fn filled(
+    pub fn filled<E>(
         size: &[i64],
         kind: Kind,
         device: Device,
-        fill: impl FnOnce(&mut [u8]) -> io::Result<()>,
-    ) -> io::Result<Self> {
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<Self, E> {
         let mut new = Self { tensor: empty(size, kind, device), device };
         // SAFETY: the new tensor has no other handle.
         fill(unsafe { bytes::of_mut(&mut new.tensor) })?;
@@ -45,16 +45,14 @@ impl HostTensor {
     }
 
     /// A list of integers.
-    ///
-    /// # Panics
-    /// Never: copying a slice cannot fail.
     pub fn of_integers(list: &[i64], device: Device) -> Self {
         let copy = |memory: &mut [u8]| {
             let places = memory.as_chunks_mut::<8>().0.iter_mut();
             places.zip(list).for_each(|(place, number)| *place = number.to_ne_bytes());
             Ok(())
         };
-        Self::filled(&[list.len() as i64], Kind::Int64, device, copy).expect("copying does not fail")
+        let Ok(filled) = Self::filled::<Infallible>(&[list.len() as i64], Kind::Int64, device, copy);
+        filled
     }
 
     /// The copy of a device's tensor, which is complete after the next [`wait_for`] of the device.
@@ -63,7 +61,7 @@ impl HostTensor {
         Self { tensor, device: from.device() }
     }
 
-    /// The same numbers on the device; a GPU's kernels that read them are launched after this call.
+    /// The same numbers on the device: these themselves on the CPU. On a GPU, kernels that read them are launched after this call.
     pub fn on_device(&self) -> Tensor {
         if !self.device.is_cuda() {
             return rehearsal::in_place_of(&["upload"], || self.tensor.shallow_clone());
@@ -109,7 +107,6 @@ mod tests {
 
     #[test]
     fn an_error_of_the_filler_is_returned() {
-        let error = || Err(io::Error::other("no bytes"));
-        assert!(HostTensor::filled(&[2], Kind::Half, Device::Cpu, |_| error()).is_err());
+        assert_eq!(HostTensor::filled(&[2], Kind::Half, Device::Cpu, |_| Err("no bytes")).unwrap_err(), "no bytes");
     }
 }

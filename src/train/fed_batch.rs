@@ -1,5 +1,5 @@
-//! A micro batch with everything that its pass reads of it. All integers are one tensor: one copy takes them to the device, where each list is
-//! a part of it.
+//! A micro batch with the tokens, targets and kept positions that its pass reads. All of them are one tensor: one copy takes them to the device,
+//! where each list is a part of it. Where texts begin in packed rows is copied by the attention.
 
 // B rows, T tokens of a row, N = B·T positions, M targets of a head or kept positions
 use std::ops::Range;
@@ -94,7 +94,10 @@ impl StateRows {
     }
 
     fn of(&self, position: i64) -> i64 {
-        self.row_of.as_ref().map_or(position, |row_of| row_of[position as usize])
+        let Some(row_of) = &self.row_of else { return position };
+        let row = row_of[position as usize];
+        assert!(row >= 0, "a loss reads position {position}, whose state is not kept");
+        row
     }
 
     fn push_targets(&self, targets: &TargetTokens, into: &mut Integers) -> TargetPlaces {

@@ -107,8 +107,8 @@ impl<'r> TrainingLoop<'r, '_> {
     /// # Errors
     /// [`TrainError`]; earlier checkpoints stay.
     pub(super) fn run(mut self, interrupted: &AtomicBool) -> Result<RunOutcome, TrainError> {
-        let (train, steps) = (&self.checked.train, self.state.step..self.checked.total_steps);
-        let batches = steps.map(|step| Ok(train.step(step).map_err(DataError::from)?));
+        let (checked, steps) = (self.checked, self.state.step..self.checked.total_steps);
+        let batches = steps.map(|step| checked.batches(step));
         let maker = self.backbone.batch_maker(&self.state.heads, MetricsSplit::Train);
         thread::scope(|scope| self.run_on(maker.feed(scope, batches), interrupted))
     }

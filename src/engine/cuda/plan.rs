@@ -175,14 +175,14 @@ fn gibibytes(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::cuda::shape::tests::{five, llama_7b, tree};
+    use crate::engine::cuda::shape::tests::{five, tree};
     use crate::model::block_spec::QueryKeyNorm;
     use crate::model::config::{Biases, FamilyTraits, LlamaConfig};
     use crate::tree::sparse_tree::SparseTree;
 
     #[test]
     fn seven_billion_weights_with_five_heads_and_a_whole_cache_fit_eighteen_gigabytes() {
-        let (config, tree) = (llama_7b(), tree());
+        let (config, tree) = (LlamaConfig::llama_2_7b(), tree());
         let shape = Shape { config: &config, kind: Kind::BFloat16, draft: five(&tree) };
         let plan = DevicePlan::of(&shape, shape.room(4096));
         // Keys and values of a token: 32 layers · 2 · 32 heads · 128 numbers of 2 bytes.
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn sequential_heads_take_a_copy_of_their_first_blocks_and_the_sums_of_each_level() {
-        let (config, tree) = (llama_7b(), SparseTree::cartesian(&[3, 2, 2, 1]).expect("34 nodes"));
+        let (config, tree) = (LlamaConfig::llama_2_7b(), SparseTree::cartesian(&[3, 2, 2, 1]).expect("34 nodes"));
         let (input, of_medusa) = (DraftInput::HiddenAndPath, five(&tree).expect("heads"));
         let plan = |draft| {
             let shape = Shape { config: &config, kind: Kind::BFloat16, draft: Some(draft) };
@@ -229,7 +229,7 @@ mod tests {
             num_key_value_heads: 4,
             vocab_size: 152_064,
             biases: Biases { qkv: true, ..Biases::default() },
-            ..llama_7b()
+            ..LlamaConfig::llama_2_7b()
         };
         let family = FamilyTraits { query_key_norm: Some(QueryKeyNorm::EachHead), ..FamilyTraits::default() };
         let qwen3_8b = LlamaConfig {
@@ -238,7 +238,7 @@ mod tests {
             num_key_value_heads: 8,
             vocab_size: 151_936,
             family,
-            ..llama_7b()
+            ..LlamaConfig::llama_2_7b()
         };
         // The published models' numbers of parameters.
         for (config, parameters) in [(qwen2_5_7b, 7_615_616_512), (qwen3_8b, 8_190_735_360)] {
@@ -250,7 +250,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_told_with_the_context_that_would() {
-        let (config, tree) = (llama_7b(), tree());
+        let (config, tree) = (LlamaConfig::llama_2_7b(), tree());
         let check = |context: i64, free| {
             let config = LlamaConfig { max_position_embeddings: context, ..config.clone() };
             let shape = Shape { config: &config, kind: Kind::BFloat16, draft: five(&tree) };

@@ -220,32 +220,8 @@ impl<'a> Shape<'a> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::model::config::{Biases, RopeScaling};
+    use crate::model::config::Biases;
     use crate::tree::sparse_tree::SparseTree;
-
-    /// Llama 2 7B with a context of 4096.
-    pub(in crate::engine::cuda) fn llama_7b() -> LlamaConfig {
-        LlamaConfig {
-            model_type: "llama".into(),
-            hidden_size: 4096,
-            intermediate_size: 11008,
-            num_hidden_layers: 32,
-            num_attention_heads: 32,
-            num_key_value_heads: 32,
-            head_dim: 128,
-            vocab_size: 32000,
-            max_position_embeddings: 4096,
-            rms_norm_eps: 1e-5,
-            rope_theta: 10_000.0,
-            rope_scaling: RopeScaling::Default,
-            sliding_window: None,
-            tie_word_embeddings: false,
-            biases: Biases::default(),
-            family: FamilyTraits::default(),
-            bos_token_id: Some(1),
-            eos_token_ids: vec![2],
-        }
-    }
 
     /// Five heads of one ResBlock each.
     pub(in crate::engine::cuda) fn five(tree: &SparseTree) -> Option<DraftShape<'_>> {
@@ -260,7 +236,7 @@ pub(super) mod tests {
 
     #[test]
     fn room_grows_by_blocks_up_to_the_contexts_end() {
-        let config = LlamaConfig { max_position_embeddings: 10_000, ..llama_7b() };
+        let config = LlamaConfig { max_position_embeddings: 10_000, ..LlamaConfig::llama_2_7b() };
         let shape = Shape { config: &config, kind: Kind::Half, draft: None };
         let room = [1, 3968, 3969, 8064, 8065, 10_000].map(|tokens| shape.room(tokens));
         assert_eq!(room, [4096, 4096, 8192, 8192, 10_176, 10_176]);
@@ -269,7 +245,7 @@ pub(super) mod tests {
     #[test]
     fn what_has_no_kernels_is_refused_with_its_reason() {
         let of = |config: &LlamaConfig, kind| Shape { config, kind, draft: None }.check_kernels();
-        let config = llama_7b();
+        let config = LlamaConfig::llama_2_7b();
         assert_eq!(of(&config, Kind::Half), Ok(()));
         assert_eq!(of(&config, Kind::Float), Err(Unfit::Dtype { dtype: "float32".into() }));
         let odd = LlamaConfig { head_dim: 96, ..config.clone() };

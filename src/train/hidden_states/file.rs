@@ -87,7 +87,7 @@ impl StatesFile {
                 self.file.read_exact_at(states, self.layout.offsets[id])?;
                 rest = later;
             }
-            Ok(())
+            io::Result::Ok(())
         };
         HostTensor::filled(&size, self.kind, self.device, fill).map_err(|e| self.layout.error("read", &self.path, e))
     }

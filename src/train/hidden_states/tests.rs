@@ -2,22 +2,30 @@ use std::collections::BTreeSet;
 use std::fs::{self, File, FileTimes};
 use std::io::Write;
 use std::path::Path;
+use std::thread;
 use std::time::{Duration, SystemTime};
 
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
 use super::layout::positions_in;
-use super::{CacheSettings, HiddenStatesError, KeptStates, StatesPlace, file_bytes, hidden_states, of_every_position};
+use super::{
+    CacheSettings, HiddenStatesError, KeptStates, StatesPlace, StatesReader, file_bytes, hidden_states,
+    of_every_position,
+};
 use crate::data::IGNORE;
 use crate::data::loader::{Batch, Loader, TargetTokens};
 use crate::data::pack::{PackedSequence, Sequences};
-use crate::draft::medusa::heads::HeadsArchitecture;
+use crate::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
+use crate::draft::medusa::loss::LossConfig;
 use crate::files::write_atomic;
 use crate::model::attention::RowMask;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
+use crate::torch::TorchPanic;
+use crate::train::fed_batch::FedBatch;
+use crate::train::feed::BatchMaker;
 use crate::train::target_rule::TargetRule;
 use crate::train::targets::BatchTargets;
 
@@ -344,4 +352,53 @@ fn a_file_of_another_size_is_refused() {
     let error = opened(folder.path(), &from, &backbone, &sequences, LABELS).unwrap_err();
     let expected = format!("has {} bytes, expected {bytes}", bytes - 1);
     assert!(error.to_string().contains(&expected), "{error}");
+}
+
+/// Makes batches for heads of [`LABELS`].
+fn maker(reader: Option<StatesReader>) -> BatchMaker {
+    let shape = HeadsShape { medusa_num_heads: NUM_HEADS, hidden_size: 16, vocab_size: 40, ..HeadsShape::default() };
+    let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
+    BatchMaker::new(&LossConfig::default(), &heads, Device::Cpu, true, reader)
+}
+
+#[test]
+fn batches_that_nobody_takes_end_the_threads_that_make_and_read_them() {
+    let (from, backbone) = backbone(Kind::Float);
+    let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+    let mut kept = open(folder.path(), &from, &backbone, &sequences);
+    let loader = Loader::new(in_memory(&sequences), 1, 2, None);
+    epoch(&mut kept, &loader, 0);
+    for taken in 0..3 {
+        let groups = (0..loader.steps_per_epoch()).map(|step| Ok::<_, TorchPanic>(loader.step(step).unwrap()));
+        thread::scope(|scope| {
+            for group in maker(Some(kept.reader())).feed(scope, groups).take(taken) {
+                let first = &group.unwrap()[0]; // the states of the second are not taken
+                let ahead = first.on_device().read_ahead().expect("all rows are stored").on_device();
+                let positions = Tensor::from_slice(&kept.reader().positions(&first.batch));
+                assert_eq!(ahead, computed(&backbone, &first.batch).index_select(0, &positions));
+            }
+        }); // waits for the threads
+    }
+}
+
+/// An error of a reader of rows.
+#[derive(Debug, PartialEq)]
+struct Unreadable;
+
+impl From<TorchPanic> for Unreadable {
+    fn from(panic: TorchPanic) -> Self {
+        panic!("{panic}")
+    }
+}
+
+#[test]
+fn an_error_comes_in_the_place_of_its_group() {
+    let loader = Loader::new(in_memory(&sequences()), 2, 1, None);
+    let groups = (0..3).map(|step| if step == 1 { Err(Unreadable) } else { Ok(loader.step(step).unwrap()) });
+    let taken: Vec<_> = thread::scope(|scope| {
+        let ids = |group: Vec<_>| group.iter().map(|fed: &FedBatch| fed.batch.row_ids.concat()).collect();
+        maker(None).feed(scope, groups).map(|group| group.map(ids)).collect()
+    });
+    let ids = |step| loader.step(step).unwrap().iter().map(|batch| batch.row_ids.concat()).collect::<Vec<_>>();
+    assert_eq!(taken, [Ok(ids(0)), Err(Unreadable), Ok(ids(2))]);
 }
