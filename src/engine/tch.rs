@@ -27,35 +27,33 @@ pub struct TchEngine<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RowsOfPass {
     /// One sequence after the other: the oracle of the other two, and the fastest for a single sequence.
-    OfOne,
+    Single,
     /// Together, and what a row computes does not depend on the others, bit by bit: on the CPU, where products of [`FEWEST_ROWS`] to
     /// [`MOST_ROWS`] rows give each row the same bits, all have so many. A sequence with more new tokens has a pass of its own.
-    OfFew,
+    Few,
     /// All together.
-    OfAll,
+    All,
 }
 
 impl<'a> TchEngine<'a> {
     /// For one sequence at a time.
     pub fn new(backbone: &'a Llama) -> Self {
-        Self { backbone, rows: RowsOfPass::OfOne, prompts: PromptPass::OfOne }
+        Self { backbone, rows: RowsOfPass::Single, prompts: PromptPass::OfOne }
     }
 
     /// For many sequences at a time. On a GPU one pass runs several prompts. On a CPU each prompt has its own: the bits of its keys and values
     /// depend on the number of tokens in a pass.
     pub fn for_batches(backbone: &'a Llama) -> Self {
         match backbone.device() {
-            Device::Cpu => Self { backbone, rows: RowsOfPass::OfFew, prompts: PromptPass::OfOne },
-            _ => {
-                Self { backbone, rows: RowsOfPass::OfAll, prompts: PromptPass::OfSeveral { tokens: TOKENS_OF_A_PASS } }
-            }
+            Device::Cpu => Self { backbone, rows: RowsOfPass::Few, prompts: PromptPass::OfOne },
+            _ => Self { backbone, rows: RowsOfPass::All, prompts: PromptPass::OfSeveral { tokens: TOKENS_OF_A_PASS } },
         }
     }
 
     /// As [`TchEngine::for_batches`], with passes over several prompts of at most `tokens` tokens in all.
     #[must_use]
     pub fn with_prompts_together(self, tokens: NonZeroUsize) -> Self {
-        Self { rows: RowsOfPass::OfAll, prompts: PromptPass::OfSeveral { tokens: tokens.get() }, ..self }
+        Self { rows: RowsOfPass::All, prompts: PromptPass::OfSeveral { tokens: tokens.get() }, ..self }
     }
 
     /// The rows of sequences that run together, in passes of few rows.
@@ -83,10 +81,10 @@ impl Engine for TchEngine<'_> {
 
     fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
         match (self.rows, batch) {
-            (RowsOfPass::OfFew, _) => return self.extend_few(cache, tokens_n, batch),
-            (RowsOfPass::OfAll, _) => return self.backbone.extend_several(tokens_n, &rows_of(batch), cache),
-            (RowsOfPass::OfOne, [one]) => return self.backbone.extend(tokens_n, one.nodes, cache, one.row),
-            (RowsOfPass::OfOne, _) => {}
+            (RowsOfPass::Few, _) => return self.extend_few(cache, tokens_n, batch),
+            (RowsOfPass::All, _) => return self.backbone.extend_several(tokens_n, &rows_of(batch), cache),
+            (RowsOfPass::Single, [one]) => return self.backbone.extend(tokens_n, one.nodes, cache, one.row),
+            (RowsOfPass::Single, _) => {}
         }
         let rows = each_row(tokens_n, batch);
         let mut run = |(at, tokens): &(RowTokens, Tensor)| self.backbone.extend(tokens, at.nodes, cache, at.row);
@@ -94,7 +92,7 @@ impl Engine for TchEngine<'_> {
     }
 
     fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
-        if self.rows != RowsOfPass::OfOne {
+        if self.rows != RowsOfPass::Single {
             return self.backbone.extend_rows(tokens_b, cache);
         }
         let batch = in_all_rows(cache, token);
@@ -107,7 +105,7 @@ impl Engine for TchEngine<'_> {
 
     fn logits(&self, hidden_nh: &Tensor) -> Tensor {
         let logits = |hidden_nh: &Tensor| self.backbone.logits(hidden_nh, Adapters::Off);
-        if self.rows != RowsOfPass::OfFew {
+        if self.rows != RowsOfPass::Few {
             return logits(hidden_nh);
         }
         let few = |part_nh: Tensor| logits(&padded(&part_nh, FEWEST_ROWS)).narrow(0, 0, part_nh.size()[0]);
