@@ -37,7 +37,7 @@ use crate::plural::counted;
 #[derive(Debug, Args)]
 #[command(
     group = ArgGroup::new("input"),
-    after_help = "Examples:\n  medusa calibrate --backbone B --heads checkpoints/first \\\n    --out calibration.json\n  medusa calibrate --backbone B --heads checkpoints/first \\\n    --data held_out.jsonl --out calibration.json"
+    after_help = "Example:\n  medusa calibrate --backbone B --heads checkpoints/first \\\n    --out calibration.json\n  medusa calibrate --backbone B --heads checkpoints/first \\\n    --data held_out.jsonl --out calibration.json"
 )]
 pub struct CalibrateArgs {
     /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
