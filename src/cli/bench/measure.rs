@@ -68,6 +68,9 @@ enum Scoring {
     On,
 }
 
+/// New token ids.
+type Answer = Vec<i64>;
+
 /// Measurements of some prompts.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Measured {
@@ -202,7 +205,7 @@ impl BenchRun<'_> {
 
     /// Decodes one request plainly, then with each drafter, whose answers are returned. Returns the plain answer too, with which the
     /// conversation continues.
-    fn each(&self, request: &Request, scoring: Scoring) -> anyhow::Result<(Vec<(Measured, Vec<i64>)>, Vec<i64>)> {
+    fn each(&self, request: &Request, scoring: Scoring) -> anyhow::Result<(Vec<(Measured, Answer)>, Answer)> {
         let scored = |new_ids: &[i64]| match scoring {
             Scoring::On => log_probability(&self.decoder.backbone, request.prompt, new_ids),
             Scoring::Off => Ok(0.0),
