@@ -60,7 +60,7 @@ impl<'a> DynamicCounts<'a> {
         let mut batch = Vec::with_capacity(starts.len());
         for (start, root) in starts.iter().zip(&roots) {
             let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
-            batch.push(TextSoFar { ids: &[], root, hidden_1h: &start.state_1h, sampling, stream });
+            batch.push(TextSoFar { row: batch.len(), ids: &[], root, hidden_1h: &start.state_1h, sampling, stream });
         }
         let mut guesser = guesser(self.backbone, self.heads, self.limits, DraftStates::OfHeads);
         guesser.begin(&batch);

@@ -1,12 +1,14 @@
-//! Decodes several texts at a time (continuous batching): a text leaves the batch when it ends, and another one enters. Without a
-//! drafter, a step of [`TchEngine::for_batches`](crate::engine::tch::TchEngine::for_batches) reads the weights once for all texts;
-//! trees and the CPU's kernels run one text after the other.
+//! Decodes several texts at a time (continuous batching): a text leaves the batch when it ends, and another one enters. Each step reads the
+//! weights once for all texts, each of which has its own tree, or a single token without a drafter. Prompts are computed in pieces between
+//! the steps.
 //!
-//! At temperature 0 each text equals the one that [`HostLoop`](super::host_loop::HostLoop) decodes, up to rounding between equally
-//! probable tokens. Sampled texts do not depend on the rest of the batch.
+//! At temperature 0, and with lossless acceptance at any, each text equals the one that [`HostLoop`](super::host_loop::HostLoop) decodes: on
+//! the CPU's kernels exactly, with libtorch up to rounding between equally probable tokens. Sampled texts do not depend on the rest of
+//! the batch.
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
+use std::ops::ControlFlow;
 
 use tch::no_grad;
 
@@ -28,6 +30,9 @@ const SHARE_THAT_WAITS: usize = 8;
 /// A text's key, and what came of it: [`DecodeError::NotFinite`] where no token could be chosen.
 pub type Ended = (usize, Result<Generation, DecodeError>);
 
+/// Receives each text's new tokens after a step, with its key; `Break` ends the text.
+pub type OnTokensOf<'a> = dyn FnMut(usize, &[i64]) -> ControlFlow<()> + 'a;
+
 /// A batch of texts.
 #[derive(Debug)]
 pub struct SequenceBatch<'a> {
@@ -35,13 +40,15 @@ pub struct SequenceBatch<'a> {
     size: NonZeroUsize,
     /// Tokens of a row that the cache is allocated for at once; otherwise it grows with its texts.
     room: Option<NonZeroUsize>,
+    /// Tokens of prompts that are computed between two steps.
+    prompt_tokens: NonZeroUsize,
     /// In the order of the cache's rows.
     sequences: Vec<Sequence>,
     /// The sequences' keys, in the same order.
     keys: Vec<usize>,
     /// Texts that are not in the cache: new ones, and those that left it when memory ran out.
     waiting: VecDeque<(usize, Sequence)>,
-    /// Texts that ended with their first token; the next step returns them.
+    /// Texts that ended; the next step that succeeds returns them.
     ended: Vec<Ended>,
     /// New tokens of texts that have left.
     left: usize,
@@ -58,6 +65,7 @@ impl<'a> SequenceBatch<'a> {
             stepper: Stepper::new(engine, drafter),
             size,
             room: None,
+            prompt_tokens: NonZeroUsize::MAX,
             sequences: vec![],
             keys: vec![],
             waiting: VecDeque::new(),
@@ -73,12 +81,19 @@ impl<'a> SequenceBatch<'a> {
         Self { room: Some(tokens), ..self }
     }
 
+    /// The same batch that computes at most about so many tokens of prompts between two steps: no text waits longer for the prompts of others.
+    /// Without this, all prompts are computed before the next step.
+    #[must_use]
+    pub fn with_prompt_tokens(self, prompt_tokens: NonZeroUsize) -> Self {
+        Self { prompt_tokens, ..self }
+    }
+
     /// Most texts that are decoded together. Smaller than at the start where memory ran out.
     pub fn size(&self) -> NonZeroUsize {
         self.size
     }
 
-    /// Whether another text can enter.
+    /// Whether another text can enter without waiting.
     pub fn has_room(&self) -> bool {
         self.sequences.len() + self.waiting.len() + self.ended.len() < self.size.get()
     }
@@ -88,13 +103,19 @@ impl<'a> SequenceBatch<'a> {
         self.sequences.is_empty() && self.waiting.is_empty() && self.ended.is_empty()
     }
 
+    /// Texts in the cache, and texts that wait for a place in it.
+    pub fn running_and_waiting(&self) -> (usize, usize) {
+        (self.sequences.len(), self.waiting.len())
+    }
+
     /// New tokens so far, unfinished texts included.
     pub fn tokens(&self) -> usize {
         let open = self.sequences.iter().chain(self.waiting.iter().map(|(_, sequence)| sequence));
         self.left + open.map(|sequence| sequence.text.new_ids().len()).sum::<usize>()
     }
 
-    /// Adds a text to the batch; [`SequenceBatch::step`] runs its prompt, and returns its result under `key`.
+    /// Adds a text to the batch; [`SequenceBatch::step`] runs its prompt, and returns its result under `key`. A batch without room lets it
+    /// wait.
     ///
     /// # Errors
     /// [`DecodeError`] names what is wrong with the prompt.
@@ -105,48 +126,97 @@ impl<'a> SequenceBatch<'a> {
         Ok(())
     }
 
-    /// Runs the prompts of new texts. Then it returns the texts that ended with their first token; if there are none, it runs one step for every
-    /// text and returns the texts that ended, in the order of their keys. They leave the batch.
-    ///
-    /// Where memory runs out, it halves the size of the batch instead, and the next steps go on with all texts; without a drafter only.
+    /// Takes a text out of the batch at once, with the tokens that it has; `None` if there is no such text.
+    pub fn cancel(&mut self, key: usize) -> Option<Result<Generation, DecodeError>> {
+        if let Some(row) = self.keys.iter().position(|&other| other == key) {
+            return Some(self.leave(row).1);
+        }
+        if let Some(at) = self.waiting.iter().position(|(other, _)| *other == key) {
+            let (_, sequence) = self.waiting.remove(at)?;
+            return Some(self.finish(sequence));
+        }
+        let at = self.ended.iter().position(|(other, _)| *other == key)?;
+        Some(self.ended.remove(at).1)
+    }
+
+    /// As [`SequenceBatch::step_telling`], without listening.
     ///
     /// # Errors
     /// [`DecodeError::Torch`].
     pub fn step(&mut self) -> Result<Vec<Ended>, DecodeError> {
-        match self.begin_waiting().and_then(|()| self.step_all()) {
-            Err(panic) if panic.out_of_memory && !self.stepper.drafts() && self.halve() => Ok(vec![]),
-            done => {
-                let mut ended = done?;
-                ended.sort_by_key(|(key, _)| *key);
-                Ok(ended)
+        self.step_telling(&mut |_, _| ControlFlow::Continue(()))
+    }
+
+    /// Computes prompts, then runs one step for every text whose prompt is computed. Tells the new tokens of each text, and returns the texts
+    /// that ended, in the order of their keys. They leave the batch.
+    ///
+    /// Where memory runs out, it halves the size of the batch instead, and the next steps go on with all texts.
+    ///
+    /// # Errors
+    /// [`DecodeError::Torch`].
+    pub fn step_telling(&mut self, on_tokens: &mut OnTokensOf) -> Result<Vec<Ended>, DecodeError> {
+        let stepped = self.advance();
+        let tried = (self.sequences.len() + self.waiting.len()).min(self.size.get());
+        self.tell(on_tokens);
+        match stepped {
+            Err(panic) if !(panic.out_of_memory && self.shrink(tried / 2)) => return Err(panic.into()),
+            _ => {}
+        }
+        let mut ended = std::mem::take(&mut self.ended);
+        ended.sort_by_key(|(key, _)| *key);
+        Ok(ended)
+    }
+
+    /// Tells new tokens; texts that have ended leave.
+    fn tell(&mut self, on_tokens: &mut OnTokensOf) {
+        // Last row first: `swap_remove` then only moves rows that were already told.
+        for row in (0..self.sequences.len()).rev() {
+            let key = self.keys[row];
+            if self.sequences[row].text.tell(&mut |ids| on_tokens(key, ids)).is_break() {
+                let ended = self.leave(row);
+                self.ended.push(ended);
             }
         }
     }
 
-    /// Runs what the cache lacks of waiting texts, as many as it has rows for.
-    fn begin_waiting(&mut self) -> Result<(), TorchPanic> {
+    fn advance(&mut self) -> Result<(), TorchPanic> {
+        self.admit()?;
+        let prompt_tokens = self.prompt_tokens.get();
+        self.run("the pass over prompts", |stepper, sequences| stepper.run_prompts(sequences, prompt_tokens))?;
+        self.run("decoding a batch", |stepper, sequences| stepper.step(sequences, Drafting::On))
+    }
+
+    /// What was drawn for a token that was not chosen is drawn again after an error.
+    fn run(&mut self, what: &str, run: impl FnOnce(&mut Stepper<'a>, &mut [Sequence])) -> Result<(), TorchPanic> {
+        let state = |sequence: &Sequence| (sequence.has_begun(), sequence.steps);
+        let before: Vec<((bool, usize), Sampler)> =
+            self.sequences.iter().map(|sequence| (state(sequence), sequence.sampler.clone())).collect();
+        let done = guard(what, || no_grad(|| run(&mut self.stepper, &mut self.sequences)));
+        if done.is_err() {
+            let all = self.sequences.iter_mut().zip(before);
+            let unchanged = all.filter(|(sequence, (before, _))| state(sequence) == *before);
+            unchanged.for_each(|(sequence, (_, sampler))| sequence.sampler = sampler);
+        }
+        done
+    }
+
+    /// Gives rows of the cache to waiting texts.
+    fn admit(&mut self) -> Result<(), TorchPanic> {
         if self.more_will_wait() {
             return Ok(());
         }
-        while !self.waiting.is_empty() && self.sequences.len() < self.size.get() {
-            let first = self.sequences.len();
-            let count = self.waiting.len().min(self.size.get() - first);
-            let (keys, sequences): (Vec<_>, Vec<_>) = self.waiting.drain(..count).unzip();
-            self.keys.extend(keys);
-            self.sequences.extend(sequences);
-            if let Err(panic) = self.begin(first) {
-                self.stepper.truncate_rows(first);
-                let back = self.keys.drain(first..).zip(self.sequences.drain(first..));
-                back.rev().for_each(|text| self.waiting.push_front(text));
+        if let Some(tokens) = self.room.filter(|_| !self.waiting.is_empty()) {
+            guard("allocating the cache", || self.stepper.reserve(self.size.get(), tokens.get()))?;
+        }
+        while self.sequences.len() < self.size.get()
+            && let Some((key, sequence)) = self.waiting.pop_front()
+        {
+            if let Err(panic) = guard("allocating the cache", || self.stepper.enter(&sequence)) {
+                self.waiting.push_front((key, sequence));
                 return Err(panic);
             }
-            // Last row first: see below.
-            for row in (first..self.sequences.len()).rev() {
-                if self.sequences[row].text.has_ended() {
-                    let ended = self.leave(row);
-                    self.ended.push(ended);
-                }
-            }
+            self.keys.push(key);
+            self.sequences.push(sequence);
         }
         Ok(())
     }
@@ -160,49 +230,9 @@ impl<'a> SequenceBatch<'a> {
         is_several && few && tokens < TOKENS_WORTH_A_PASS && !self.sequences.is_empty() && !self.has_room()
     }
 
-    /// Runs the sequences from `first` on, which have no rows yet.
-    fn begin(&mut self, first: usize) -> Result<(), TorchPanic> {
-        let (sequences, size, stepper) = (&mut self.sequences[first..], self.size.get(), &mut self.stepper);
-        let samplers: Vec<Sampler> = sequences.iter().map(|sequence| sequence.sampler.clone()).collect();
-        let begun = guard("the pass over prompts", || {
-            if let Some(tokens) = self.room {
-                stepper.reserve(size, tokens.get());
-            }
-            sequences.iter().for_each(|_| stepper.push_row());
-            no_grad(|| stepper.begin_all(sequences, first));
-        });
-        if begun.is_err() {
-            // What was drawn for a token that was not chosen is drawn again.
-            let lost = sequences.iter_mut().zip(samplers).filter(|(sequence, _)| !sequence.has_begun());
-            lost.for_each(|(sequence, sampler)| sequence.sampler = sampler);
-        }
-        begun
-    }
-
-    fn step_all(&mut self) -> Result<Vec<Ended>, TorchPanic> {
-        let mut ended = std::mem::take(&mut self.ended);
-        if self.sequences.is_empty() || !ended.is_empty() {
-            return Ok(ended); // a step that fails would lose them
-        }
-        let samplers: Vec<Sampler> = self.sequences.iter().map(|sequence| sequence.sampler.clone()).collect();
-        let done = guard("decoding a batch", || no_grad(|| self.stepper.step(&mut self.sequences, Drafting::On)));
-        if let Err(panic) = done {
-            self.sequences.iter_mut().zip(samplers).for_each(|(sequence, sampler)| sequence.sampler = sampler);
-            return Err(panic);
-        }
-        // Last row first: `swap_remove` then only moves rows that were already checked.
-        for row in (0..self.sequences.len()).rev() {
-            if self.sequences[row].text.has_ended() {
-                ended.push(self.leave(row));
-            }
-        }
-        Ok(ended)
-    }
-
-    /// Empties the cache, and halves the number of texts that share it; all texts wait to enter it again. Returns whether that was possible.
-    fn halve(&mut self) -> bool {
-        let tried = (self.sequences.len() + self.waiting.len()).min(self.size.get());
-        let Some(size) = NonZeroUsize::new(tried / 2) else { return false };
+    /// Empties the cache, which at most `size` texts share from now on; all texts wait to enter it again. Returns whether that was possible.
+    fn shrink(&mut self, size: usize) -> bool {
+        let Some(size) = NonZeroUsize::new(size) else { return false };
         self.size = size;
         self.stepper.drop_rows();
         let back = self.keys.drain(..).zip(self.sequences.drain(..));
@@ -212,9 +242,14 @@ impl<'a> SequenceBatch<'a> {
 
     fn leave(&mut self, row: usize) -> Ended {
         self.stepper.swap_remove(row);
-        let generation = self.sequences.swap_remove(row).finish();
+        let sequence = self.sequences.swap_remove(row);
+        (self.keys.swap_remove(row), self.finish(sequence))
+    }
+
+    fn finish(&mut self, sequence: Sequence) -> Result<Generation, DecodeError> {
+        let generation = sequence.finish();
         self.left += generation.as_ref().map_or(0, |text| text.new_ids.len() + text.end.len());
-        (self.keys.swap_remove(row), generation)
+        generation
     }
 }
 

@@ -26,7 +26,7 @@ impl<'a> HostLoop<'a> {
     /// A loop with an empty cache.
     pub fn new(engine: Box<dyn Engine + 'a>, drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>) -> Self {
         let mut stepper = Stepper::new(engine, drafter);
-        stepper.push_row();
+        let _ = stepper.push_row();
         Self { stepper, cached: vec![] }
     }
 

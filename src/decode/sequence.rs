@@ -70,11 +70,11 @@ impl Sequence {
         self.penalty.see(&[self.root().id]);
     }
 
-    /// The drafter's view of the text.
-    pub(super) fn text_so_far(&self) -> TextSoFar<'_> {
+    /// The drafter's view of the text in a row.
+    pub(super) fn text_so_far(&self, row: usize) -> TextSoFar<'_> {
         let hidden_1h = self.hidden_1h.as_ref().expect("a drafted text keeps it");
         let sampling = self.sampler.sampling();
-        TextSoFar { ids: self.text.ids(), root: self.root(), hidden_1h, sampling, stream: self.stream }
+        TextSoFar { row, ids: self.text.ids(), root: self.root(), hidden_1h, sampling, stream: self.stream }
     }
 
     /// The token after the prompt, chosen from `hidden_1h` `[1, H]`.

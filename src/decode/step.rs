@@ -4,20 +4,22 @@
 //! A node behind the context's end or `max_new_tokens` is computed with the others and never becomes text.
 
 // N new tokens, H hidden, V vocabulary
+use std::rc::Rc;
+
 use tch::Tensor;
 
 use super::sequence::Sequence;
 use super::verify::{Verdict, first_root, verify};
-use crate::draft::memory::Memory;
 use crate::draft::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
-use crate::engine::prefill::{PREFILL_CHUNK, prefill, prefill_several};
 use crate::engine::sample::{Chosen, Sampler, next_of_each};
-use crate::engine::{Engine, PromptPass, RowTokens};
+use crate::engine::{Engine, RowTokens};
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::NO_TOKEN;
 use crate::model::new_tokens::NewTokens;
 use crate::torch::{memory, upload};
 use crate::tree::accept::Acceptance;
+
+mod prompts;
 
 /// Whether a text is decoded with the drafter's guesses, where there is a drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,6 +40,8 @@ pub struct Stepper<'a> {
     seen: Vec<usize>,
     /// A token behind the cache.
     one: NewTokens,
+    /// The tokens of the last piece of a prompt.
+    chain: Option<Rc<NewTokens>>,
 }
 
 impl<'a> Stepper<'a> {
@@ -46,7 +50,7 @@ impl<'a> Stepper<'a> {
         let backbone = engine.backbone();
         let one = NewTokens::chain(1, &backbone.config, backbone.kind(), backbone.device());
         let cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
-        Self { engine, cache, drafter, seen: vec![], one }
+        Self { engine, cache, drafter, seen: vec![], one, chain: None }
     }
 
     /// Who computes.
@@ -65,11 +69,6 @@ impl<'a> Stepper<'a> {
         &mut self.cache
     }
 
-    /// Whether there is a drafter.
-    pub(super) fn drafts(&self) -> bool {
-        self.drafter.is_some()
-    }
-
     /// Allocates the cache for so many rows of so many tokens each, unless it has that room.
     pub(super) fn reserve(&mut self, rows: usize, tokens: usize) {
         self.cache.reserve(rows as i64, tokens as i64);
@@ -77,9 +76,9 @@ impl<'a> Stepper<'a> {
 
     /// Drops all rows and returns their memory to the device.
     pub(super) fn drop_rows(&mut self) {
+        (0..self.seen.len()).rev().for_each(|row| self.swap_remove(row));
         let backbone = self.engine.backbone();
         self.cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
-        self.seen.clear();
         memory::release_cached(self.engine.backbone().device());
     }
 
@@ -88,11 +87,12 @@ impl<'a> Stepper<'a> {
         self.drafter.iter_mut().for_each(|(drafter, _)| drafter.forget());
     }
 
-    /// Adds an empty row.
-    pub(super) fn push_row(&mut self) {
-        self.cache.push();
+    /// Adds an empty row; returns its index.
+    pub(super) fn push_row(&mut self) -> usize {
+        let row = self.cache.push();
         self.seen.push(0);
         self.drafter.iter_mut().for_each(|(drafter, _)| drafter.push_row());
+        row
     }
 
     /// Keeps only the first `tokens` tokens of a row.
@@ -112,143 +112,58 @@ impl<'a> Stepper<'a> {
         self.drafter.iter_mut().for_each(|(drafter, _)| drafter.swap_remove(row));
     }
 
-    /// Removes the rows from `rows` on.
-    pub(super) fn truncate_rows(&mut self, rows: usize) {
-        (rows..self.seen.len()).rev().for_each(|row| self.swap_remove(row));
+    /// Whether a row lacks nothing of its sequence: it holds all keys and values that a step needs, or the text has ended.
+    fn is_computed(&self, sequence: &Sequence, row: usize) -> bool {
+        let all = || self.cache.len(row) == sequence.computed().len() as i64;
+        sequence.has_begun() && (sequence.text.has_ended() || all())
     }
 
-    /// Computes what a row of the cache lacks of a sequence's prompt, its last token in any case, and chooses the token after it.
-    pub(super) fn begin(&mut self, sequence: &mut Sequence, row: usize, drafting: Drafting) {
-        if drafting == Drafting::On {
-            self.begin_text(sequence, row);
-        }
-        let hidden_1h = self.prefill(sequence, row, drafting);
-        let logits_1v = self.engine.logits(&hidden_1h);
-        let root = match &self.drafter {
-            Some((_, acceptance)) if drafting == Drafting::On => first_root(*acceptance, &logits_1v, sequence),
-            _ => sequence.sampler.next(&sequence.penalty.of_text(&logits_1v)),
-        };
-        sequence.begin(root, hidden_1h);
-    }
-
-    /// Computes sequences that were not begun, or whose keys and values were dropped; sequence i is in row `first + i`. A new one gets its
-    /// first token, one that goes on keeps its root and is otherwise as after its last step.
-    pub(super) fn begin_all(&mut self, sequences: &mut [Sequence], first: usize) {
-        let tokens = match self.engine.prompt_pass() {
-            PromptPass::OfSeveral { tokens } if self.drafter.is_none() => tokens,
-            _ => {
-                return sequences
-                    .iter_mut()
-                    .zip(first..)
-                    .for_each(|(sequence, row)| self.begin_or_go_on(sequence, row));
-            }
-        };
-        let mut begun = 0;
-        while begun < sequences.len() {
-            let count = fitting(&sequences[begun..], tokens);
-            self.begin_pass(&mut sequences[begun..begun + count], first + begun, tokens);
-            begun += count;
-        }
-    }
-
-    fn begin_or_go_on(&mut self, sequence: &mut Sequence, row: usize) {
-        if sequence.has_begun() {
-            let _ = self.prefill(sequence, row, Drafting::Off);
-        } else {
-            self.begin(sequence, row, Drafting::On);
-        }
-    }
-
-    /// [`Stepper::begin_all`] of sequences that fit one pass, or of one that needs several.
-    fn begin_pass(&mut self, sequences: &mut [Sequence], first: usize, tokens: usize) {
-        let prompts: Vec<&[i64]> = sequences.iter().map(Sequence::computed).collect();
-        let hidden_bh = match prompts[..] {
-            [one] => prefill(tokens, &*self.engine, (&mut self.cache, first), one, &mut |_, _| {}),
-            _ => prefill_several(&*self.engine, (&mut self.cache, first), &prompts),
-        };
-        let is_new = |(at, sequence): (usize, &Sequence)| (!sequence.has_begun()).then_some(at as i64);
-        let new: Vec<i64> = sequences.iter().enumerate().filter_map(is_new).collect();
-        if new.is_empty() {
-            return;
-        }
-        let hidden_nh = hidden_bh.index_select(0, &upload(&new, hidden_bh.device()));
-        let logits_nv = self.engine.logits(&hidden_nh);
-        let mut beginning: Vec<&mut Sequence> = sequences.iter_mut().filter(|sequence| !sequence.has_begun()).collect();
-        let roots = next_roots(&logits_nv, &mut beginning);
-        for ((sequence, root), row) in beginning.into_iter().zip(roots).zip(0..) {
-            sequence.begin(root, hidden_nh.narrow(0, row, 1));
-        }
-    }
-
-    /// Tells a drafter that remembers texts of a new one. If the text would depend on what it remembers, it learns the whole prompt anew.
-    fn begin_text(&mut self, sequence: &Sequence, row: usize) {
-        let Some((_, acceptance)) = self.drafter.as_ref().filter(|(drafter, _)| drafter.remembers()) else { return };
-        let temperature = sequence.sampler.sampling().temperature.get();
-        let memory = if acceptance.depends_on_guesses(temperature) { Memory::OfText } else { Memory::Common };
-        if memory == Memory::OfText {
-            self.truncate(row, 0);
-        }
-        self.drafter.iter_mut().for_each(|(drafter, _)| drafter.begin_text(row, memory));
-    }
-
-    /// Runs what a row lacks of a prompt, and returns the last token's hidden state, `[1, H]`.
-    fn prefill(&mut self, sequence: &Sequence, row: usize, drafting: Drafting) -> Tensor {
-        let Self { engine, cache, drafter, seen, .. } = self;
-        let following = drafter.as_mut().filter(|(drafter, _)| drafting == Drafting::On && drafter.follows());
-        if following.is_some() {
-            cache.truncate(row, seen[row] as i64); // a text without guesses was committed without the drafter
-        }
-        let cached = cache.len(row).unsigned_abs() as usize;
-        let mut following = following.map(|(drafter, _)| drafter);
-        let mut tell = |ids: &[i64], hidden_nh: Tensor| {
-            if let Some(drafter) = &mut following {
-                drafter.committed(row, &CommittedTokens { ids, hidden_nh });
-                seen[row] += ids.len();
-            }
-        };
-        prefill(PREFILL_CHUNK, &**engine, (cache, row), &sequence.computed()[cached..], &mut tell)
-    }
-
-    /// One step of sequences that have begun; sequence i is in row i of the cache.
+    /// One step of all sequences whose prompts are computed and whose texts have not ended; sequence i is in row i of the cache.
     pub(super) fn step(&mut self, sequences: &mut [Sequence], drafting: Drafting) {
+        let is_in = |(row, sequence): (usize, &Sequence)| {
+            (self.is_computed(sequence, row) && !sequence.text.has_ended()).then_some(row)
+        };
+        let rows: Vec<usize> = sequences.iter().enumerate().filter_map(is_in).collect();
         match drafting {
-            Drafting::On if self.drafter.is_some() => self.drafted_step(sequences),
-            _ => self.plain_step(sequences),
+            _ if rows.is_empty() => {}
+            Drafting::On if self.drafter.is_some() => self.drafted_step(sequences, &rows),
+            _ => self.plain_step(sequences, &rows),
         }
     }
 
-    fn plain_step(&mut self, sequences: &mut [Sequence]) {
-        let roots_b = match &*sequences {
+    fn plain_step(&mut self, sequences: &mut [Sequence], rows: &[usize]) {
+        let mut stepping = at_rows(sequences, rows);
+        let roots_b = match &stepping[..] {
             [one] => one.root().on_device(self.engine.backbone().device()),
             all => {
                 let roots: Vec<i64> = all.iter().map(|sequence| sequence.root().id).collect();
                 upload(&roots, self.engine.backbone().device())
             }
         };
-        let hidden_bh = self.engine.extend_all(&mut self.cache, &roots_b, &self.one);
+        let hidden_bh = self.engine.extend_each(&mut self.cache, &roots_b, rows, &self.one);
         let logits_bv = self.engine.logits(&hidden_bh);
-        sequences.iter_mut().for_each(Sequence::see_root);
-        let next = next_roots(&logits_bv, &mut sequences.iter_mut().collect::<Vec<_>>());
+        stepping.iter_mut().for_each(|sequence| sequence.see_root());
+        let next = next_roots(&logits_bv, &mut stepping);
         // Only now: a step that runs out of memory before can be repeated.
-        for (row, (sequence, next)) in sequences.iter_mut().zip(next).enumerate() {
+        for ((sequence, next), &row) in stepping.into_iter().zip(next).zip(rows) {
             self.cache.commit(row, 1);
             sequence.go_on(&[sequence.root().id], next, None);
         }
     }
 
-    fn drafted_step(&mut self, sequences: &mut [Sequence]) {
-        let texts: Vec<TextSoFar> = sequences.iter().map(Sequence::text_so_far).collect();
+    fn drafted_step(&mut self, sequences: &mut [Sequence], rows: &[usize]) {
+        let texts: Vec<TextSoFar> = rows.iter().map(|&row| sequences[row].text_so_far(row)).collect();
         let (drafter, _) = self.drafter.as_mut().expect("asked before");
         let proposals = drafter.propose(&texts);
-        let rows: Vec<RowTokens> =
-            proposals.iter().zip(0..).map(|(proposal, row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();
-        let hidden_nh = self.engine.extend(&mut self.cache, &tokens_of(&proposals), &rows);
+        let batch: Vec<RowTokens> =
+            proposals.iter().zip(rows).map(|(proposal, &row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();
+        let hidden_nh = self.engine.extend(&mut self.cache, &tokens_of(&proposals), &batch);
         let logits_nv = self.engine.logits(&read_of(&hidden_nh, &proposals));
         let (mut nodes, mut read) = (Slices::of(&hidden_nh), Slices::of(&logits_nv));
-        for (row, (sequence, proposal)) in sequences.iter_mut().zip(&proposals).enumerate() {
+        for (proposal, &row) in proposals.iter().zip(rows) {
             let hidden_nh = nodes.next(proposal.tree.nodes.len());
             let logits_nv = read.next(proposal.tree.read().count() as i64);
-            self.settle(row, sequence, proposal, [&hidden_nh, &logits_nv]);
+            self.settle(row, &mut sequences[row], proposal, [&hidden_nh, &logits_nv]);
         }
     }
 
@@ -343,14 +258,10 @@ fn tokens_of(proposals: &[Proposal]) -> Tensor {
     }
 }
 
-/// How many of the first sequences fit a pass of so many tokens; at least one.
-fn fitting(sequences: &[Sequence], tokens: usize) -> usize {
-    let mut sum = 0;
-    let fits = |sequence: &&Sequence| {
-        sum += sequence.computed().len();
-        sum <= tokens
-    };
-    sequences.iter().take_while(fits).count().max(1)
+/// The sequences in these rows, which ascend; sequence i is in row i.
+fn at_rows<'s>(sequences: &'s mut [Sequence], rows: &[usize]) -> Vec<&'s mut Sequence> {
+    let is_in = |(row, _): &(usize, &mut Sequence)| rows.binary_search(row).is_ok();
+    sequences.iter_mut().enumerate().filter(is_in).map(|(_, sequence)| sequence).collect()
 }
 
 /// The token after each sequence's last, of logits `[B, V]`; spare rows may follow.

@@ -48,6 +48,11 @@ impl Transcript {
         }
     }
 
+    /// When it was asked for.
+    pub(super) fn started(&self) -> Instant {
+        self.started
+    }
+
     /// Prompt and new tokens so far.
     pub fn ids(&self) -> &[i64] {
         &self.ids

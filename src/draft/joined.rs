@@ -68,12 +68,12 @@ impl<'a> JoinedDrafter<'a> {
 impl Drafter for JoinedDrafter<'_> {
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
         let mut of_parts: Vec<_> = self.parts.iter_mut().map(|part| part.propose(batch).into_iter()).collect();
-        let mut join = |(row, text): (usize, &TextSoFar)| {
+        let mut join = |text: &TextSoFar| {
             let proposals: Vec<Proposal> = of_parts.iter_mut().filter_map(Iterator::next).collect();
-            self.count_hits(row, text.ids);
-            self.merge(row, text.ids, &proposals)
+            self.count_hits(text.row, text.ids);
+            self.merge(text.row, text.ids, &proposals)
         };
-        batch.iter().enumerate().map(&mut join).collect()
+        batch.iter().map(&mut join).collect()
     }
 
     fn follows(&self) -> bool {
@@ -161,7 +161,7 @@ mod tests {
         let hidden_1h = Tensor::zeros([1, 1], (Kind::Float, Device::Cpu));
         let root = Chosen::on_host(1);
         let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
-        let text = TextSoFar { ids: &[1, 2, 1], root: &root, hidden_1h: &hidden_1h, sampling, stream };
+        let text = TextSoFar { row: 0, ids: &[1, 2, 1], root: &root, hidden_1h: &hidden_1h, sampling, stream };
         let _ = drafter.propose(&[text]);
         assert_eq!(drafter.guessed[0].len(), 1);
         drafter.committed(0, &CommittedTokens { ids: &[2, 1, 2], hidden_nh: hidden_1h.shallow_clone() });

@@ -66,8 +66,8 @@ impl<'a> LookaheadDrafter<'a> {
         self.size
     }
 
-    fn proposal(&mut self, text: &TextSoFar, row: usize) -> Proposal {
-        let (row, size, root) = (&mut self.rows[row], self.size, text.root.id);
+    fn proposal(&mut self, text: &TextSoFar) -> Proposal {
+        let (row, size, root) = (&mut self.rows[text.row], self.size, text.root.id);
         let window = row.window.get_or_insert_with(|| JacobiWindow::new(size, text.ids));
         let tokens = WindowTokens { window: self.window.clone(), tokens: window.tokens() };
         self.trees.with_window(&row.pool.tree(root), Some(tokens))
@@ -76,7 +76,7 @@ impl<'a> LookaheadDrafter<'a> {
 
 impl Drafter for LookaheadDrafter<'_> {
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
-        batch.iter().enumerate().map(|(row, text)| self.proposal(text, row)).collect()
+        batch.iter().map(|text| self.proposal(text)).collect()
     }
 
     fn follows(&self) -> bool {
@@ -276,7 +276,7 @@ mod tests {
         drafter.committed(0, &tokens(&[1, 2, 3]));
         let (root, hidden_1h) = (Chosen::on_host(4), Tensor::zeros([1, 1], (Kind::Float, Device::Cpu)));
         let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
-        let text = TextSoFar { ids: &[1, 2, 3, 4], root: &root, hidden_1h: &hidden_1h, sampling, stream };
+        let text = TextSoFar { row: 0, ids: &[1, 2, 3, 4], root: &root, hidden_1h: &hidden_1h, sampling, stream };
         let proposal = drafter.propose(&[text]).remove(0);
         let logits_nv = Tensor::zeros([3, 50], (Kind::Float, Device::Cpu));
         let verified = VerifiedTree { proposal: &proposal, logits_nv: &logits_nv, path: &[0], accepted: tokens(&[4]) };

@@ -32,10 +32,11 @@ pub mod tree_cache;
 
 /// Guesses the next tokens of texts.
 ///
-/// Text i of a batch is row i of the backbone's KV cache. Every drafter is told when a row is added, truncated or removed; one that
+/// A text is a row of the backbone's KV cache. Every drafter is told when a row is added, truncated or removed; one that
 /// [follows](Drafter::follows) the rows is also told what is committed to them and what was verified.
 pub trait Drafter: fmt::Debug {
-    /// Proposes a tree of guesses below each text's root, for all texts in one call.
+    /// Proposes a tree of guesses below each text's root, for all texts of a step in one call. Their rows ascend; there may be others, whose
+    /// prompts are not computed yet.
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal>;
 
     /// Whether [`Drafter::committed`] and [`Drafter::verified`] are called.
@@ -97,6 +98,8 @@ pub struct VerifiedTree<'s> {
 /// A text to draft for.
 #[derive(Debug, Clone, Copy)]
 pub struct TextSoFar<'s> {
+    /// Its row of the backbone's KV cache.
+    pub row: usize,
     /// Prompt and new tokens. The last one is the root: the backbone has chosen it but not run it yet.
     pub ids: &'s [i64],
     /// The root.

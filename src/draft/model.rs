@@ -99,7 +99,8 @@ impl<'a> ModelGuesser<'a> {
     }
 
     /// Computes a row's root, behind what the cache lacks of its text; returns its hidden state, `[1, H]`.
-    fn run_root(&mut self, row: usize, text: &TextSoFar) -> Tensor {
+    fn run_root(&mut self, text: &TextSoFar) -> Tensor {
+        let row = text.row;
         debug_assert_eq!(self.rows[row].text.len() + 1, text.ids.len());
         let root = self.known(text.root.id);
         let rest = [self.rewind(row), vec![root]].concat();
@@ -122,8 +123,9 @@ impl<'a> ModelGuesser<'a> {
         let parts = self.parts(frontier);
         let tokens: Vec<i64> = parts.iter().flat_map(|part| part.tokens.iter().copied()).collect();
         let tokens_n = Tensor::from_slice(&tokens).to_device(self.engine.backbone().device());
-        let hidden_nh = if parts.len() == self.rows.len() && parts.iter().all(|part| part.forest.is_none()) {
-            self.engine.extend_all(&mut self.cache, &tokens_n, &self.one)
+        let hidden_nh = if parts.iter().all(|part| part.forest.is_none()) {
+            let rows: Vec<usize> = parts.iter().map(|part| part.row).collect();
+            self.engine.extend_each(&mut self.cache, &tokens_n, &rows, &self.one)
         } else {
             let rows =
                 parts.iter().map(|part| RowTokens { row: part.row, nodes: part.forest.as_ref().unwrap_or(&self.one) });
@@ -140,11 +142,11 @@ impl<'a> ModelGuesser<'a> {
     fn parts(&mut self, frontier: &[FrontierNode]) -> Vec<Part> {
         let before = std::mem::take(&mut self.frontier);
         let mut parts = vec![];
-        for (row, text) in self.texts.iter_mut().enumerate() {
+        for (at, text) in self.texts.iter_mut().enumerate() {
             let first = text.len();
-            let own = frontier.iter().filter(|node| before[node.parent].0 == row);
+            let own = frontier.iter().filter(|node| before[node.parent].0 == at);
             if !text.fits {
-                self.frontier.extend(own.map(|_| (row, 0)));
+                self.frontier.extend(own.map(|_| (at, 0)));
                 continue;
             }
             for node in own {
@@ -152,9 +154,9 @@ impl<'a> ModelGuesser<'a> {
                 text.add(parent, node.token);
             }
             let asked = text.len() - first;
-            self.frontier.extend((first..text.len()).map(|node| (row, node)));
+            self.frontier.extend((first..text.len()).map(|node| (at, node)));
             if asked > 0 {
-                parts.push(text.part(row, asked, &*self.engine));
+                parts.push(text.part(asked, &*self.engine));
             }
         }
         parts
@@ -182,8 +184,9 @@ impl LevelGuesser for ModelGuesser<'_> {
         let text = |text: &TextSoFar| GuessedText::new(text, self.guessing, self.fits(text.ids.len()));
         self.texts = batch.iter().map(text).collect();
         self.frontier = (0..batch.len()).map(|text| (text, 0)).collect();
-        let rows: Vec<usize> = (0..batch.len()).filter(|&row| self.texts[row].fits).collect();
-        let hidden: Vec<Tensor> = rows.into_iter().map(|row| self.run_root(row, &batch[row])).collect();
+        let fits: Vec<bool> = self.texts.iter().map(|text| text.fits).collect();
+        let fitting = batch.iter().zip(fits).filter(|(_, fits)| *fits);
+        let hidden: Vec<Tensor> = fitting.map(|(text, _)| self.run_root(text)).collect();
         self.roots_fh = (!hidden.is_empty()).then(|| Tensor::cat(&hidden, 0));
     }
 

@@ -56,8 +56,8 @@ impl<'a> RecyclingDrafter<'a> {
 impl Drafter for RecyclingDrafter<'_> {
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
         let Self { trees, successors, .. } = self;
-        let propose = |(row, text): (usize, &TextSoFar)| trees.proposal(&successors.of(row).tree(text.root.id));
-        batch.iter().enumerate().map(propose).collect()
+        let propose = |text: &TextSoFar| trees.proposal(&successors.of(text.row).tree(text.root.id));
+        batch.iter().map(propose).collect()
     }
 
     fn follows(&self) -> bool {

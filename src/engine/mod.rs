@@ -34,10 +34,10 @@ pub trait Engine: fmt::Debug {
     /// holds them sequence after sequence. Returns the hidden states after the final norm, `[N, H]`; padding rows may follow.
     fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor;
 
-    /// Runs one new token after every row of the cache, in row order: `tokens_b` `[B]`; `token` holds the position and mask of
+    /// Runs one new token after each of these rows of the cache, which ascend: `tokens_b` `[B]`; `token` holds the position and mask of
     /// each. Returns hidden states as [`Engine::extend`] does.
-    fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
-        let batch = in_all_rows(cache, token);
+    fn extend_each(&self, cache: &mut KvCache, tokens_b: &Tensor, rows: &[usize], token: &NewTokens) -> Tensor {
+        let batch: Vec<RowTokens> = rows.iter().map(|&row| RowTokens { row, nodes: token }).collect();
         self.extend(cache, tokens_b, &batch)
     }
 
@@ -69,11 +69,6 @@ pub struct RowTokens<'s> {
     pub row: usize,
     /// Their position offsets, and which of them attend to which.
     pub nodes: &'s NewTokens,
-}
-
-/// The same `nodes` in every row.
-fn in_all_rows<'s>(cache: &KvCache, nodes: &'s NewTokens) -> Vec<RowTokens<'s>> {
-    (0..cache.rows()).map(|row| RowTokens { row, nodes }).collect()
 }
 
 /// Each sequence with its slice of `tokens_n`.

@@ -1,12 +1,11 @@
-//! Runs prompts: one in chunks, so that what attention takes of memory is bounded, whatever the prompt's length; or several in one pass.
+//! Runs a prompt in chunks, so that what attention takes of memory is bounded, whatever the prompt's length.
 
-// B prompts, N tokens of a pass, H hidden size
+// N tokens of a pass, H hidden size
 use tch::Tensor;
 
 use super::{Engine, RowTokens};
 use crate::model::kv_cache::KvCache;
 use crate::model::new_tokens::NewTokens;
-use crate::torch::upload;
 
 /// Tokens of a prompt that are computed together.
 pub const PREFILL_CHUNK: usize = 512;
@@ -34,22 +33,4 @@ pub fn prefill(
         on_chunk(piece, hidden_nh.narrow(0, 0, nodes.len()));
     }
     hidden_1h.expect("a prompt has at least one token that is not cached")
-}
-
-/// Runs several prompts, each of at least one token, in one pass: prompt i behind row `first + i` of the cache. Returns the hidden state of
-/// each one's last token, `[B, H]`.
-pub fn prefill_several(engine: &dyn Engine, (cache, first): (&mut KvCache, usize), prompts: &[&[i64]]) -> Tensor {
-    let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
-    let chain = |prompt: &&[i64]| NewTokens::chain(prompt.len() as i64, &engine.backbone().config, kind, device);
-    let chains: Vec<NewTokens> = prompts.iter().map(chain).collect();
-    let rows: Vec<RowTokens> = chains.iter().zip(first..).map(|(nodes, row)| RowTokens { row, nodes }).collect();
-    let hidden_nh = engine.extend(cache, &upload(&prompts.concat(), device), &rows);
-    let mut end = 0;
-    let last_of = |of_row: &RowTokens| {
-        cache.commit(of_row.row, of_row.nodes.len());
-        end += of_row.nodes.len();
-        end - 1
-    };
-    let last: Vec<i64> = rows.iter().map(last_of).collect();
-    hidden_nh.index_select(0, &upload(&last, device))
 }

@@ -4,12 +4,13 @@ use std::num::NonZeroUsize;
 
 use tch::{Device, Tensor};
 
-use super::{Engine, PromptPass, RowTokens, each_row, in_all_rows};
+use super::{Engine, PromptPass, RowTokens, each_row};
 use crate::model::batch_step::{FEWEST_ROWS, MOST_ROWS, padded};
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::model::new_tokens::NewTokens;
+use crate::torch::upload;
 
 /// Tokens in a pass over several prompts: many more than the few hundred from which on products are bound by arithmetic, and few enough
 /// that their activations are small beside the weights.
@@ -91,12 +92,18 @@ impl Engine for TchEngine<'_> {
         Tensor::cat(&rows.iter().map(&mut run).collect::<Vec<_>>(), 0)
     }
 
-    fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
-        if self.rows != RowsOfPass::Single {
+    /// What is computed for the other rows is dropped.
+    fn extend_each(&self, cache: &mut KvCache, tokens_b: &Tensor, rows: &[usize], token: &NewTokens) -> Tensor {
+        if self.rows == RowsOfPass::Single {
+            let batch: Vec<RowTokens> = rows.iter().map(|&row| RowTokens { row, nodes: token }).collect();
+            return self.extend(cache, tokens_b, &batch);
+        }
+        if rows.len() == cache.rows() {
             return self.backbone.extend_rows(tokens_b, cache);
         }
-        let batch = in_all_rows(cache, token);
-        self.extend(cache, tokens_b, &batch)
+        let rows_b = upload(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>(), tokens_b.device());
+        let of_all = Tensor::zeros([cache.rows() as i64], (tokens_b.kind(), tokens_b.device()));
+        self.backbone.extend_rows(&of_all.index_copy(0, &rows_b, tokens_b), cache).index_select(0, &rows_b)
     }
 
     fn prompt_pass(&self) -> PromptPass {

@@ -182,9 +182,9 @@ impl Engine for &Counted<'_> {
         self.engine.extend(cache, tokens_n, batch)
     }
 
-    fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
+    fn extend_each(&self, cache: &mut KvCache, tokens_b: &Tensor, rows: &[usize], token: &NewTokens) -> Tensor {
         self.steps.set(self.steps.get() + 1);
-        self.engine.extend_all(cache, tokens_b, token)
+        self.engine.extend_each(cache, tokens_b, rows, token)
     }
 
     fn prompt_pass(&self) -> PromptPass {
@@ -227,9 +227,9 @@ impl Engine for Cramped<'_> {
         self.engine.extend(cache, tokens_n, batch)
     }
 
-    fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
+    fn extend_each(&self, cache: &mut KvCache, tokens_b: &Tensor, rows: &[usize], token: &NewTokens) -> Tensor {
         self.call();
-        self.engine.extend_all(cache, tokens_b, token)
+        self.engine.extend_each(cache, tokens_b, rows, token)
     }
 
     fn prompt_pass(&self) -> PromptPass {
@@ -292,7 +292,8 @@ fn a_prompts_bits_do_not_depend_on_the_batch() {
             batch.enter(key, &Request::greedy(&[7, 3, 9], 20)).unwrap();
         }
         batch.enter(others, &Request::greedy(&prompt, 20)).unwrap();
-        batch.begin_waiting().unwrap();
+        batch.admit().unwrap();
+        no_grad(|| batch.stepper.run_prompts(&mut batch.sequences, usize::MAX));
         batch.stepper.cache().committed(others)
     };
     assert_eq!(keys_and_values_behind(0), keys_and_values_behind(2));

@@ -54,13 +54,13 @@ impl<'a> HydraLevels<'a> {
 
     /// What the heads read of each text, `[B, H]`.
     fn states(&self, batch: &[TextSoFar]) -> Tensor {
-        let of_text = |(row, text): (usize, &TextSoFar)| match &self.prefix {
-            Some((_, rows)) => rows.state(row).shallow_clone(),
+        let of_text = |text: &TextSoFar| match &self.prefix {
+            Some((_, rows)) => rows.state(text.row).shallow_clone(),
             None => text.hidden_1h.shallow_clone(),
         };
         match batch {
-            [text] => of_text((0, text)),
-            _ => Tensor::cat(&batch.iter().enumerate().map(of_text).collect::<Vec<_>>(), 0),
+            [text] => of_text(text),
+            _ => Tensor::cat(&batch.iter().map(of_text).collect::<Vec<_>>(), 0),
         }
     }
 
@@ -162,7 +162,9 @@ mod tests {
         let roots = [3, 7].map(Chosen::on_host);
         let hidden: Vec<Tensor> = (0..2).map(|text| hidden_bh.narrow(0, text, 1)).collect();
         let batch: Vec<TextSoFar> = (roots.iter().zip(&hidden))
-            .map(|(root, hidden_1h)| TextSoFar {
+            .enumerate()
+            .map(|(row, (root, hidden_1h))| TextSoFar {
+                row,
                 ids: &[],
                 root,
                 hidden_1h,

@@ -24,6 +24,8 @@ pub enum Guessing {
 /// The tree of a text as far as it was computed.
 #[derive(Debug)]
 pub(super) struct GuessedText {
+    /// Its row of the cache.
+    row: usize,
     /// Whether the draft model's context has room for text and tree; otherwise nothing is computed.
     pub(super) fits: bool,
     /// Draws the guesses; `None` if they are the most probable tokens.
@@ -57,7 +59,7 @@ impl GuessedText {
         let draws = text.sampling.temperature.get() > 0.0 && guessing == Guessing::Drawn;
         let sampler = draws.then(|| Sampler::of_guesses(text.sampling, text.stream, text.ids.len()));
         let root = GuessedNode { parent: 0, token: text.root.id, drawn: DrawnChildren::default() };
-        Self { fits, sampler, nodes: vec![root], committed: 1 }
+        Self { row: text.row, fits, sampler, nodes: vec![root], committed: 1 }
     }
 
     /// Adds a node below another one.
@@ -71,8 +73,8 @@ impl GuessedText {
     }
 
     /// What runs to compute the last `asked` nodes.
-    pub(super) fn part(&mut self, row: usize, asked: usize, engine: &dyn Engine) -> Part {
-        let model = engine.backbone();
+    pub(super) fn part(&mut self, asked: usize, engine: &dyn Engine) -> Part {
+        let (model, row) = (engine.backbone(), self.row);
         let tokens = |nodes: &[GuessedNode]| nodes.iter().map(|node| node.token).collect();
         if asked == 1 && self.committed + 1 == self.nodes.len() {
             self.committed += 1;

@@ -83,9 +83,9 @@ impl<'a> Texts<'a> {
         let hidden_1h = Tensor::zeros([1, 1], (Kind::Double, Device::Cpu));
         let roots: Vec<Chosen> = self.texts.iter().map(|(_, ids)| Chosen::on_host(ids[ids.len() - 1])).collect();
         let hidden_1h = &hidden_1h;
-        let batch = self.texts.iter().zip(&roots).map(|((index, ids), root)| {
+        let batch = self.texts.iter().zip(&roots).enumerate().map(|(row, ((index, ids), root))| {
             let stream = Stream { seed: 3, index: *index, ..Stream::default() };
-            TextSoFar { ids, root, hidden_1h, sampling: self.sampling, stream }
+            TextSoFar { row, ids, root, hidden_1h, sampling: self.sampling, stream }
         });
         let batch: Vec<TextSoFar> = batch.collect();
         no_grad(|| self.drafter.propose(&batch))

@@ -1,0 +1,179 @@
+//! Prompts of texts: in pieces, so that what attention takes of memory is bounded, and several in a pass where the engine can.
+
+// N tokens of a pass, H hidden, V vocabulary
+use std::rc::Rc;
+
+use tch::Tensor;
+
+use super::{Drafting, Stepper, next_roots, rows_of};
+use crate::decode::sequence::Sequence;
+use crate::decode::verify::first_root;
+use crate::draft::CommittedTokens;
+use crate::draft::memory::Memory;
+use crate::engine::prefill::PREFILL_CHUNK;
+use crate::engine::sample::Chosen;
+use crate::engine::{PromptPass, RowTokens};
+use crate::model::new_tokens::NewTokens;
+use crate::torch::upload;
+
+/// The next tokens of a text whose keys and values are computed.
+#[derive(Debug, Clone, Copy)]
+struct PromptPiece {
+    row: usize,
+    tokens: usize,
+}
+
+impl Stepper<'_> {
+    /// Computes what a row of the cache lacks of a sequence's prompt, its last token in any case, and chooses the token after it.
+    pub(in crate::decode) fn begin(&mut self, sequence: &mut Sequence, row: usize, drafting: Drafting) {
+        if drafting == Drafting::On {
+            self.begin_text(sequence, row);
+            if self.drafter.as_ref().is_some_and(|(drafter, _)| drafter.follows()) {
+                let seen = self.seen[row];
+                self.cache.truncate(row, seen as i64); // a text without guesses was committed without the drafter
+            }
+        }
+        let sequences = std::slice::from_mut(sequence);
+        while !self.is_computed(&sequences[0], row) {
+            let tokens = self.lacking(&sequences[0], row).min(PREFILL_CHUNK);
+            self.run_pieces(sequences, row, &[PromptPiece { row, tokens }], drafting);
+        }
+    }
+
+    /// Adds an empty row for a sequence that was not begun, or whose keys and values were dropped.
+    pub(in crate::decode) fn enter(&mut self, sequence: &Sequence) {
+        let row = self.push_row();
+        self.begin_text(sequence, row);
+    }
+
+    /// Computes up to `tokens` tokens of prompts, those of the texts that came first before others, and chooses the token after each prompt that is
+    /// whole; sequence i is in row i. A sequence that had begun before its keys and values were dropped keeps its root, and is otherwise as
+    /// after its last step. On engines that run one prompt at a time, a piece has [`PREFILL_CHUNK`] tokens, or `tokens` if that is less, and
+    /// the last one is finished: so the bits of a prompt do not depend on the others.
+    pub(in crate::decode) fn run_prompts(&mut self, sequences: &mut [Sequence], tokens: usize) {
+        let mut done = 0;
+        while done < tokens {
+            let pieces = match self.engine.prompt_pass() {
+                PromptPass::OfOne => self.pieces(sequences, [1, PREFILL_CHUNK.min(tokens)]),
+                PromptPass::OfSeveral { tokens: of_pass } => {
+                    self.pieces(sequences, [usize::MAX, of_pass.min(tokens - done)])
+                }
+            };
+            if pieces.is_empty() {
+                return;
+            }
+            done += pieces.iter().map(|piece| piece.tokens).sum::<usize>();
+            self.run_pieces(sequences, 0, &pieces, Drafting::On);
+        }
+    }
+
+    /// What a pass runs: at most `tokens` tokens of the oldest `texts`, in the order of their rows.
+    fn pieces(&self, sequences: &[Sequence], [texts, tokens]: [usize; 2]) -> Vec<PromptPiece> {
+        let mut waiting: Vec<usize> =
+            (0..sequences.len()).filter(|&row| !self.is_computed(&sequences[row], row)).collect();
+        waiting.sort_by_key(|&row| sequences[row].text.started());
+        let mut left = tokens;
+        let piece = |row| {
+            let tokens = self.lacking(&sequences[row], row).min(left);
+            left -= tokens;
+            PromptPiece { row, tokens }
+        };
+        let mut pieces: Vec<PromptPiece> = waiting.into_iter().take(texts).map(piece).collect();
+        pieces.retain(|piece| piece.tokens > 0);
+        pieces.sort_by_key(|piece| piece.row);
+        pieces
+    }
+
+    /// Tokens that a row lacks of a sequence.
+    fn lacking(&self, sequence: &Sequence, row: usize) -> usize {
+        sequence.computed().len() - self.cache.len(row).unsigned_abs() as usize
+    }
+
+    /// Runs pieces in one pass; sequence i is in row `first + i`.
+    fn run_pieces(&mut self, sequences: &mut [Sequence], first: usize, pieces: &[PromptPiece], drafting: Drafting) {
+        let ids: Vec<Vec<i64>> = (pieces.iter())
+            .map(|piece| {
+                let from = self.cache.len(piece.row).unsigned_abs() as usize;
+                sequences[piece.row - first].computed()[from..from + piece.tokens].to_vec()
+            })
+            .collect();
+        let chains: Vec<Rc<NewTokens>> = pieces.iter().map(|piece| self.chain(piece.tokens)).collect();
+        let rows = pieces.iter().zip(&chains).map(|(piece, nodes)| RowTokens { row: piece.row, nodes });
+        let tokens_n = upload(&ids.concat(), self.engine.backbone().device());
+        let hidden_nh = self.engine.extend(&mut self.cache, &tokens_n, &rows.collect::<Vec<_>>());
+        let mut end = 0;
+        let mut whole = vec![];
+        for (piece, ids) in pieces.iter().zip(&ids) {
+            self.cache.commit(piece.row, piece.tokens as i64);
+            end += piece.tokens;
+            if drafting == Drafting::On {
+                self.tell_committed(piece.row, ids, || hidden_nh.narrow(0, (end - ids.len()) as i64, ids.len() as i64));
+            }
+            let sequence = &sequences[piece.row - first];
+            if !sequence.has_begun() && self.lacking(sequence, piece.row) == 0 {
+                whole.push((piece.row - first, end - 1));
+            }
+        }
+        self.choose_first(sequences, &whole, &hidden_nh, drafting);
+    }
+
+    /// Chooses the first tokens of sequences; each comes with the row of its prompt's last token in `[N, H]`.
+    fn choose_first(
+        &mut self,
+        sequences: &mut [Sequence],
+        whole: &[(usize, usize)],
+        hidden_nh: &Tensor,
+        drafting: Drafting,
+    ) {
+        if whole.is_empty() {
+            return;
+        }
+        let hidden_bh = rows_of(hidden_nh, &whole.iter().map(|(_, last)| *last).collect::<Vec<_>>());
+        let logits_bv = self.engine.logits(&hidden_bh);
+        let is_whole = |at: usize| whole.iter().any(|(sequence, _)| *sequence == at);
+        let mut new: Vec<&mut Sequence> =
+            sequences.iter_mut().enumerate().filter(|(at, _)| is_whole(*at)).map(|(_, sequence)| sequence).collect();
+        let roots: Vec<Chosen> = match &self.drafter {
+            Some((_, acceptance)) if drafting == Drafting::On => new
+                .iter_mut()
+                .zip(0..)
+                .map(|(sequence, row)| first_root(*acceptance, &logits_bv.narrow(0, row, 1), sequence))
+                .collect(),
+            _ => next_roots(&logits_bv, &mut new),
+        };
+        for ((sequence, root), row) in new.into_iter().zip(roots).zip(0..) {
+            sequence.begin(root, hidden_bh.narrow(0, row, 1));
+        }
+    }
+
+    /// So many tokens one after the other. The last chain is kept: its mask grows with the prompt.
+    fn chain(&mut self, tokens: usize) -> Rc<NewTokens> {
+        let backbone = self.engine.backbone();
+        match &self.chain {
+            Some(chain) if chain.len() == tokens as i64 => chain.clone(),
+            _ => {
+                let chain = NewTokens::chain(tokens as i64, &backbone.config, backbone.kind(), backbone.device());
+                self.chain.insert(Rc::new(chain)).clone()
+            }
+        }
+    }
+
+    /// Tells a drafter that follows the rows of tokens that no proposal held.
+    fn tell_committed(&mut self, row: usize, ids: &[i64], hidden_nh: impl FnOnce() -> Tensor) {
+        if let Some((drafter, _)) = self.drafter.as_mut().filter(|(drafter, _)| drafter.follows()) {
+            drafter.committed(row, &CommittedTokens { ids, hidden_nh: hidden_nh() });
+            self.seen[row] += ids.len();
+        }
+    }
+
+    /// Tells a drafter that remembers texts of a new one. If the text would depend on what it remembers, it learns the whole prompt anew.
+    fn begin_text(&mut self, sequence: &Sequence, row: usize) {
+        let Some((_, acceptance)) = self.drafter.as_ref().filter(|(drafter, _)| drafter.remembers()) else { return };
+        let temperature = sequence.sampler.sampling().temperature.get();
+        let memory = if acceptance.depends_on_guesses(temperature) { Memory::OfText } else { Memory::Common };
+        if memory == Memory::OfText {
+            self.truncate(row, 0);
+        }
+        self.drafter.iter_mut().for_each(|(drafter, _)| drafter.begin_text(row, memory));
+    }
+}
