@@ -5,6 +5,7 @@ use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 
 use medusa::decode::DecodeLoop;
+use medusa::decode::batch::SequenceBatch;
 use medusa::decode::host_loop::HostLoop;
 use medusa::decode::request::Request;
 use medusa::decode::step::Drafting;
@@ -390,6 +391,58 @@ fn generated<'a>(llama: &'a Llama, sampling: Sampling, drafter: impl Drafter + '
         steps += text.accept_lengths.len();
     }
     (counts, steps)
+}
+
+/// As [`generated`], twenty texts at a time, whose prompts are computed in pieces.
+fn generated_together<'a>(
+    llama: &'a Llama,
+    samplings: [Sampling; 2],
+    drafter: impl Drafter + 'a,
+) -> [(Vec<usize>, usize); 2] {
+    let mut results = [0; 2].map(|_| (vec![0; VOCABULARY.pow(TOKENS as u32)], 0));
+    let number_of = |number| NonZeroUsize::new(number).expect("above 0");
+    let drafter: Box<dyn Drafter + 'a> = Box::new(drafter);
+    let engine = Box::new(TchEngine::for_batches(llama));
+    let mut batch = SequenceBatch::new(engine, Some((drafter, Acceptance::Rejection)), number_of(20))
+        .with_prompt_tokens(number_of(30));
+    let mut next = 0;
+    while next < 2 * TEXTS || !batch.is_idle() {
+        while batch.has_room() && next < 2 * TEXTS {
+            let stream = Stream { seed: 1000 + next as u64, ..Stream::default() };
+            let request = Request { sampling: samplings[next % 2], stream, ..Request::greedy(&PROMPT, TOKENS) };
+            batch.enter(next, &request).expect("a prompt that fits");
+            next += 1;
+        }
+        for (key, text) in batch.step().expect("decodes") {
+            let (counts, steps) = &mut results[key % 2];
+            let text = text.expect("finite logits");
+            counts[number(&text.new_ids)] += 1;
+            *steps += text.accept_lengths.len();
+        }
+    }
+    results
+}
+
+#[test]
+fn what_a_batch_makes_by_rejection_has_the_backbones_own_distribution() {
+    let (llama, heads, tree, draft) = (backbone(), heads(), tree(), draft_model());
+    let guesser = Box::new(ModelGuesser::new(Box::new(TchEngine::for_batches(&draft)), VOCABULARY, 2, Guessing::Drawn));
+    let small = SparseTree::cartesian(&[3, 2]).expect("a tree");
+    let temperatures = [0.8, 1.2];
+    let samplings =
+        temperatures.map(|temperature| Sampling::of_temperature(NonNegative::new(temperature).expect("at least 0")));
+    let of_heads = generated_together(&llama, samplings, MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"));
+    let of_model = generated_together(&llama, samplings, LevelDrafter::of_tree(&llama, guesser, &small));
+    for (name, results) in [("heads", of_heads), ("a draft model's tree", of_model)] {
+        for ((counts, steps), temperature) in results.iter().zip(temperatures) {
+            let off = deviations(counts, &Conditionals::of(&llama, temperature).joint());
+            assert!(off.abs() < ONE_IN_A_THOUSAND, "{name}, temperature {temperature}: {off}");
+            assert!(*steps < TEXTS * 29 / 10, "{name}: {steps} steps of {TEXTS} texts");
+        }
+        let [_, (counts, _)] = &results;
+        let wrong = deviations(counts, &Conditionals::of(&llama, temperatures[0]).joint());
+        assert!(wrong > ONE_IN_A_THOUSAND, "{name}: as if all texts had one temperature: {wrong}");
+    }
 }
 
 const TEXTS: usize = 500;

@@ -12,21 +12,25 @@ use crate::engine::Engine;
 use crate::plural::counted;
 use crate::torch::{cuda_runtime, memory};
 
-/// A number of conversations, at most `waiting`, of at most `tokens` tokens each. Reports the choice.
+/// One of so many free bytes is for the beginnings of conversations.
+const SHARE_FOR_PREFIXES: u64 = 16;
+const MOST_FOR_PREFIXES: usize = 1 << 30;
+
+/// A number of conversations, at most `waiting`, of at most `tokens` tokens each, with at most `guesses` in a step. Reports the choice.
 ///
 /// # Errors
 /// A GPU that does not tell its free memory.
 pub(super) fn that_fits(
     engine: &dyn Engine,
-    tokens: NonZeroUsize,
+    [tokens, guesses]: [usize; 2],
     waiting: usize,
     common: &CommonFlags,
 ) -> anyhow::Result<NonZeroUsize> {
     let backbone = engine.backbone();
-    let of_batch =
-        BatchMemory::new(&backbone.config, (backbone.kind(), backbone.device()), tokens.get(), engine.prompt_pass());
+    let options = (backbone.kind(), backbone.device());
+    let of_batch = BatchMemory::new(&backbone.config, options, [tokens, guesses], engine.prompt_pass());
     let free = free_bytes(backbone.device()).context("the batch size depends on the free memory; set --batch-size")?;
-    let size = of_batch.texts(free.unwrap_or(u64::MAX));
+    let size = of_batch.texts(free.map_or(u64::MAX, |free| free - for_prefixes(Some(free)) as u64));
     let size = NonZeroUsize::new(size.get().min(waiting)).unwrap_or(size);
     let conversations = counted(size.get(), "conversation");
     let why = free.map(|free| {
@@ -36,6 +40,19 @@ pub(super) fn that_fits(
         common.say(format_args!("decoding {conversations} together{}", why.unwrap_or_default()));
     }
     Ok(size)
+}
+
+/// Bytes for the beginnings of conversations, which their later turns go on from.
+///
+/// # Errors
+/// A GPU that does not tell its free memory.
+pub(super) fn of_prefixes(device: Device) -> anyhow::Result<usize> {
+    Ok(for_prefixes(free_bytes(device)?))
+}
+
+fn for_prefixes(free: Option<u64>) -> usize {
+    free.map_or(MOST_FOR_PREFIXES, |free| usize::try_from(free / SHARE_FOR_PREFIXES).unwrap_or(usize::MAX))
+        .min(MOST_FOR_PREFIXES)
 }
 
 /// `None` where the system does not say.

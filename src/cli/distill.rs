@@ -30,6 +30,7 @@ use crate::distill::render::Renderer;
 use crate::distill::{self, DistillEnd, DistillProgress, DistillSettings};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::dtype::Dtype;
+use crate::engine::Engine;
 use crate::engine::sample::Sampling;
 use crate::engine::tch::TchEngine;
 use crate::files;
@@ -38,10 +39,10 @@ use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
 use crate::plural::counted;
 use crate::torch::device_name;
-use crate::tree::accept::{Acceptance, TypicalAcceptance};
+use crate::tree::accept::Acceptance;
 
-/// ε of typical acceptance, with heads above temperature 0.
-const POSTERIOR_THRESHOLD: f64 = 0.09;
+/// What is drawn has the backbone's own distribution, whatever the heads guess.
+const ACCEPTANCE: Acceptance = Acceptance::Rejection;
 /// Default answers per conversation with --self-talk.
 const SELF_TALK_TURNS: usize = 4;
 /// Why only libtorch's engine decodes without heads.
@@ -68,7 +69,7 @@ pub struct DistillArgs {
     #[arg(long, help_heading = "Answers", value_name = "T", default_value = "0.3", value_parser = temperature, allow_negative_numbers = true)]
     pub temperature: NonNegative,
     /// Nucleus sampling: draw from the smallest set of tokens whose probability reaches P.
-    #[arg(long, help_heading = "Answers", value_name = "P", default_value = "1", value_parser = probability, conflicts_with = "heads")]
+    #[arg(long, help_heading = "Answers", value_name = "P", default_value = "1", value_parser = probability)]
     pub top_p: Probability,
     /// Maximum number of new tokens per answer.
     #[arg(long, help_heading = "Answers", value_name = "N", default_value = "1024", value_parser = above_zero::<NonZeroUsize>)]
@@ -79,7 +80,7 @@ pub struct DistillArgs {
     /// Let the backbone also write the user turns after the first, for models trained on both roles.
     #[arg(long, help_heading = "Answers")]
     pub self_talk: bool,
-    /// Decode with these heads, one conversation at a time; above temperature 0 with typical acceptance.
+    /// Decode with these heads, each conversation with its tree of guesses. The answers are sampled as without heads (rejection).
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
     /// Tree of guesses: a file from `medusa tree`, or dynamic:N for the N likeliest guesses of each step [default: a chain of each
@@ -88,7 +89,7 @@ pub struct DistillArgs {
     pub tree: Option<PathBuf>,
     /// Conversations decoded together [default: as many as the free memory holds, at most 32 on a CPU and 256 on a GPU]. On a CPU the
     /// answers do not depend on the batch size up to 64.
-    #[arg(long, value_name = "N", value_parser = above_zero::<NonZeroUsize>, conflicts_with = "heads")]
+    #[arg(long, value_name = "N", value_parser = above_zero::<NonZeroUsize>)]
     pub batch_size: Option<NonZeroUsize>,
     /// Process only this share of the prompts: every N-th one, starting with the I-th (1-based).
     #[arg(long, help_heading = "Output", value_name = "I/N", default_value = "1/1")]
@@ -244,6 +245,7 @@ impl DistillArgs {
             heads: self.heads.as_deref().map(shown),
             heads_sha256: self.heads.as_deref().map(|heads| HeadsFile::open(heads)?.sha256()).transpose()?,
             adapter_sha256: adapter,
+            acceptance: (self.heads.is_some() && self.temperature.get() > 0.0).then_some("rejection"),
             tree_sha256: self.tree.as_deref().map(tree_sha256).transpose()?,
         })
     }
@@ -257,23 +259,42 @@ impl DistillArgs {
         common: &CommonFlags,
     ) -> anyhow::Result<Answerer<'d>> {
         let sampling = Sampling { top_p: self.top_p, ..Sampling::of_temperature(self.temperature) };
-        let acceptance = Acceptance::Typical(TypicalAcceptance::with_threshold(POSTERIOR_THRESHOLD));
-        let Some(drafter) = decoder.drafter() else {
-            if self.engine.engine == EngineName::Auto {
-                common.say(format_args!("engine tch: {TOGETHER}"));
-            }
-            let engine = Box::new(TchEngine::for_batches(&decoder.backbone));
-            let size = self.batch_size.map_or_else(|| batch_size::that_fits(&*engine, longest, waiting, common), Ok)?;
-            let batch = SequenceBatch::new(engine, None, size);
-            let on_cpu = decoder.backbone.device() == Device::Cpu;
-            return Ok(Answerer::together(if on_cpu { batch } else { batch.with_room(longest) }, sampling));
-        };
-        let drafts = Drafts::new(&decoder.backbone, drafter, acceptance)?;
-        let rule = if self.temperature.get() > 0.0 { "with typical acceptance" } else { "greedily" };
-        common.say(format_args!("--heads: decoding one conversation at a time, {rule}"));
-        let decoding =
-            self.engine.take(decoder, Some(drafts), &Request { sampling, ..Request::greedy(&[], 0) }, common)?;
-        Ok(Answerer::one_by_one(decoding, sampling))
+        let backbone = &decoder.backbone;
+        if self.engine.engine == EngineName::Cuda {
+            common.say("engine cuda: one conversation at a time; --engine tch decodes many together");
+            let drafts = decoder.drafter().map(|drafter| Drafts::new(backbone, drafter, ACCEPTANCE)).transpose()?;
+            let request = Request { sampling, ..Request::greedy(&[], 0) };
+            return Ok(Answerer::one_by_one(self.engine.take(decoder, drafts, &request, common)?, sampling));
+        }
+        let drafts = decoder.drafter().map(|drafter| Drafts::for_batches(backbone, drafter, ACCEPTANCE)).transpose()?;
+        let engine = self.engine_for(decoder, drafts.is_some(), common)?;
+        let guesses = drafts.as_ref().map_or(0, |(_, guesses)| *guesses);
+        let tokens = longest.saturating_add(guesses);
+        let fits = || batch_size::that_fits(&*engine, [tokens.get(), guesses], waiting, common);
+        let size = self.batch_size.map_or_else(fits, Ok)?;
+        let device = backbone.device();
+        let drafts = drafts.map(|(drafter, _)| (drafter, ACCEPTANCE));
+        let batch = SequenceBatch::new(engine, drafts, size).with_prefix_cache(batch_size::of_prefixes(device)?);
+        Ok(Answerer::together(if device == Device::Cpu { batch } else { batch.with_room(tokens) }, sampling))
+    }
+
+    /// The engine of a batch.
+    fn engine_for<'d>(
+        &self,
+        decoder: &'d Decoder,
+        has_heads: bool,
+        common: &CommonFlags,
+    ) -> anyhow::Result<Box<dyn Engine + 'd>> {
+        if has_heads {
+            let engine = self.engine.for_batches(decoder)?;
+            let rule = if self.temperature.get() > 0.0 { ", sampled without loss (rejection)" } else { "" };
+            common.say(format_args!("engine {}: each conversation has its tree of guesses{rule}", engine.name()));
+            return Ok(engine);
+        }
+        if self.engine.engine == EngineName::Auto {
+            common.say(format_args!("engine tch: {TOGETHER}"));
+        }
+        Ok(Box::new(TchEngine::for_batches(&decoder.backbone)))
     }
 }
 

@@ -11,10 +11,12 @@ use self::spec::{DrafterName, DrafterSpec};
 use super::UsageError;
 use super::numbers::above_zero;
 use crate::draft::Drafter;
+use crate::draft::by_load::LoadDrafter;
 use crate::draft::heads_drafter::HeadsDrafter;
 use crate::draft::joined::JoinedDrafter;
 use crate::draft::levels::LevelDrafter;
 use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};
+use crate::draft::medusa::drafter::DraftError;
 use crate::draft::model::Guessing;
 use crate::draft::ngram::NgramDrafter;
 use crate::draft::recycling::RecyclingDrafter;
@@ -207,6 +209,28 @@ impl<'a> Drafts<'a> {
     /// As [`ReadyDrafter::new`].
     pub fn new(backbone: &'a Llama, loaded: &'a LoadedDrafter, acceptance: Acceptance) -> anyhow::Result<Self> {
         Ok(Self { drafter: ReadyDrafter::new(backbone, loaded, None, acceptance)?, acceptance })
+    }
+
+    /// A loaded drafter for many texts at a time, whose tree depends on their number if its file has several, and the most guesses of a text in one
+    /// step.
+    ///
+    /// # Errors
+    /// As [`ReadyDrafter::new`].
+    pub fn for_batches(
+        backbone: &'a Llama,
+        loaded: &'a LoadedDrafter,
+        acceptance: Acceptance,
+    ) -> anyhow::Result<(Box<dyn Drafter + 'a>, usize)> {
+        let several =
+            loaded.by_load.as_ref().filter(|trees| loaded.spec.parts().len() == 1 && trees.choices().len() > 1);
+        let (Some((heads, _)), Some(trees)) = (&loaded.heads, several) else {
+            let drafter = ReadyDrafter::new(backbone, loaded, None, acceptance)?;
+            let guesses = drafter.max_nodes();
+            return Ok((drafter.on_host(), guesses));
+        };
+        let parts = trees.try_map(|tree| Ok::<_, DraftError>(HeadsDrafter::new(backbone, heads, tree)?.on_host()))?;
+        let guesses = trees.choices().iter().filter_map(|choice| choice.tree.as_ref()).map(GuessTree::nodes).max();
+        Ok((Box::new(LoadDrafter::new(backbone, parts)), guesses.unwrap_or(0)))
     }
 
     /// The drafter for engines that draft on the host.

@@ -22,7 +22,7 @@ use crate::draft::medusa::heads::import::folder_of;
 use crate::engine::Engine;
 use crate::engine::cpu::CpuEngine;
 use crate::engine::cuda::error::CudaError;
-use crate::engine::fastest::fastest;
+use crate::engine::fastest::{fastest, fastest_for_batches};
 use crate::engine::tch::TchEngine;
 use crate::model::config::LlamaConfig;
 use crate::model::loading::Purpose;
@@ -175,6 +175,19 @@ impl EngineFlags {
         let draft = drafts.map(|drafts| drafts.drafter.on_device()).transpose()?;
         let heads = draft.as_ref().zip(drafts.map(|drafts| drafts.acceptance));
         DeviceLoop::on_gpu(backbone, heads, request, tokens)
+    }
+
+    /// The engine that decodes many texts at a time; the CUDA engine cannot.
+    ///
+    /// # Errors
+    /// `--engine cpu` with a backbone that its kernels cannot run.
+    pub fn for_batches<'a>(&self, decoder: &'a Decoder) -> anyhow::Result<Box<dyn Engine + 'a>> {
+        let backbone = &decoder.backbone;
+        Ok(match self.engine {
+            EngineName::Cpu => Box::new(CpuEngine::new(backbone).context("--engine cpu cannot decode this")?),
+            EngineName::Auto => fastest_for_batches(backbone),
+            EngineName::Tch | EngineName::Cuda => Box::new(TchEngine::for_batches(backbone)),
+        })
     }
 
     fn on_host<'a>(&self, decoder: &'a Decoder) -> anyhow::Result<Box<dyn Engine + 'a>> {

@@ -18,6 +18,7 @@ use crate::tree::sparse_tree::{MAX_NODES, SparseTree};
 
 mod args;
 mod machine;
+mod sequences;
 
 pub use args::TreeArgs;
 
@@ -32,7 +33,10 @@ pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let chosen = machine::choose(args, &latency, &calibration, common)?;
     let expected_tokens_per_second = Some(chosen.tokens_per_second());
     let (tree, file) = file_of(chosen.tree, chosen.tokens_per_step);
-    let file = TreeFile { latency_sha256: Some(files::sha256(path)?), expected_tokens_per_second, ..file };
+    let max_nodes = args.max_nodes.map_or(usize::MAX, Into::into);
+    let by_sequences = sequences::choose(&latency, &calibration, max_nodes, common)?;
+    let latency_sha256 = Some(files::sha256(path)?);
+    let file = TreeFile { latency_sha256, expected_tokens_per_second, by_sequences, ..file };
     write(args, &tree, file, &calibration, common)
 }
 

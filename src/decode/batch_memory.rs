@@ -17,6 +17,8 @@ const MOST_ON_GPU: usize = 256;
 /// Bytes that choosing a token takes for each token of the vocabulary: logits in two dtypes, probabilities, their sorted copy with int64 ids,
 /// float64 sums, and masks.
 const CHOICE: u64 = 64;
+/// As [`CHOICE`], for each guess of a tree: logits in two dtypes.
+const OF_GUESS: u64 = 8;
 /// Part of the free memory that is left alone: workspaces of the products, and holes between tensors.
 const SPARE: f64 = 0.1;
 
@@ -31,8 +33,13 @@ pub struct BatchMemory {
 }
 
 impl BatchMemory {
-    /// Of texts of at most `tokens` tokens, prompt included.
-    pub fn new(config: &LlamaConfig, (kind, device): (Kind, Device), tokens: usize, pass: PromptPass) -> Self {
+    /// Of texts of at most `tokens` tokens, prompt included, each with at most `guesses` in a step.
+    pub fn new(
+        config: &LlamaConfig,
+        (kind, device): (Kind, Device),
+        [tokens, guesses]: [usize; 2],
+        pass: PromptPass,
+    ) -> Self {
         let size = |number: i64| number.unsigned_abs();
         let (e, on_gpu) = (kind.elt_size_in_bytes() as u64, device != Device::Cpu);
         let head = size(config.head_dim);
@@ -48,7 +55,9 @@ impl BatchMemory {
         // Residual stream and norm before and after, queries, keys, values and their rotation, gate, up, and their product.
         let of_token = 4 * size(config.hidden_size) + 3 * (q + 2 * kv) + 4 * size(config.intermediate_size);
         Self {
-            each: row + size(config.vocab_size) * CHOICE,
+            each: row
+                + size(config.vocab_size) * CHOICE
+                + guesses as u64 * (size(config.vocab_size) * OF_GUESS + of_token * e),
             pass: tokens_of_pass as u64 * of_token * e,
             most: if on_gpu { MOST_ON_GPU } else { MOST_ON_CPU },
         }
@@ -71,21 +80,18 @@ mod tests {
 
     #[test]
     fn a_text_of_llama_2_7b_takes_half_a_mebibyte_per_token() {
-        let memory = BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, 1024, PASS);
+        let memory = BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, [1024, 0], PASS);
         assert_eq!(memory.each, 1024 * (512 << 10) + 32000 * CHOICE);
         assert!((600 << 20..1 << 30).contains(&memory.pass), "{}", memory.pass);
         // 13.5 GB of 80 are weights.
         assert_eq!(memory.texts(66_000_000_000).get(), 108);
-        assert_eq!(BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, 4096, PASS).texts(66_000_000_000).get(), 27);
-        assert_eq!(
-            BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, 200, PASS).texts(66_000_000_000).get(),
-            MOST_ON_GPU
-        );
+        assert_eq!(BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, [4096, 0], PASS).texts(66_000_000_000).get(), 27);
+        assert_eq!(BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, [200, 0], PASS).texts(66_000_000_000).get(), MOST_ON_GPU);
     }
 
     #[test]
     fn a_batch_has_at_least_one_text_and_on_a_cpu_at_most_32() {
-        let on_cpu = BatchMemory::new(&LlamaConfig::llama_2_7b(), (Kind::Float, Device::Cpu), 4096, PromptPass::OfOne);
+        let on_cpu = BatchMemory::new(&LlamaConfig::llama_2_7b(), (Kind::Float, Device::Cpu), [4096, 0], PromptPass::OfOne);
         assert_eq!(on_cpu.texts(0).get(), 1);
         assert_eq!(on_cpu.texts(u64::MAX).get(), 32);
         assert_eq!(on_cpu.texts(34 << 30).get(), 3, "8 GiB each while the cache grows");

@@ -11,6 +11,7 @@ use tch::Tensor;
 use super::sequence::Sequence;
 use super::verify::{Verdict, first_root, verify};
 use crate::draft::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
+use crate::engine::prefix_cache::PrefixCache;
 use crate::engine::sample::{Chosen, Sampler, next_of_each};
 use crate::engine::{Engine, RowTokens};
 use crate::model::kv_cache::KvCache;
@@ -42,6 +43,10 @@ pub struct Stepper<'a> {
     one: NewTokens,
     /// The tokens of the last piece of a prompt.
     chain: Option<Rc<NewTokens>>,
+    /// Beginnings of earlier texts.
+    prefixes: Option<PrefixCache>,
+    /// Tokens of prompts that were taken from there.
+    reused: usize,
 }
 
 impl<'a> Stepper<'a> {
@@ -50,7 +55,19 @@ impl<'a> Stepper<'a> {
         let backbone = engine.backbone();
         let one = NewTokens::chain(1, &backbone.config, backbone.kind(), backbone.device());
         let cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
-        Self { engine, cache, drafter, seen: vec![], one, chain: None }
+        Self { engine, cache, drafter, seen: vec![], one, chain: None, prefixes: None, reused: 0 }
+    }
+
+    /// Keeps the beginnings of texts, in at most so many bytes, for [`Stepper::run_prompts`]. A drafter that follows the rows needs the hidden
+    /// state of every token: with one, nothing is kept.
+    pub(super) fn keep_prefixes(&mut self, most_bytes: usize) {
+        let follows = self.drafter.as_ref().is_some_and(|(drafter, _)| drafter.follows());
+        self.prefixes = (!follows).then(|| PrefixCache::new(most_bytes));
+    }
+
+    /// Tokens of prompts that were not computed, because earlier texts began with them.
+    pub(super) fn reused(&self) -> usize {
+        self.reused
     }
 
     /// Who computes.
@@ -74,9 +91,10 @@ impl<'a> Stepper<'a> {
         self.cache.reserve(rows as i64, tokens as i64);
     }
 
-    /// Drops all rows and returns their memory to the device.
+    /// Drops all rows and beginnings of texts, and returns their memory to the device.
     pub(super) fn drop_rows(&mut self) {
         (0..self.seen.len()).rev().for_each(|row| self.swap_remove(row));
+        self.prefixes.iter_mut().for_each(PrefixCache::clear);
         let backbone = self.engine.backbone();
         self.cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
         memory::release_cached(self.engine.backbone().device());

@@ -68,6 +68,11 @@ impl Transcript {
         self.is_stuck || self.finish_reason.is_some()
     }
 
+    /// Whether no token could be chosen.
+    pub(super) fn is_stuck(&self) -> bool {
+        self.is_stuck
+    }
+
     /// Passes new tokens to `on_tokens`; `Break` if the text has ended or `on_tokens` stops it.
     pub(super) fn tell(&mut self, on_tokens: &mut OnTokens) -> ControlFlow<()> {
         let new = &self.ids[self.prompt + self.told..];

@@ -2,7 +2,8 @@
 //!
 //! [`medusa`] and [`hydra`] guess with trained heads, [`model`] with a smaller model. Without training, [`ngram`] looks up the last tokens
 //! in the text so far, [`recycling`] remembers which tokens were probable after which, and [`lookahead`] runs a window of guesses beside
-//! the text. [`joined`] merges the guesses of several drafters.
+//! the text. [`joined`] merges the guesses of several drafters, and [`by_load`] chooses one of
+//! them by the number of texts.
 
 // N nodes of a tree, H hidden size
 use std::cell::OnceCell;
@@ -18,6 +19,7 @@ use crate::model::new_tokens::NewTokens;
 use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
 
+pub mod by_load;
 pub mod heads_drafter;
 pub mod hydra;
 pub mod joined;

@@ -19,6 +19,7 @@ pub mod dtype;
 pub mod fastest;
 pub mod prefill;
 pub mod prefix;
+pub mod prefix_cache;
 pub mod sample;
 pub mod tch;
 

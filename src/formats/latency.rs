@@ -44,6 +44,20 @@ pub struct Latency {
     pub plain_step_ms: f64,
     /// Steps with a tree.
     pub steps: Vec<StepTime>,
+    /// Steps of several texts at a time; absent in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub by_sequences: Vec<StepsOfSequences>,
+}
+
+/// The step times of several texts that are decoded together.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepsOfSequences {
+    /// Texts.
+    pub sequences: usize,
+    /// Milliseconds per step of plain decoding: one token of each text.
+    pub plain_step_ms: f64,
+    /// Steps in which each text has its tree.
+    pub steps: Vec<StepTime>,
 }
 
 /// The step time of one tree.
@@ -90,11 +104,13 @@ impl Latency {
     /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
         let latency: Self = error::read(path, WHAT, EXPECTED)?;
-        let sizes = latency
-            .steps
-            .iter()
+        let several = &latency.by_sequences;
+        let steps = latency.steps.iter().chain(several.iter().flat_map(|of| &of.steps));
+        let sizes = steps
             .flat_map(|step| [("nodes", step.nodes as f64), ("depth", step.depth as f64), ("step_ms", step.step_ms)]);
-        let mut numbers = [("plain_step_ms", latency.plain_step_ms)].into_iter().chain(sizes);
+        let plain =
+            several.iter().flat_map(|of| [("sequences", of.sequences as f64), ("plain_step_ms", of.plain_step_ms)]);
+        let mut numbers = [("plain_step_ms", latency.plain_step_ms)].into_iter().chain(plain).chain(sizes);
         match numbers.find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
             Some((what, value)) => Err(FormatError::Damaged { path: path.to_owned(), what, value }),
             None => Ok(latency),
@@ -205,6 +221,7 @@ pub(crate) mod examples {
                 .iter()
                 .map(|&(nodes, depth, step_ms)| StepTime { nodes, depth, step_ms, dynamic: false })
                 .collect(),
+            by_sequences: vec![],
         }
     }
 }
@@ -225,6 +242,12 @@ mod tests {
         let busy = Latency { busy_cores: Some(1.44), ..saved.clone() };
         busy.save(&path).unwrap();
         assert!(Latency::load(&path).unwrap().caveat().unwrap().starts_with("other programs used 1.4 cores while"));
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(!text.contains("by_sequences"), "a file of earlier versions has none: {text}");
+        let of_four = StepsOfSequences { sequences: 4, plain_step_ms: 3.0, steps: saved.steps.clone() };
+        let several = Latency { by_sequences: vec![of_four], ..saved.clone() };
+        several.save(&path).unwrap();
+        assert_eq!(Latency::load(&path).unwrap(), several);
         let complaint = |text: &str| {
             crate::files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
             Latency::load(&path).unwrap_err().to_string()

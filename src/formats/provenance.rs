@@ -170,6 +170,8 @@ pub struct DistillProvenance {
     /// Hashes of the adapter in the heads' folder and of its config, if the backbone used one.
     pub adapter_sha256: Option<[String; 2]>,
     pub tree_sha256: Option<String>,
+    /// The rule that accepts the heads' guesses above temperature 0; absent in older folders, whose rule was typical acceptance.
+    pub acceptance: Option<&'static str>,
 }
 
 impl DistillProvenance {

@@ -36,6 +36,25 @@ pub struct TreeFile {
     /// SHA-256 of the latencies that it was chosen by.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency_sha256: Option<String>,
+    /// The trees for several texts at a time, if they were chosen for a machine.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub by_sequences: Vec<TreeOfSequences>,
+}
+
+/// The tree for a number of texts that are decoded together; with neither limits nor choices, plain decoding is the fastest.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TreeOfSequences {
+    /// Texts.
+    pub sequences: usize,
+    /// As [`TreeFile::dynamic`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dynamic: Option<DynamicTree>,
+    /// As [`TreeFile::choices`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub choices: Vec<Vec<usize>>,
+    /// Of all texts together.
+    pub expected_tokens_per_second: f64,
 }
 
 /// [`DynamicTree::top_k`] by default, as in EAGLE-2.

@@ -17,9 +17,11 @@ use crate::model::llama::Llama;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::SearchError;
 
+mod batches;
 mod choice;
 mod identity;
 
+pub use batches::{NewEngine, measure_batch};
 pub use choice::{BestTree, DynamicOf, Sweep, Timed, dynamic_sweep, dynamic_to_time, sweep, trees_to_time};
 pub use identity::backbone_sha256;
 

@@ -123,6 +123,22 @@ impl KvCache {
         let _ = self.all.select(1, row as i64).narrow(2, 0, self.lengths[row]).fill_(value);
     }
 
+    /// A copy of the keys and values of `tokens` of a row's committed tokens from token `from` on: `[L, 2G, N, D]`, keys, then values.
+    pub fn copied(&self, row: usize, from: usize, tokens: usize) -> Tensor {
+        assert!((from + tokens) as i64 <= self.lengths[row], "committed tokens");
+        self.all.select(1, row as i64).narrow(2, from as i64, tokens as i64).copy()
+    }
+
+    /// Commits tokens whose keys and values are given, as [`KvCache::copied`] returns them.
+    pub fn append(&mut self, row: usize, parts: &[Tensor]) {
+        let tokens = |part: &Tensor| part.size()[2];
+        self.reserve_tokens(row, parts.iter().map(tokens).sum());
+        for part in parts {
+            self.all.select(1, row as i64).narrow(2, self.lengths[row], tokens(part)).copy_(part);
+            self.lengths[row] += tokens(part);
+        }
+    }
+
     /// Commits the first `count` pending tokens of a row.
     pub fn commit(&mut self, row: usize, count: i64) {
         self.lengths[row] += count;

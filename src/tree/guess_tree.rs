@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
+use super::by_load::{AtLoad, ByLoad};
 use super::sparse_tree::{MAX_NODES, SparseTree, TreeError, TreeFileError};
-use crate::formats::tree::{DynamicTree, TreeFile};
+use crate::formats::tree::{DynamicTree, TreeFile, TreeOfSequences};
 
 /// What a drafter fills at each step.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +27,26 @@ impl GuessTree {
             None => SparseTree::new(file.choices.clone()).map(Self::Static),
         };
         Ok((tree.map_err(|source| TreeFileError::Tree { path: path.to_owned(), source })?, file))
+    }
+
+    /// The trees of a file by the number of texts that are decoded together: `alone` is the file's tree for one text. Without others, it is the
+    /// tree for any number.
+    ///
+    /// # Errors
+    /// [`TreeError`] names what is no tree.
+    pub fn by_load(alone: Self, file: &TreeFile) -> Result<ByLoad<Self>, TreeError> {
+        let of_sequences = |of: &TreeOfSequences| {
+            let tree = match (of.dynamic, &of.choices) {
+                (Some(limits), _) => Some(check(limits).map(|()| Self::Dynamic(limits))?),
+                (None, choices) if choices.is_empty() => None,
+                (None, choices) => Some(Self::Static(SparseTree::new(choices.clone())?)),
+            };
+            Ok(AtLoad { texts: of.sequences, tree })
+        };
+        let others = file.by_sequences.iter().map(of_sequences).collect::<Result<Vec<_>, _>>()?;
+        let is_there = others.iter().any(|choice| choice.texts == 1);
+        let of_one = (!is_there).then(|| AtLoad { texts: 1, tree: Some(alone.clone()) });
+        Ok(ByLoad::new(others.into_iter().chain(of_one).collect()).unwrap_or_else(|| ByLoad::always(alone)))
     }
 
     /// The tree, if it is the same at each step.
@@ -103,6 +124,20 @@ mod tests {
         assert!(
             tree.check_fits(4, 9).unwrap_err().to_string().contains("10 guesses of a node (top_k); expected 1 to 9")
         );
+        let of = |sequences, choices: &[&[usize]]| TreeOfSequences {
+            sequences,
+            choices: choices.iter().map(|path| path.to_vec()).collect(),
+            ..TreeOfSequences::default()
+        };
+        let by_sequences = vec![of(4, &[&[0]]), of(16, &[])];
+        let file = TreeFile { by_sequences, ..TreeFile::chosen_at_each_step(limits) };
+        file.save(&path).unwrap();
+        let (tree, file) = GuessTree::load(&path).unwrap();
+        let by_load = GuessTree::by_load(tree.clone(), &file).unwrap();
+        let small = GuessTree::Static(SparseTree::chain(1).unwrap());
+        assert_eq!([1, 5, 16].map(|texts| by_load.at(texts)), [Some(&tree), Some(&small), None]);
+        let file = TreeFile { by_sequences: vec![of(4, &[&[0, 0]])], ..file };
+        assert!(GuessTree::by_load(tree, &file).is_err(), "[0, 0] has no parent");
         TreeFile::chosen_at_each_step(DynamicTree { nodes: 0, ..limits }).save(&path).unwrap();
         assert!(GuessTree::load(&path).unwrap_err().to_string().contains("0 nodes; expected 1 to 1024"));
     }

@@ -1,6 +1,7 @@
 //! The sparse tree of guesses: its shape, the search for it, and the acceptance of its nodes. No tensors here.
 
 pub mod accept;
+pub mod by_load;
 mod calibrated;
 pub mod cross_validation;
 pub mod drawing;

@@ -13,6 +13,7 @@ use crate::draft::medusa::heads::import::notices::Notice;
 use crate::formats::tree::{DYNAMIC_TOP_K, DynamicTree};
 use crate::model::llama::Llama;
 use crate::plural::counted;
+use crate::tree::by_load::ByLoad;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::SparseTree;
 
@@ -22,6 +23,8 @@ pub struct LoadedDrafter {
     pub spec: DrafterSpec,
     /// Heads and their tree.
     pub heads: Option<(Heads, GuessTree)>,
+    /// The heads' trees for several texts at a time.
+    pub by_load: Option<ByLoad<GuessTree>>,
     pub models: Vec<DraftModel>,
 }
 
@@ -41,7 +44,7 @@ impl DrafterPlan {
     pub fn load(self, target: Target, common: &CommonFlags) -> anyhow::Result<LoadedDrafter> {
         let Self { spec, heads, models, tree, draft_tokens } = self;
         let draft_tree = match &tree {
-            Some(PlannedTree::Of(tree)) if heads.is_none() => tree.clone(),
+            Some(PlannedTree::Of(tree, _)) if heads.is_none() => tree.clone(),
             Some(PlannedTree::Dynamic { nodes }) if heads.is_none() => {
                 GuessTree::Dynamic(DynamicTree { nodes: nodes.get(), depth: DRAFT_LEVELS, top_k: DYNAMIC_TOP_K })
             }
@@ -49,16 +52,20 @@ impl DrafterPlan {
         };
         let load = |folder: &PathBuf| DraftModel::load(folder, draft_tree.clone(), target, common);
         let models = models.iter().map(load).collect::<anyhow::Result<_>>()?;
+        let by_load = match &tree {
+            Some(PlannedTree::Of(_, by_load)) if heads.is_some() => Some(by_load.clone()),
+            _ => None,
+        };
         let heads = heads.map(|path| -> anyhow::Result<_> {
             let heads = load_heads(&path, target.backbone, common)?.for_decoding();
             let tree = match tree {
-                Some(PlannedTree::Of(tree)) => tree,
+                Some(PlannedTree::Of(tree, _)) => tree,
                 Some(PlannedTree::Dynamic { nodes }) => GuessTree::Dynamic(limits(nodes, &heads)),
                 None => GuessTree::Static(chain_of(&heads, common)?),
             };
             Ok((heads, tree))
         });
-        Ok(LoadedDrafter { spec, heads: heads.transpose()?, models })
+        Ok(LoadedDrafter { spec, heads: heads.transpose()?, by_load, models })
     }
 }
 

@@ -7,8 +7,9 @@ use super::spec::{DrafterName, DrafterSpec};
 use crate::cli::UsageError;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::formats::run_folder::{self, TREE};
+use crate::tree::by_load::ByLoad;
 use crate::tree::guess_tree::GuessTree;
-use crate::tree::sparse_tree::MAX_NODES;
+use crate::tree::sparse_tree::{MAX_NODES, TreeFileError};
 
 /// Prefix of a `--tree` value that is not a file.
 const DYNAMIC: &str = "dynamic:";
@@ -31,8 +32,8 @@ pub struct DrafterPlan {
 /// `--tree`.
 #[derive(Debug, Clone)]
 pub enum PlannedTree {
-    /// Of a file.
-    Of(GuessTree),
+    /// Of a file, and those for several texts at a time.
+    Of(GuessTree, ByLoad<GuessTree>),
     /// `dynamic:N`: chosen at each step from the guesses of all heads.
     Dynamic { nodes: NonZeroUsize },
 }
@@ -49,7 +50,10 @@ impl PlannedTree {
     /// [`UsageError`] for a bad N; a file that cannot be read.
     pub fn read(flag: &Path) -> anyhow::Result<Self> {
         let Some(nodes) = flag.to_str().and_then(|flag| flag.strip_prefix(DYNAMIC)) else {
-            return Ok(Self::Of(GuessTree::load(flag)?.0));
+            let (tree, file) = GuessTree::load(flag)?;
+            let by_load = GuessTree::by_load(tree.clone(), &file)
+                .map_err(|source| TreeFileError::Tree { path: flag.to_owned(), source })?;
+            return Ok(Self::Of(tree, by_load));
         };
         let bad = || format!("--tree {DYNAMIC}{nodes}: expected a number of nodes, from 1 to {MAX_NODES}");
         match nodes.parse::<NonZeroUsize>() {

@@ -60,6 +60,10 @@ pub struct TreeArgs {
     /// Largest tree to time or choose [default: 64; all sizes of an existing --latency file].
     #[arg(long, help_heading = "For this machine (--latency)", value_name = "N", conflicts_with = "nodes", value_parser = above_zero::<NonZeroUsize>)]
     pub max_nodes: Option<NonZeroUsize>,
+    /// Also time steps of so many texts at a time and choose a tree for each number, as in 4,16: for `medusa distill`, which takes the tree of the
+    /// nearest number.
+    #[arg(long, help_heading = "For this machine (--latency)", value_name = "N,…", value_delimiter = ',', conflicts_with = "nodes", value_parser = above_zero::<NonZeroUsize>)]
+    pub sequences: Vec<NonZeroUsize>,
     /// Assume independent heads, as the paper does, instead of using the joint hits of the calibration.
     #[arg(long)]
     pub independent: bool,

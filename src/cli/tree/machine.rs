@@ -17,6 +17,7 @@ use super::super::progress::Progress;
 use super::super::served::{Served, ServedFlags, shown};
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
+use super::sequences;
 use crate::cpu::team::Team;
 use crate::decode::request::Request;
 use crate::draft::medusa::heads::import::HeadsFile;
@@ -43,11 +44,13 @@ pub(super) fn latency(
     calibration: &Calibration,
     common: &CommonFlags,
 ) -> anyhow::Result<Latency> {
+    sequences::check_engine(args)?;
     let served = served(args, common)?;
     let asked = asked(args, served.as_ref(), calibration, common)?;
     if path.exists() {
         let latency = Latency::load(path)?;
         latency.check(&asked, path)?;
+        sequences::check(args, &latency, path)?;
         common.say(format_args!("{}: steps of engine {}", path.display(), latency.engine));
         tell_caveat(&latency, path, common);
         return Ok(latency);
@@ -174,6 +177,7 @@ fn measure(
         },
     )?;
     drop(progress);
+    let by_sequences = sequences::measure(args, (&decoder, heads), &trees, context, common)?;
     let Times { engine, plain_step_ms, steps } = times;
     Ok(Latency {
         device: device_name(decoder.backbone.device()),
@@ -189,6 +193,7 @@ fn measure(
         busy_cores: watch.and_then(|watch| watch.others()).filter(disturbs_threads),
         plain_step_ms,
         steps,
+        by_sequences,
     })
 }
 

@@ -1,5 +1,7 @@
 //! Texts of a batch are those of each text alone.
 
+mod random_entry;
+
 use std::cell::Cell;
 use std::ops::ControlFlow;
 

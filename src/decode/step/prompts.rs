@@ -11,6 +11,7 @@ use crate::decode::verify::first_root;
 use crate::draft::CommittedTokens;
 use crate::draft::memory::Memory;
 use crate::engine::prefill::PREFILL_CHUNK;
+use crate::engine::prefix_cache::BLOCK_TOKENS;
 use crate::engine::sample::Chosen;
 use crate::engine::{PromptPass, RowTokens};
 use crate::model::new_tokens::NewTokens;
@@ -53,6 +54,7 @@ impl Stepper<'_> {
     pub(in crate::decode) fn run_prompts(&mut self, sequences: &mut [Sequence], tokens: usize) {
         let mut done = 0;
         while done < tokens {
+            self.take_prefixes(sequences);
             let pieces = match self.engine.prompt_pass() {
                 PromptPass::OfOne => self.pieces(sequences, [1, PREFILL_CHUNK.min(tokens)]),
                 PromptPass::OfSeveral { tokens: of_pass } => {
@@ -67,18 +69,45 @@ impl Stepper<'_> {
         }
     }
 
-    /// What a pass runs: at most `tokens` tokens of the oldest `texts`, in the order of their rows.
-    fn pieces(&self, sequences: &[Sequence], [texts, tokens]: [usize; 2]) -> Vec<PromptPiece> {
+    /// Copies the beginnings of prompts that earlier texts had, to rows that are empty: for the oldest text, or for all where they run together.
+    fn take_prefixes(&mut self, sequences: &[Sequence]) {
+        let texts = if self.engine.prompt_pass() == PromptPass::OfOne { 1 } else { usize::MAX };
+        for row in self.waiting(sequences).into_iter().take(texts) {
+            if self.cache.len(row) > 0 {
+                continue;
+            }
+            let (ids, has_begun) = (sequences[row].computed(), sequences[row].has_begun());
+            let most = if has_begun { ids.len() } else { ids.len() - 1 }; // the last token's logits are needed
+            let Some(prefixes) = &mut self.prefixes else { return };
+            self.cache.append(row, &prefixes.longest(ids, most));
+            self.reused += self.cache.len(row).unsigned_abs() as usize;
+        }
+    }
+
+    /// Keeps the beginning of a row's text for later prompts.
+    pub(in crate::decode) fn keep_prefix(&mut self, row: usize, ids: &[i64]) {
+        let (cache, computed) = (&self.cache, self.cache.len(row).unsigned_abs() as usize);
+        let Some(prefixes) = &mut self.prefixes else { return };
+        prefixes.keep(&ids[..computed.min(ids.len())], |from| cache.copied(row, from, BLOCK_TOKENS));
+    }
+
+    /// The rows that lack tokens, those of the oldest texts first.
+    fn waiting(&self, sequences: &[Sequence]) -> Vec<usize> {
         let mut waiting: Vec<usize> =
             (0..sequences.len()).filter(|&row| !self.is_computed(&sequences[row], row)).collect();
         waiting.sort_by_key(|&row| sequences[row].text.started());
+        waiting
+    }
+
+    /// What a pass runs: at most `tokens` tokens of the oldest `texts`, in the order of their rows.
+    fn pieces(&self, sequences: &[Sequence], [texts, tokens]: [usize; 2]) -> Vec<PromptPiece> {
         let mut left = tokens;
         let piece = |row| {
             let tokens = self.lacking(&sequences[row], row).min(left);
             left -= tokens;
             PromptPiece { row, tokens }
         };
-        let mut pieces: Vec<PromptPiece> = waiting.into_iter().take(texts).map(piece).collect();
+        let mut pieces: Vec<PromptPiece> = self.waiting(sequences).into_iter().take(texts).map(piece).collect();
         pieces.retain(|piece| piece.tokens > 0);
         pieces.sort_by_key(|piece| piece.row);
         pieces
@@ -112,6 +141,7 @@ impl Stepper<'_> {
             let sequence = &sequences[piece.row - first];
             if !sequence.has_begun() && self.lacking(sequence, piece.row) == 0 {
                 whole.push((piece.row - first, end - 1));
+                self.keep_prefix(piece.row, sequence.computed());
             }
         }
         self.choose_first(sequences, &whole, &hidden_nh, drafting);

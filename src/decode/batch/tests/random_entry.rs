@@ -1,0 +1,170 @@
+//! Texts that enter at random times, with prompts in pieces and beginnings in common, some of them cancelled: in float32 on the CPU's kernels, each is the text that is
+//! decoded alone, greedy and by seed.
+
+use std::collections::HashMap;
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::*;
+use crate::decode::DecodeLoop;
+use crate::decode::host_loop::HostLoop;
+use crate::engine::cpu::CpuEngine;
+
+/// What a text is, and when it comes and goes.
+struct Visit {
+    wanted: Wanted,
+    temperature: f64,
+    /// The step before which it enters.
+    enters: usize,
+    /// Cancelled so many steps later.
+    stays: Option<usize>,
+}
+
+impl Visit {
+    fn random(key: usize, rng: &mut ChaCha8Rng) -> Self {
+        // Every other one has a beginning in common.
+        let common = (0..if rng.random_bool(0.5) { 70 } else { 0 }).map(|at| at * at % 50);
+        let own: Vec<i64> = (0..rng.random_range(1..50)).map(|_| rng.random_range(0..50)).collect();
+        let prompt: Vec<i64> = common.chain(own).collect();
+        let wanted = Wanted { key, prompt, max_new_tokens: rng.random_range(1..40), end_mark: vec![] };
+        let temperature = if rng.random_bool(0.5) { 0.0 } else { 0.8 };
+        let stays = rng.random_bool(0.15).then(|| rng.random_range(0..12));
+        Self { wanted, temperature, enters: rng.random_range(0..30), stays }
+    }
+}
+
+/// Weights as those of [`backbone`], in float32 for the kernels.
+fn on_kernels(seed: u64) -> Llama {
+    let config = LlamaConfig { eos_token_ids: vec![11], max_position_embeddings: 160, ..LlamaConfig::tiny() };
+    let llama = Llama::random(config, Kind::Float, Device::Cpu, seed);
+    for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
+        let _ = weight.shallow_clone().g_mul_scalar_(8.0);
+    }
+    llama.for_decoding()
+}
+
+/// All visits through a batch. The tokens that are told are those of the generation, whenever it ends.
+fn visit(batch: &mut SequenceBatch, visits: &[Visit]) -> HashMap<usize, Generation> {
+    let mut heard: HashMap<usize, Vec<i64>> = HashMap::new();
+    let mut texts = HashMap::new();
+    for step in 0.. {
+        for Visit { wanted, temperature, .. } in visits.iter().filter(|visit| visit.enters == step) {
+            batch.enter(wanted.key, &wanted.request(*temperature)).unwrap();
+        }
+        for visit in visits.iter().filter(|visit| visit.stays.is_some_and(|steps| visit.enters + steps == step)) {
+            if let Some(text) = batch.cancel(visit.wanted.key) {
+                texts.insert(visit.wanted.key, text.unwrap());
+            }
+        }
+        let mut listen = |key: usize, ids: &[i64]| {
+            heard.entry(key).or_default().extend(ids);
+            ControlFlow::Continue(())
+        };
+        texts.extend(batch.step_telling(&mut listen).unwrap().into_iter().map(|(key, text)| (key, text.unwrap())));
+        if batch.is_idle() && visits.iter().all(|visit| visit.enters <= step) {
+            break;
+        }
+    }
+    for (key, text) in &texts {
+        assert_eq!(heard.get(key).map_or(&[][..], |ids| &ids[..]), text.new_ids, "text {key}");
+    }
+    texts
+}
+
+#[test]
+#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+fn each_text_is_the_one_that_is_decoded_alone() {
+    let (mut ended, mut cancelled, mut accepted, mut reused) = (0, 0, 0, 0);
+    for (seed, count) in [1, 2, 7, 32].into_iter().enumerate() {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed as u64);
+        let llama = on_kernels(seed as u64);
+        let shape = HeadsShape {
+            medusa_num_heads: 2,
+            medusa_num_layers: 1,
+            hidden_size: 32,
+            vocab_size: 50,
+            ..HeadsShape::default()
+        };
+        let heads = Heads::random(shape, Kind::Float, Device::Cpu, seed as u64).for_decoding();
+        let tree = SparseTree::cartesian(&[12, 2]).unwrap();
+        let visits: Vec<Visit> = (0..count).map(|key| Visit::random(key, &mut rng)).collect();
+        let mut alone = HostLoop::new(Box::new(CpuEngine::new(&llama).expect("kernels")), None);
+        for with_heads in [false, true] {
+            let drafter: Box<dyn Drafter> = Box::new(MedusaDrafter::new(&llama, &heads, &tree).unwrap());
+            let drafter = with_heads.then_some((drafter, Acceptance::Rejection));
+            let size = NonZeroUsize::new(rng.random_range(1..=count)).unwrap();
+            let pieces = NonZeroUsize::new(rng.random_range(1..100)).unwrap();
+            let engine = Box::new(CpuEngine::new(&llama).expect("kernels"));
+            // Some 10 blocks of 32 tokens.
+            let prefixes = 10 * 32 * 2 * llama.config.num_hidden_layers * llama.config.key_value_size() as usize * 4;
+            let mut batch =
+                SequenceBatch::new(engine, drafter, size).with_prompt_tokens(pieces).with_prefix_cache(prefixes);
+            let texts = visit(&mut batch, &visits);
+            reused += batch.reused_tokens();
+            for (key, text) in texts {
+                let Visit { wanted, temperature, .. } = &visits[key];
+                alone.reset();
+                let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
+                let whole = alone.decode(Drafting::Off, &wanted.request(*temperature), go_on).unwrap();
+                accepted += text.accept_lengths.iter().filter(|&&length| length > 1).count();
+                if text.finish_reason == FinishReason::Stopped {
+                    assert!(whole.new_ids.starts_with(&text.new_ids), "text {key}");
+                    cancelled += 1;
+                } else {
+                    assert_eq!(told(&[text]), told(&[whole]), "text {key} of {count}, heads: {with_heads}");
+                    ended += 1;
+                }
+            }
+        }
+    }
+    assert!(ended > 60 && cancelled > 2 && accepted > 50, "{ended} ended, {cancelled} cancelled, {accepted} accepted");
+    assert!(reused > 500, "{reused} tokens reused");
+}
+
+/// A listener ends a text, and the others go on.
+#[test]
+fn a_listener_can_end_a_text() {
+    let llama = backbone(None, vec![], 4);
+    let wanted: Vec<Wanted> = (0..3).map(|key| Wanted::new(key, 20)).collect();
+    let whole = decode(&llama, 0.8, 3, &wanted);
+    let mut batch = SequenceBatch::new(Box::new(TchEngine::for_batches(&llama)), None, NonZeroUsize::new(3).unwrap());
+    wanted.iter().for_each(|text| batch.enter(text.key, &text.request(0.8)).unwrap());
+    let (mut heard, mut texts) = ([0; 3], vec![]);
+    while !batch.is_idle() {
+        let mut listen = |key: usize, ids: &[i64]| {
+            heard[key] += ids.len();
+            if key == 1 && heard[1] >= 5 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        texts.extend(batch.step_telling(&mut listen).unwrap());
+    }
+    texts.sort_by_key(|(key, _)| *key);
+    let texts: Vec<Generation> = texts.into_iter().map(|(_, text)| text.unwrap()).collect();
+    assert_eq!((&texts[1].new_ids[..], texts[1].finish_reason), (&whole[1].new_ids[..5], FinishReason::Stopped));
+    assert_eq!([told(&texts[..1]), told(&texts[2..])], [told(&whole[..1]), told(&whole[2..])]);
+}
+
+/// While a long prompt is computed, the others get a token a step.
+#[test]
+fn nobody_waits_for_anothers_prompt() {
+    let llama = backbone(None, vec![], 4);
+    let engine = Box::new(TchEngine::for_batches(&llama));
+    let mut batch = SequenceBatch::new(engine, None, NonZeroUsize::new(2).unwrap())
+        .with_prompt_tokens(NonZeroUsize::new(4).unwrap());
+    batch.enter(0, &Wanted::new(0, 20).request(0.0)).unwrap();
+    assert!(batch.step().unwrap().is_empty());
+    let long: Vec<i64> = (0..30).map(|i| i % 50).collect();
+    batch.enter(1, &Request::greedy(&long, 9)).unwrap();
+    let mut told_of = [vec![], vec![]];
+    for _ in 0..9 {
+        let mut new = [0; 2];
+        let mut listen = |key: usize, ids: &[i64]| {
+            new[key] = ids.len();
+            ControlFlow::Continue(())
+        };
+        batch.step_telling(&mut listen).unwrap();
+        (0..2).for_each(|key| told_of[key].push(new[key]));
+    }
+    assert_eq!(told_of[0], [1; 9]);
+    assert_eq!(told_of[1], [0, 0, 0, 0, 0, 0, 0, 2, 1], "30 tokens in pieces of 4");
+}

@@ -1,0 +1,87 @@
+//! Times steps of several texts at a time, each with its tree.
+
+use std::num::NonZeroUsize;
+use std::time::Instant;
+
+use super::{LatencyError, median, nonsense, steps_within};
+use crate::decode::batch::SequenceBatch;
+use crate::decode::error::DecodeError;
+use crate::decode::request::Request;
+use crate::draft::Drafter;
+use crate::draft::heads_drafter::HeadsDrafter;
+use crate::draft::medusa::drafter::DraftError;
+use crate::draft::medusa::heads::Heads;
+use crate::engine::Engine;
+use crate::formats::latency::{StepTime, StepsOfSequences};
+use crate::model::llama::Llama;
+use crate::tree::accept::Acceptance;
+use crate::tree::guess_tree::GuessTree;
+
+/// Measured rounds, behind one that warms up.
+const ROUNDS: usize = 3;
+/// Steps with more rows are not timed: on a CPU, where products of so many rows are bound by arithmetic, no tree pays for them.
+const MOST_ROWS: usize = 512;
+/// More than the prompt takes: it is computed once for all texts.
+const PROMPT_BYTES: usize = 1 << 32;
+
+/// Creates the engine that will decode.
+pub type NewEngine<'l, 'a, E> = dyn Fn() -> Result<Box<dyn Engine + 'a>, E> + 'l;
+
+/// Times steps of so many texts at a time after `context` tokens, without a drafter and with each of the trees that is small enough. All take
+/// turns in several rounds; the result is the median of the turns' medians.
+///
+/// # Errors
+/// [`LatencyError`], or an error of `new_engine`.
+pub fn measure_batch<'a, E: From<LatencyError>>(
+    (backbone, heads): (&'a Llama, &'a Heads),
+    trees: &'a [GuessTree],
+    [context, sequences]: [usize; 2],
+    new_engine: &NewEngine<'_, 'a, E>,
+) -> Result<StepsOfSequences, E> {
+    let prompt = nonsense(context, backbone.config.vocab_size);
+    let fits = |tree: &&GuessTree| sequences * (tree.nodes() + 1) <= MOST_ROWS;
+    let timed: Vec<Option<&GuessTree>> = [None].into_iter().chain(trees.iter().filter(fits).map(Some)).collect();
+    let mut turns_ms = vec![Vec::new(); timed.len()];
+    for round in 0..=ROUNDS {
+        for (tree, turns_ms) in timed.iter().zip(&mut turns_ms) {
+            let drafter = tree.map(|tree| Ok(HeadsDrafter::new(backbone, heads, tree)?.on_host())).transpose();
+            let drafter = drafter.map_err(|error: DraftError| LatencyError::from(error))?;
+            let depth = tree.map_or(0, GuessTree::depth);
+            let steps = steps_within(backbone, context, depth)?;
+            let request = Request { ends_at_eos: false, ..Request::greedy(&prompt, steps * (depth + 1)) };
+            let ms = turn_ms(new_engine()?, drafter, &request, [sequences, steps]).map_err(LatencyError::from)?;
+            turns_ms.extend((round > 0).then_some(ms));
+        }
+    }
+    let mut medians = turns_ms.into_iter().map(median);
+    let plain_step_ms = medians.next().expect("plain decoding is measured");
+    let step = |(tree, step_ms): (&&GuessTree, f64)| {
+        let (nodes, depth, dynamic) = (tree.nodes(), tree.depth(), tree.as_static().is_none());
+        StepTime { nodes, depth, step_ms, dynamic }
+    };
+    let steps = timed.iter().flatten().zip(medians).map(step).collect();
+    Ok(StepsOfSequences { sequences, plain_step_ms, steps })
+}
+
+/// The median time of a step of texts with the same request; the step that runs the prompts does not count.
+fn turn_ms<'a>(
+    engine: Box<dyn Engine + 'a>,
+    drafter: Option<Box<dyn Drafter + 'a>>,
+    request: &Request,
+    [sequences, steps]: [usize; 2],
+) -> Result<f64, DecodeError> {
+    let size = NonZeroUsize::new(sequences).unwrap_or(NonZeroUsize::MIN);
+    let drafter = drafter.map(|drafter| (drafter, Acceptance::Greedy));
+    let mut batch = SequenceBatch::new(engine, drafter, size).with_prefix_cache(PROMPT_BYTES);
+    for key in 0..size.get() {
+        batch.enter(key, request)?;
+    }
+    batch.step()?;
+    let mut times = vec![];
+    for _ in 1..steps {
+        let began = Instant::now();
+        batch.step()?;
+        times.push(began.elapsed().as_secs_f64() * 1e3);
+    }
+    Ok(median(times))
+}
