@@ -9,7 +9,8 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use super::sequence::Sequence;
-use super::verify::{Verdict, first_root, verify};
+use super::verify::together::verify_all;
+use super::verify::{Verdict, first_root};
 use crate::draft::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
 use crate::engine::prefix_cache::PrefixCache;
 use crate::engine::sample::{Chosen, Sampler, next_of_each};
@@ -177,29 +178,38 @@ impl<'a> Stepper<'a> {
             proposals.iter().zip(rows).map(|(proposal, &row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();
         let hidden_nh = self.engine.extend(&mut self.cache, &tokens_of(&proposals), &batch);
         let logits_nv = self.engine.logits(&read_of(&hidden_nh, &proposals));
+        let mut stepping = at_rows(sequences, rows);
+        let samplers: Vec<Sampler> = stepping.iter().map(|sequence| sequence.sampler.clone()).collect();
+        let verdicts = verify_all(self.acceptance(), &proposals, &logits_nv, &mut stepping);
         let (mut nodes, mut read) = (Slices::of(&hidden_nh), Slices::of(&logits_nv));
-        for (proposal, &row) in proposals.iter().zip(rows) {
+        let all = proposals.iter().zip(verdicts).zip(stepping).zip(samplers).zip(rows);
+        for ((((proposal, verdict), sequence), sampler), &row) in all {
             let hidden_nh = nodes.next(proposal.tree.nodes.len());
             let logits_nv = read.next(proposal.tree.read().count() as i64);
-            self.settle(row, &mut sequences[row], proposal, [&hidden_nh, &logits_nv]);
+            if verdict.next.id == NO_TOKEN {
+                sequence.sampler = sampler;
+                self.step_alone(row, sequence);
+            } else {
+                self.settle(row, sequence, (proposal, verdict), [&hidden_nh, &logits_nv]);
+            }
         }
     }
 
-    /// Verifies a row's proposal and commits the accepted path, given its nodes' hidden states and logits.
+    /// How guesses are accepted.
+    fn acceptance(&self) -> Acceptance {
+        self.drafter.as_ref().expect("asked before").1
+    }
+
+    /// Commits the accepted path of a row's proposal, given its nodes' hidden states and logits.
     fn settle(
         &mut self,
         row: usize,
         sequence: &mut Sequence,
-        proposal: &Proposal,
+        (proposal, verdict): (&Proposal, Verdict),
         [hidden_nh, logits_nv]: [&Tensor; 2],
     ) {
-        let (drafter, acceptance) = self.drafter.as_mut().expect("asked before");
-        let sampler = sequence.sampler.clone();
-        let Verdict { path, accepted, next } = verify(*acceptance, proposal, logits_nv, sequence);
-        if next.id == NO_TOKEN {
-            sequence.sampler = sampler;
-            return self.step_alone(row, sequence);
-        }
+        let (drafter, _) = self.drafter.as_mut().expect("asked before");
+        let Verdict { path, accepted, next } = verdict;
         self.cache.commit_path(row, &path);
         if drafter.follows() {
             let accepted = CommittedTokens { ids: &accepted, hidden_nh: rows_of(hidden_nh, &path) };

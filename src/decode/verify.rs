@@ -14,6 +14,8 @@ use crate::tree::accept::{self, Acceptance, TypicalAcceptance};
 use crate::tree::rejection::{DrawnChildren, next_token};
 use crate::tree::sparse_tree::SparseTree;
 
+pub(super) mod together;
+
 /// The result of verifying a tree.
 #[derive(Debug)]
 pub(super) struct Verdict {

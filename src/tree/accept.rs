@@ -124,6 +124,29 @@ pub fn walk(tree: &SparseTree, tokens: &[i64], mut choose: impl FnMut(usize) -> 
     }
 }
 
+/// As [`walk`] through several trees at once, each with its tokens: `choose` gets the nodes that are reached, each with its tree's place, by rising
+/// places, and returns the token after each.
+pub fn walk_all(
+    trees: &[(&SparseTree, &[i64])],
+    mut choose: impl FnMut(&[(usize, usize)]) -> Vec<i64>,
+) -> Vec<(Vec<usize>, i64)> {
+    let mut walks: Vec<(Vec<usize>, i64)> = vec![(vec![0], 0); trees.len()];
+    let mut reached: Vec<(usize, usize)> = (0..trees.len()).map(|place| (place, 0)).collect();
+    while !reached.is_empty() {
+        let chosen = choose(&reached);
+        let below = |(&(place, node), &token): (&(usize, usize), &i64)| {
+            let (tree, tokens) = trees[place];
+            let (path, next) = &mut walks[place];
+            let child = tree.children(node).find(|&child| tokens[child] == token);
+            path.extend(child);
+            *next = token;
+            child.map(|child| (place, child))
+        };
+        reached = reached.iter().zip(&chosen).filter_map(below).collect();
+    }
+    walks
+}
+
 /// The longest path, root first, of nodes that are all probable enough; ties go to the largest product of probabilities.
 /// - `log_p[n]`: log-probability of node `n`'s token after its parent (not read for the root)
 /// - `entropy[n]`: entropy of the distribution after node `n`
@@ -202,6 +225,12 @@ mod tests {
         assert_eq!(greedy([12, 13, 14, 0, 7, 16, 99]), (vec![0, 2, 4], 7));
         assert_eq!(greedy([11, 15, 0, 0, 0, 16, 0]), (vec![0, 1], 15), "a cousin's guess does not count");
         assert_eq!(greedy([99, 13, 14, 0, 0, 0, 0]), (vec![0], 99), "the root is always accepted");
+        let bests = [[12, 0, 15, 0, 0, 16, 99], [99, 13, 14, 0, 0, 0, 0], [11, 15, 0, 0, 0, 16, 0]];
+        let together = walk_all(&[(&tree, &tokens[..]); 3], |nodes| {
+            assert!(nodes.is_sorted(), "one after the other: {nodes:?}");
+            nodes.iter().map(|&(place, node)| bests[place][node]).collect()
+        });
+        assert_eq!(together, bests.map(greedy));
     }
 
     #[test]

@@ -9,7 +9,9 @@ use rand_chacha::ChaCha8Rng;
 use super::*;
 use crate::decode::DecodeLoop;
 use crate::decode::host_loop::HostLoop;
+use crate::draft::by_load::LoadDrafter;
 use crate::engine::cpu::CpuEngine;
+use crate::tree::by_load::{AtLoad, ByLoad};
 
 /// What a text is, and when it comes and goes.
 struct Visit {
@@ -87,12 +89,24 @@ fn each_text_is_the_one_that_is_decoded_alone() {
             ..HeadsShape::default()
         };
         let heads = Heads::random(shape, Kind::Float, Device::Cpu, seed as u64).for_decoding();
-        let tree = SparseTree::cartesian(&[12, 2]).unwrap();
+        let (tree, small) = (SparseTree::cartesian(&[12, 2]).unwrap(), SparseTree::chain(2).unwrap());
         let visits: Vec<Visit> = (0..count).map(|key| Visit::random(key, &mut rng)).collect();
         let mut alone = HostLoop::new(Box::new(CpuEngine::new(&llama).expect("kernels")), None);
-        for with_heads in [false, true] {
-            let drafter: Box<dyn Drafter> = Box::new(MedusaDrafter::new(&llama, &heads, &tree).unwrap());
-            let drafter = with_heads.then_some((drafter, Acceptance::Rejection));
+        for drafts in ["nothing", "a tree", "a tree by the number of texts"] {
+            let medusa = |tree| MedusaDrafter::new(&llama, &heads, tree).unwrap();
+            let drafter: Option<Box<dyn Drafter>> = match drafts {
+                "nothing" => None,
+                "a tree" => Some(Box::new(medusa(&tree))),
+                _ => {
+                    let of = |texts, tree: Option<_>| AtLoad {
+                        texts,
+                        tree: tree.map(|tree| Box::new(medusa(tree)) as Box<dyn Drafter>),
+                    };
+                    let parts = ByLoad::new(vec![of(1, Some(&tree)), of(3, Some(&small)), of(8, None)]).unwrap();
+                    Some(Box::new(LoadDrafter::new(&llama, parts)))
+                }
+            };
+            let drafter = drafter.map(|drafter| (drafter, Acceptance::Rejection));
             let size = NonZeroUsize::new(rng.random_range(1..=count)).unwrap();
             let pieces = NonZeroUsize::new(rng.random_range(1..100)).unwrap();
             let engine = Box::new(CpuEngine::new(&llama).expect("kernels"));
@@ -112,7 +126,7 @@ fn each_text_is_the_one_that_is_decoded_alone() {
                     assert!(whole.new_ids.starts_with(&text.new_ids), "text {key}");
                     cancelled += 1;
                 } else {
-                    assert_eq!(told(&[text]), told(&[whole]), "text {key} of {count}, heads: {with_heads}");
+                    assert_eq!(told(&[text]), told(&[whole]), "text {key} of {count}, drafting {drafts}");
                     ended += 1;
                 }
             }
