@@ -85,13 +85,20 @@ mod tests {
         assert!((600 << 20..1 << 30).contains(&memory.pass), "{}", memory.pass);
         // 13.5 GB of 80 are weights.
         assert_eq!(memory.texts(66_000_000_000).get(), 108);
-        assert_eq!(BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, [4096, 0], PASS).texts(66_000_000_000).get(), 27);
-        assert_eq!(BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, [200, 0], PASS).texts(66_000_000_000).get(), MOST_ON_GPU);
+        assert_eq!(
+            BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, [4096, 0], PASS).texts(66_000_000_000).get(),
+            27
+        );
+        assert_eq!(
+            BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, [200, 0], PASS).texts(66_000_000_000).get(),
+            MOST_ON_GPU
+        );
     }
 
     #[test]
     fn a_batch_has_at_least_one_text_and_on_a_cpu_at_most_32() {
-        let on_cpu = BatchMemory::new(&LlamaConfig::llama_2_7b(), (Kind::Float, Device::Cpu), [4096, 0], PromptPass::OfOne);
+        let on_cpu =
+            BatchMemory::new(&LlamaConfig::llama_2_7b(), (Kind::Float, Device::Cpu), [4096, 0], PromptPass::OfOne);
         assert_eq!(on_cpu.texts(0).get(), 1);
         assert_eq!(on_cpu.texts(u64::MAX).get(), 32);
         assert_eq!(on_cpu.texts(34 << 30).get(), 3, "8 GiB each while the cache grows");

@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use super::{LatencyError, median, nonsense, steps_within};
+use super::{LatencyError, nonsense, steps_within, undisturbed};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
 use crate::decode::request::Request;
@@ -28,7 +28,7 @@ const PROMPT_BYTES: usize = 1 << 32;
 pub type NewEngine<'l, 'a, E> = dyn Fn() -> Result<Box<dyn Engine + 'a>, E> + 'l;
 
 /// Times steps of so many texts at a time after `context` tokens, without a drafter and with each of the trees that is small enough. All take
-/// turns in several rounds; the result is the median of the turns' medians.
+/// turns in several rounds; the result is the time of a step that nothing interrupts.
 ///
 /// # Errors
 /// [`LatencyError`], or an error of `new_engine`.
@@ -41,35 +41,35 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
     let prompt = nonsense(context, backbone.config.vocab_size);
     let fits = |tree: &&GuessTree| sequences * (tree.nodes() + 1) <= MOST_ROWS;
     let timed: Vec<Option<&GuessTree>> = [None].into_iter().chain(trees.iter().filter(fits).map(Some)).collect();
-    let mut turns_ms = vec![Vec::new(); timed.len()];
+    let mut all_ms = vec![Vec::new(); timed.len()];
     for round in 0..=ROUNDS {
-        for (tree, turns_ms) in timed.iter().zip(&mut turns_ms) {
+        for (tree, all_ms) in timed.iter().zip(&mut all_ms) {
             let drafter = tree.map(|tree| Ok(HeadsDrafter::new(backbone, heads, tree)?.on_host())).transpose();
             let drafter = drafter.map_err(|error: DraftError| LatencyError::from(error))?;
             let depth = tree.map_or(0, GuessTree::depth);
             let steps = steps_within(backbone, context, depth)?;
             let request = Request { ends_at_eos: false, ..Request::greedy(&prompt, steps * (depth + 1)) };
-            let ms = turn_ms(new_engine()?, drafter, &request, [sequences, steps]).map_err(LatencyError::from)?;
-            turns_ms.extend((round > 0).then_some(ms));
+            let ms = steps_ms(new_engine()?, drafter, &request, [sequences, steps]).map_err(LatencyError::from)?;
+            all_ms.extend(ms.into_iter().filter(|_| round > 0));
         }
     }
-    let mut medians = turns_ms.into_iter().map(median);
-    let plain_step_ms = medians.next().expect("plain decoding is measured");
+    let mut undisturbed = all_ms.into_iter().map(undisturbed);
+    let plain_step_ms = undisturbed.next().expect("plain decoding is measured");
     let step = |(tree, step_ms): (&&GuessTree, f64)| {
         let (nodes, depth, dynamic) = (tree.nodes(), tree.depth(), tree.as_static().is_none());
         StepTime { nodes, depth, step_ms, dynamic }
     };
-    let steps = timed.iter().flatten().zip(medians).map(step).collect();
+    let steps = timed.iter().flatten().zip(undisturbed).map(step).collect();
     Ok(StepsOfSequences { sequences, plain_step_ms, steps })
 }
 
-/// The median time of a step of texts with the same request; the step that runs the prompts does not count.
-fn turn_ms<'a>(
+/// The times of the steps of texts with the same request; the step that runs the prompts does not count.
+fn steps_ms<'a>(
     engine: Box<dyn Engine + 'a>,
     drafter: Option<Box<dyn Drafter + 'a>>,
     request: &Request,
     [sequences, steps]: [usize; 2],
-) -> Result<f64, DecodeError> {
+) -> Result<Vec<f64>, DecodeError> {
     let size = NonZeroUsize::new(sequences).unwrap_or(NonZeroUsize::MIN);
     let drafter = drafter.map(|drafter| (drafter, Acceptance::Greedy));
     let mut batch = SequenceBatch::new(engine, drafter, size).with_prefix_cache(PROMPT_BYTES);
@@ -83,5 +83,5 @@ fn turn_ms<'a>(
         batch.step()?;
         times.push(began.elapsed().as_secs_f64() * 1e3);
     }
-    Ok(median(times))
+    Ok(times)
 }
