@@ -298,8 +298,8 @@ fn check_says_what_to_lower_if_the_plan_exceeds_the_memory() {
     let keys: Vec<&str> = savings.iter().map(|saving| saving["keys"].as_str().expect("keys")).collect();
     let all = [
         "train.micro_batch_size = 1 with train.gradient_accumulation_steps = 4",
-        "optimizer.name = \"adamw8bit\"",
         "train.recompute = true",
+        "optimizer.name = \"adamw8bit\"",
         "backbone.quantization = \"nf4\"",
         "heads.shared_lm_head = true",
         "data.max_length = 16",

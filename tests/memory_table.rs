@@ -95,6 +95,8 @@ fn trained(
         rows: 1,
         length: ROW,
         masked: true,
+        flash: true,
+        cached: false,
         on_host: false,
     });
     plan.peak_bytes()

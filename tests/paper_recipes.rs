@@ -238,6 +238,8 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         rows: recipe.train.micro_batch_size.get() as u64,
         length: recipe.data.max_length.get() as u64,
         masked: recipe.data.packing,
+        flash: true,
+        cached: false,
         on_host: false,
     });
     plan.peak_bytes() as f64 / f64::from(1 << 30)

@@ -9,6 +9,7 @@ use crate::engine::PromptPass;
 use crate::engine::prefill::PREFILL_CHUNK;
 use crate::model::config::LlamaConfig;
 use crate::model::kv_cache;
+use crate::torch::memory;
 
 /// Most texts that are decoded together without `--batch-size`. On a CPU, products of more rows are no faster for each row, and the bits of a
 /// text depend on the batch from 65 rows on. On a GPU, steps are bound by arithmetic and by reading the cache.
@@ -19,8 +20,6 @@ const MOST_ON_GPU: usize = 256;
 const CHOICE: u64 = 64;
 /// As [`CHOICE`], for each guess of a tree: logits in two dtypes.
 const OF_GUESS: u64 = 8;
-/// Part of the free memory that is left alone: workspaces of the products, and holes between tensors.
-const SPARE: f64 = 0.1;
 
 /// Memory of a batch, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,7 +64,7 @@ impl BatchMemory {
 
     /// How many texts fit into so many free bytes, up to the number from which on more are no faster; at least one.
     pub fn texts(&self, free: u64) -> NonZeroUsize {
-        let left = (free as f64 * (1.0 - SPARE)) as u64;
+        let left = (free as f64 * memory::USABLE) as u64;
         let fit = usize::try_from(left.saturating_sub(self.pass) / self.each).unwrap_or(self.most);
         NonZeroUsize::new(fit.min(self.most)).unwrap_or(NonZeroUsize::MIN)
     }

@@ -11,10 +11,9 @@ use crate::data::chat_template::TemplateChoice;
 use crate::data::column_names::ColumnNames;
 use crate::model::lora::LoraConfig;
 use crate::model::stored_dtype::stored_dtype;
+use crate::torch::memory;
 use crate::train::checked::CheckedRun;
 
-/// The part of the free memory that a run may take.
-const USABLE: f64 = 0.9;
 /// Most tokens of a forward pass: more are hardly faster.
 const TOKENS_OF_A_PASS: usize = 8192;
 /// Aims: optimizer steps of an epoch and of a run, evaluations of a run, and rows to evaluate on.
@@ -186,7 +185,7 @@ impl StarterRecipe {
                 let plan = Recipe::parse(file, &text)?.plan(machine.device);
                 let peak_bytes = checked.memory_of(&plan).peak_bytes();
                 smallest = smallest.min(peak_bytes);
-                if machine.free_bytes.is_none_or(|free| peak_bytes as f64 <= USABLE * free as f64) {
+                if machine.free_bytes.is_none_or(|free_bytes| memory::holds(free_bytes, peak_bytes)) {
                     let dtype_note = slow.map(|slow| format!("dtype = \"{}\": {slow}", shortest.backbone.dtype));
                     return Ok(FittedRecipe { text, peak_bytes, dtype_note });
                 }

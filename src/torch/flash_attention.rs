@@ -38,11 +38,16 @@ impl Segments {
     }
 }
 
-/// Whether the kernels run on queries `[…, D]`: 16 bits, on a GPU of compute capability 8.0 or higher.
+/// Whether the kernels run on queries `[…, D]`.
 pub fn runs_on(queries: &Tensor) -> bool {
-    let d = queries.size().last().copied().unwrap_or(0);
-    let fits = d % HEAD_STEP == 0 && d <= LARGEST_HEAD && matches!(queries.kind(), Kind::Half | Kind::BFloat16);
-    fits && accelerator::is_ampere(queries.device()) || is_emulated()
+    let head_dim = queries.size().last().copied().unwrap_or(0);
+    runs_with(head_dim, queries.kind(), queries.device()) || is_emulated()
+}
+
+/// Whether there are kernels for heads of this size: in 16 bits, on a GPU of compute capability 8.0 or higher.
+pub fn runs_with(head_dim: i64, kind: Kind, device: Device) -> bool {
+    let fits = head_dim % HEAD_STEP == 0 && head_dim <= LARGEST_HEAD && matches!(kind, Kind::Half | Kind::BFloat16);
+    fits && accelerator::is_ampere(device)
 }
 
 /// Attention of each token to itself and to those before it in its segment, within the sliding window if there is one, with autograd.

@@ -14,8 +14,17 @@ pub struct ProcessMemory {
     pub peak_bytes: u64,
 }
 
+/// The part of the free memory that work may be planned for. The rest is for what no plan counts: workspaces of products, kernels that are loaded
+/// when they are first called, holes between tensors.
+pub const USABLE: f64 = 0.9;
+
 /// Freed blocks of up to this many bytes stay in the process: glibc's largest threshold.
 pub const KEPT_BLOCK: u64 = 32 << 20;
+
+/// Whether work with this planned peak fits into so much free memory.
+pub fn holds(free_bytes: u64, peak_bytes: u64) -> bool {
+    peak_bytes as f64 <= USABLE * free_bytes as f64
+}
 
 /// Keeps freed blocks of up to [`KEPT_BLOCK`] in the process, for the next step to reuse. By default glibc returns them to the system,
 /// which clears every page when they are allocated again: a quarter of a training step on a small model. Call it after loading: it first

@@ -21,7 +21,7 @@ use crate::formats::run_folder::FINAL;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::peft;
-use crate::torch::guard;
+use crate::torch::{flash_attention, guard};
 use crate::train::device_room::{self, DeviceRoom, MemorySaving};
 use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
@@ -142,6 +142,8 @@ impl CheckedRun {
             rows: train.micro_batch_size.get().min(sequences.len()) as u64,
             length: longest.min(plan.data.max_length.get()) as u64,
             masked: ids().any(|id| sequences.segments(id) > 1),
+            flash: flash_attention::runs_with(self.config.head_dim, backbone.dtype.kind(), *device),
+            cached: train.hidden_state_cache.is_some(),
             on_host: *device == Device::Cpu,
         })
     }

@@ -36,9 +36,9 @@ impl DeviceRoom {
         Some(Self { total_bytes, free_bytes })
     }
 
-    /// Whether a run with this peak fits.
+    /// Whether a run with this planned peak fits.
     pub fn holds(&self, peak_bytes: u64) -> bool {
-        peak_bytes <= self.free_bytes
+        memory::holds(self.free_bytes, peak_bytes)
     }
 }
 
@@ -66,21 +66,24 @@ pub fn savings(plan: &TrainPlan, room: DeviceRoom, peak_of: impl Fn(&TrainPlan) 
 /// Changes a plan, and returns the keys and values; `None` if the plan has them already. The function says whether a plan fits.
 type Change = fn(&mut TrainPlan, &dyn Fn(&TrainPlan) -> bool) -> Option<String>;
 
-const CHANGES: [Change; 6] = [micro_batches, moments, recomputing, quantized, shared_lm_head, shorter_rows];
+/// Those that `medusa init` makes, too, are in its order: see `recipe::starter`.
+const CHANGES: [Change; 6] = [micro_batches, recomputing, moments, quantized, shared_lm_head, shorter_rows];
 
 /// The largest micro batch that fits, or one row; the optimizer step keeps its rows.
 fn micro_batches(plan: &mut TrainPlan, fits: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
-    let train = plan.train.clone();
-    let before = train.micro_batch_size.get();
-    let mut rows = before;
-    while rows > 1 && (rows == before || !fits(plan)) {
-        rows /= 2;
+    let before = plan.train.micro_batch_size.get();
+    let of_step = before * plan.train.gradient_accumulation_steps.get();
+    let mut keys = None;
+    for rows in (1..before).rev().filter(|&rows| of_step.is_multiple_of(rows)) {
         plan.train.micro_batch_size = NonZeroUsize::new(rows)?;
+        plan.train.gradient_accumulation_steps = NonZeroUsize::new(of_step / rows)?;
+        let accumulated = of_step / rows;
+        keys = Some(format!("train.micro_batch_size = {rows} with train.gradient_accumulation_steps = {accumulated}"));
+        if fits(plan) {
+            break;
+        }
     }
-    let accumulated = (before * train.gradient_accumulation_steps.get()).div_ceil(rows);
-    plan.train.gradient_accumulation_steps = NonZeroUsize::new(accumulated)?;
-    let keys = format!("train.micro_batch_size = {rows} with train.gradient_accumulation_steps = {accumulated}");
-    (rows < before).then_some(keys)
+    keys
 }
 
 fn moments(plan: &mut TrainPlan, _: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
@@ -93,13 +96,14 @@ fn recomputing(plan: &mut TrainPlan, _: &dyn Fn(&TrainPlan) -> bool) -> Option<S
     (plan.train.recompute && !before).then(|| "train.recompute = true".into())
 }
 
-fn quantized(plan: &mut TrainPlan, _: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
+fn quantized(plan: &mut TrainPlan, fits: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
     if plan.trained == BackboneTraining::Full || plan.backbone.quantization == Some(Quantization::Nf4) {
         return None;
     }
     plan.backbone.quantization = Some(Quantization::Nf4);
-    plan.train.recompute = !plan.trained.is_frozen(); // a recipe needs both
-    Some("backbone.quantization = \"nf4\"".into())
+    let nf4 = "backbone.quantization = \"nf4\"".to_owned();
+    // With adapters a recipe needs both.
+    Some(recomputing(plan, fits).map_or(nf4.clone(), |recompute| format!("{nf4} with {recompute}")))
 }
 
 fn shared_lm_head(plan: &mut TrainPlan, _: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
@@ -122,4 +126,57 @@ fn shorter_rows(plan: &mut TrainPlan, fits: &dyn Fn(&TrainPlan) -> bool) -> Opti
         }
     }
     Some(format!("data.max_length = {}", plan.data.max_length))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::recipe::Recipe;
+
+    fn plan(stage: &str, train: &str) -> TrainPlan {
+        let text = format!(
+            "[backbone]\npath = \"b\"\n[stage.{stage}]\n[data]\ntrain = [\"rows.jsonl\"]\n[train]\noutput_dir = \"run\"\n{train}\n"
+        );
+        Recipe::parse(Path::new("recipe.toml"), &text).expect("a recipe").plan(Device::Cpu)
+    }
+
+    #[test]
+    fn smaller_micro_batches_keep_the_rows_of_a_step() {
+        for (micro, accumulation, most, expected) in [
+            (5, 1, 4, Some([1, 5])),
+            (12, 1, 7, Some([6, 2])),
+            (12, 1, 3, Some([3, 4])),
+            (6, 5, 5, Some([5, 6])),
+            (1, 8, 0, None),
+        ] {
+            let train = format!("micro_batch_size = {micro}\ngradient_accumulation_steps = {accumulation}");
+            let mut plan = plan("medusa1", &train);
+            let keys = micro_batches(&mut plan, &|plan| plan.train.micro_batch_size.get() <= most);
+            let words = |[rows, steps]: [usize; 2]| {
+                format!("train.micro_batch_size = {rows} with train.gradient_accumulation_steps = {steps}")
+            };
+            assert_eq!(keys, expected.map(words), "{micro} x {accumulation}");
+            let TrainPlan { train, .. } = plan;
+            assert_eq!(train.micro_batch_size.get() * train.gradient_accumulation_steps.get(), micro * accumulation);
+        }
+    }
+
+    #[test]
+    fn a_quantised_backbone_with_adapters_recomputes_and_says_so() {
+        let nf4 = "backbone.quantization = \"nf4\"";
+        let with_both = format!("{nf4} with train.recompute = true");
+        for (stage, train, expected) in
+            [("medusa1", "", nf4), ("medusa2.lora", "", &with_both), ("medusa2.lora", "recompute = true", nf4)]
+        {
+            assert_eq!(quantized(&mut plan(stage, train), &|_| true).as_deref(), Some(expected), "{stage} {train}");
+        }
+    }
+
+    #[test]
+    fn a_tenth_of_the_free_memory_is_spare() {
+        let room = DeviceRoom { total_bytes: 2000, free_bytes: 1000 };
+        assert!(room.holds(900) && !room.holds(901));
+    }
 }

@@ -53,6 +53,10 @@ pub struct Workload<'w> {
     pub length: u64,
     /// Some row packs several texts, so attention needs a mask.
     pub masked: bool,
+    /// Attention is flash attention, which has no masks.
+    pub flash: bool,
+    /// The frozen backbone's hidden states are cached on disk.
+    pub cached: bool,
     /// Training runs on the CPU, so the program shares the memory and glibc allocates it.
     pub on_host: bool,
 }
@@ -292,12 +296,13 @@ impl Workload<'_> {
         self.capped_scores().iter().sum::<u64>() / (self.rows * self.query_heads()).max(1) * rows * kinds * self.element
     }
 
-    /// Masks of packed rows and of windows that cut, for each kind of layer. Flash attention, which runs in 16 bits on a GPU, has none, and
-    /// capped attention its own.
+    /// Masks of packed rows and of windows that cut, for each kind of layer. Flash attention has none, and capped attention its own.
     fn masks(&self) -> u64 {
-        if self.config.block().heads.softcap.is_some() || !self.on_host && self.element < F32 {
+        if self.config.block().heads.softcap.is_some() || self.flash {
             return 0;
         }
+        // On a GPU they are copied into rows that begin at multiples of 16 bytes.
+        let copies = if self.on_host { 1 } else { 2 };
         let cuts = |window: &Option<i64>| window.is_some_and(|window| window.unsigned_abs() < self.length);
         let windows = self.config.layer_kinds().windows();
         let [rows, kinds] = if self.masked {
@@ -305,7 +310,7 @@ impl Workload<'_> {
         } else {
             [1, windows.iter().filter(|w| cuts(w)).count() as u64]
         };
-        rows * kinds * self.length * self.length * self.element
+        copies * rows * kinds * self.length * self.length * self.element
     }
 
     fn kept_of_adapters(&self, lora: &LoraConfig) -> KeptTensors {
@@ -363,7 +368,9 @@ impl Workload<'_> {
         let gradient = if self.is_joint() { n * h * F32 } else { 0 };
         // The output of a prefix layer and its gradient.
         let prefix = u64::from(self.heads.architecture.has_prefix());
-        let states = 1 + u64::from(teacher) + prefix;
+        // The next micro batch's are read while the states of this one are used; on a GPU they wait in the memory of the host.
+        let read_ahead = u64::from(self.cached && self.on_host);
+        let states = 1 + u64::from(teacher) + prefix + read_ahead;
         self.allocated([(states, n * h * self.element), (1, gradient), (prefix, n * h * F32)])
     }
 

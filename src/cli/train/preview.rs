@@ -234,5 +234,6 @@ fn does_not_fit(device: &str, peak: u64, room: DeviceRoom, savings: &[MemorySavi
         Some(last) if room.holds(last.peak_bytes) => format!("set {}", changes.join(", then ")),
         Some(_) => format!("even {} does not fit: use a device with more memory", changes.join(", then ")),
     };
-    format!("the planned peak is {}, and {has}: {advice}", gibibytes(peak))
+    let spare = if peak <= free_bytes { ", a tenth of which a plan leaves free" } else { "" };
+    format!("the planned peak is {}, and {has}{spare}: {advice}", gibibytes(peak))
 }
