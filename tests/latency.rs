@@ -64,6 +64,11 @@ fn each_number_of_texts_has_its_times_and_its_tree() {
     let numbers: Vec<usize> = latency.by_sequences.iter().map(|of| of.sequences).collect();
     let sizes: Vec<usize> = latency.by_sequences[0].steps.iter().map(|step| step.nodes).collect();
     assert!(numbers == [2, 6] && [1, 2].iter().all(|size| sizes.contains(size)), "{numbers:?}, {sizes:?}");
+    let [two, six] = [0, 1].map(|at| latency.by_sequences[at].plain_step_ms);
+    assert!(
+        two > 0.5 * latency.plain_step_ms && six > 0.5 * latency.plain_step_ms,
+        "steps in which nothing ran: {latency:?}"
+    );
     let file = TreeFile::load(&world.path("t.json")).unwrap();
     for (tree, times) in file.by_sequences.iter().zip(&latency.by_sequences) {
         let plain = 1e3 * times.sequences as f64 / times.plain_step_ms;

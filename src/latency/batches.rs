@@ -78,7 +78,8 @@ fn steps_ms<'a>(
     }
     batch.step()?;
     let mut times = vec![];
-    for _ in 1..steps {
+    // The request has room for so many steps, of which the first one is done; without guesses, the token after the prompt takes the place of one.
+    for _ in 2..steps {
         let began = Instant::now();
         batch.step()?;
         times.push(began.elapsed().as_secs_f64() * 1e3);

@@ -33,7 +33,9 @@ pub struct MedusaDrafter<'a> {
     num_heads: usize,
     /// M, the most guesses that the tree takes from one head.
     width: usize,
-    /// `[N]`: index of each node's token in `[root, head 1's guesses, head 2's guesses, …]`.
+    /// Index of each node's token in `[root, head 1's guesses, head 2's guesses, …]`.
+    tree_indices: Rc<[usize]>,
+    /// The same on the device, `[N]`.
     tree_indices_n: Rc<Tensor>,
 }
 
@@ -51,6 +53,8 @@ impl<'a> MedusaDrafter<'a> {
         heads.check_backbone(config)?;
         tree.check_fits(heads.num_heads(), heads.draft_vocab_size())?;
         let width = tree.widths().into_iter().max().unwrap_or(0);
+        let indices = tree_indices(tree, width);
+        let on_device: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
         Ok(Self {
             backbone,
             heads,
@@ -58,7 +62,8 @@ impl<'a> MedusaDrafter<'a> {
             prepared: Rc::new(PreparedTree::new(tree.clone(), backbone)),
             num_heads: tree.max_depth(),
             width,
-            tree_indices_n: Rc::new(tree_indices(tree, width, backbone.device())),
+            tree_indices: indices.into(),
+            tree_indices_n: Rc::new(Tensor::from_slice(&on_device).to_device(backbone.device())),
         })
     }
 
@@ -78,22 +83,35 @@ impl Drafter for MedusaDrafter<'_> {
         let hidden: Vec<&Tensor> = batch.iter().map(|text| text.hidden_1h).collect();
         let hidden_bh = if let [one] = hidden[..] { one.shallow_clone() } else { Tensor::cat(&hidden, 0) };
         let guesses_bg = self.heads.guesses(self.num_heads, self.width, &hidden_bh, self.backbone);
-        let fill = |(text, row): (&TextSoFar, i64)| {
-            let tokens = Tensor::cat(&[&text.root.on_device(guesses_bg.device()), &guesses_bg.select(0, row)], 0);
-            Proposal {
-                tree: self.prepared.clone(),
-                tokens_n: tokens.index_select(0, &self.tree_indices_n),
-                drawn: None,
-            }
+        let tokens: Vec<Tensor> = match guesses_bg.device() {
+            Device::Cpu => self.filled(batch, &Vec::try_from(guesses_bg.reshape([-1])).expect("one axis of int64")),
+            device => (batch.iter().zip(0..))
+                .map(|(text, row)| {
+                    let all = Tensor::cat(&[&text.root.on_device(device), &guesses_bg.select(0, row)], 0);
+                    all.index_select(0, &self.tree_indices_n)
+                })
+                .collect(),
         };
-        batch.iter().zip(0..).map(fill).collect()
+        let proposal = |tokens_n| Proposal { tree: self.prepared.clone(), tokens_n, drawn: None };
+        tokens.into_iter().map(proposal).collect()
+    }
+}
+
+impl MedusaDrafter<'_> {
+    /// The tree of each text on the host, where a tensor's operation takes longer than the tree; `guesses` are `[B, G]`.
+    fn filled(&self, batch: &[TextSoFar], guesses: &[i64]) -> Vec<Tensor> {
+        let of_text = |(text, guesses): (&TextSoFar, &[i64])| {
+            let token = |&index: &usize| index.checked_sub(1).map_or(text.root.id, |guess| guesses[guess]);
+            Tensor::from_slice(&self.tree_indices.iter().map(token).collect::<Vec<_>>())
+        };
+        batch.iter().zip(guesses.chunks_exact(self.num_heads * self.width)).map(of_text).collect()
     }
 }
 
 /// Index of each node's token in the root followed by `width` guesses per head.
-fn tree_indices(tree: &SparseTree, width: usize, device: Device) -> Tensor {
-    let guess = |node| tree.child_index(node).map_or(0, |child| 1 + (tree.depth(node) - 1) * width + child);
-    Tensor::from_slice(&(0..tree.len()).map(|node| guess(node) as i64).collect::<Vec<_>>()).to_device(device)
+fn tree_indices(tree: &SparseTree, width: usize) -> Vec<usize> {
+    let index = |node| tree.child_index(node).map_or(0, |child| 1 + (tree.depth(node) - 1) * width + child);
+    (0..tree.len()).map(index).collect()
 }
 
 #[cfg(test)]
@@ -103,7 +121,6 @@ mod tests {
     #[test]
     fn every_node_points_at_its_heads_guess() {
         let tree = SparseTree::new(vec![vec![0], vec![2], vec![0, 1], vec![0, 1, 0]]).unwrap();
-        let indices = Vec::<i64>::try_from(tree_indices(&tree, 3, Device::Cpu)).unwrap();
-        assert_eq!(indices, [0, 1, 3, 3 + 2, 3 + 3 + 1]);
+        assert_eq!(tree_indices(&tree, 3), [0, 1, 3, 3 + 2, 3 + 3 + 1]);
     }
 }
