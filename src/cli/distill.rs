@@ -27,7 +27,7 @@ use crate::distill::answer::Answerer;
 use crate::distill::output::{self, CONVERSATIONS_PER_SHARD, Output, Share};
 use crate::distill::provenance;
 use crate::distill::render::Renderer;
-use crate::distill::{self, DistillEnd, DistillProgress, DistillSettings};
+use crate::distill::{self, DialogueTokens, DistillEnd, DistillProgress, DistillSettings};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::dtype::Dtype;
 use crate::engine::Engine;
@@ -128,11 +128,11 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let decoder = engine.load(&args.backbone, args.heads.as_deref(), plan.into_iter().collect(), served, common)?;
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: decoder.template.as_ref() };
     let settings = args.settings(&decoder, common)?;
-    let (dialogues, lengths) = args.fitting(dialogues, &renderer, &settings, common)?;
+    let (dialogues, tokens) = args.fitting(dialogues, &renderer, &settings, common)?;
     let prompts = PromptsUsed { file: &file, conversations: dialogues.len(), too_long: all - dialogues.len() };
     let provenance = args.provenance(&decoder, &prompts, common)?;
     let mut output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
-    let longest = distill::longest_text(dialogues.iter().zip(lengths), &settings);
+    let longest = distill::longest_text(&tokens, &settings);
     let answerer = args.answerer(&decoder, longest, output.missing().len(), common)?;
     let batch_size = answerer.batch_size();
     let (stop, began, before) = (interrupted(), Instant::now(), output.kept());
@@ -180,18 +180,19 @@ fn tree_sha256(tree: &Path) -> io::Result<String> {
 }
 
 impl DistillArgs {
-    /// The prompts that leave room for an answer, and the tokens of each one's first turn.
+    /// The prompts that leave room for an answer, and the tokens of each.
     fn fitting(
         &self,
         dialogues: Vec<Dialogue>,
         renderer: &Renderer,
         settings: &DistillSettings,
         common: &CommonFlags,
-    ) -> anyhow::Result<(Vec<Dialogue>, Vec<usize>)> {
-        let lengths = distill::check(&dialogues, renderer, settings)?;
-        let all = dialogues.into_iter().zip(lengths);
-        let (fit, others): (Vec<_>, Vec<_>) = all.partition(|(_, length)| *length < settings.context);
-        let too_long = others.into_iter().map(|(dialogue, length)| TooLong { place: Some(dialogue.place), length });
+    ) -> anyhow::Result<(Vec<Dialogue>, Vec<DialogueTokens>)> {
+        let tokens = distill::check(&dialogues, renderer, settings)?;
+        let all = dialogues.into_iter().zip(tokens);
+        let (fit, others): (Vec<_>, Vec<_>) = all.partition(|(_, tokens)| tokens.first < settings.context);
+        let too_long =
+            others.into_iter().map(|(dialogue, tokens)| TooLong { place: Some(dialogue.place), length: tokens.first });
         self.fit.refuse_or_say(&too_long.collect::<Vec<_>>(), fit.len(), settings.context, common)?;
         Ok(fit.into_iter().unzip())
     }

@@ -22,7 +22,8 @@ use crate::engine::{Engine, PromptPass};
 use crate::torch::{TorchPanic, guard};
 use crate::tree::accept::Acceptance;
 
-/// From so many tokens on, a pass on a GPU is bound by arithmetic: with fewer it takes about as long, to read the weights.
+/// From so many tokens on, a pass on a GPU is bound by arithmetic (computed, not measured): with fewer it takes about as long, to read the
+/// weights.
 const TOKENS_WORTH_A_PASS: usize = 512;
 /// One of so many texts of a batch may wait for others, so that their prompts share a pass.
 const SHARE_THAT_WAITS: usize = 8;

@@ -12,7 +12,7 @@ use crate::model::kv_cache;
 use crate::torch::memory;
 
 /// Most texts that are decoded together without `--batch-size`. On a CPU, products of more rows are no faster for each row, and the bits of a
-/// text depend on the batch from 65 rows on. On a GPU, steps are bound by arithmetic and by reading the cache.
+/// text depend on the batch from 65 rows on. On a GPU, steps are bound by arithmetic and by reading the cache (computed, not measured).
 const MOST_ON_CPU: usize = 32;
 const MOST_ON_GPU: usize = 256;
 /// Bytes that choosing a token takes for each token of the vocabulary: logits in two dtypes, probabilities, their sorted copy with int64 ids,

@@ -251,7 +251,7 @@ fn read_of(hidden_nh: &Tensor, proposals: &[Proposal]) -> Tensor {
         end += proposal.tree.nodes.len();
         proposal.tree.read().map(move |node| first + node)
     });
-    hidden_nh.index_select(0, &Tensor::from_slice(&read.collect::<Vec<i64>>()).to_device(hidden_nh.device()))
+    hidden_nh.index_select(0, &upload(&read.collect::<Vec<i64>>(), hidden_nh.device()))
 }
 
 /// Hands out the rows of a tensor, from the first one on.
@@ -275,7 +275,7 @@ impl<'t> Slices<'t> {
 /// The rows `nodes` of `[N, H]`.
 fn rows_of(hidden_nh: &Tensor, nodes: &[usize]) -> Tensor {
     let nodes: Vec<i64> = nodes.iter().map(|&node| node as i64).collect();
-    hidden_nh.index_select(0, &Tensor::from_slice(&nodes).to_device(hidden_nh.device()))
+    hidden_nh.index_select(0, &upload(&nodes, hidden_nh.device()))
 }
 
 /// `[N]`: the tokens of all proposals, one after the other.

@@ -117,7 +117,7 @@ impl<'s> VerifiedNodes<'s> {
     /// probable token after each node.
     fn best_after(&self, path: impl FnOnce(&[i64], &[i64]) -> Vec<usize>) -> Verdict {
         let best_n = most_probable(&self.logits_nv);
-        let [tokens, best] = both_to_host(&self.tokens_n, &best_n);
+        let [tokens, best] = both_to_host([&self.tokens_n, &best_n]);
         let mut path = path(&tokens, &best);
         if let Some(stuck) = path.iter().position(|&node| best[node] == NO_TOKEN) {
             path.truncate(stuck + 1);
@@ -130,7 +130,7 @@ impl<'s> VerifiedNodes<'s> {
     /// Log-probability of each node's token after its parent, and entropy after each node.
     fn posterior(&self, temperature: f64) -> (Vec<f64>, Vec<f64>) {
         let log_p_nv = log_probabilities(&self.logits_nv, temperature);
-        two_rows(&self.of_guesses(&log_p_nv), &entropies(&log_p_nv))
+        in_float64(&self.of_guesses(&log_p_nv), &entropies(&log_p_nv))
     }
 
     /// Log-probability of each node's token after its parent, and the probability of all tokens that are more probable there (of
@@ -155,7 +155,7 @@ impl<'s> VerifiedNodes<'s> {
                 (more_probable_n / kept_n).masked_fill(&is_left_out_n, 1.0)
             }
         };
-        two_rows(&log_p_n, &more_probable_n)
+        in_float64(&log_p_n, &more_probable_n)
     }
 
     /// Of `[N, V]` after each node, the value of each node's token after its parent, `[N]`.
@@ -172,11 +172,9 @@ fn after_drawn(guesses: &DrawnChildren, logits_1v: &Tensor, sampler: &mut Sample
     Chosen::on_host(token.unwrap_or(NO_TOKEN))
 }
 
-/// Two tensors `[N]` on the host, in one copy.
-fn two_rows(a_n: &Tensor, b_n: &Tensor) -> (Vec<f64>, Vec<f64>) {
-    let mut both: Vec<f64> = to_host(&Tensor::cat(&[a_n.to_kind(Kind::Double), b_n.to_kind(Kind::Double)], 0));
-    let second = both.split_off(both.len() / 2);
-    (both, second)
+fn in_float64(a_n: &Tensor, b_n: &Tensor) -> (Vec<f64>, Vec<f64>) {
+    let [a_n, b_n] = [a_n, b_n].map(|x_n| x_n.to_kind(Kind::Double));
+    both_to_host([&a_n, &b_n]).into()
 }
 
 /// Row `node` of `[N, V]`, as `[1, V]`.
@@ -190,13 +188,13 @@ fn log_probabilities(logits_nv: &Tensor, temperature: f64) -> Tensor {
 }
 
 /// Two tensors of one length; a device is asked once.
-fn both_to_host(a_n: &Tensor, b_n: &Tensor) -> [Vec<i64>; 2] {
-    if a_n.device() == Device::Cpu {
-        return [a_n, b_n].map(to_host);
+fn both_to_host<T: tch::kind::Element + Copy>(both_n: [&Tensor; 2]) -> [Vec<T>; 2] {
+    if both_n[0].device() == Device::Cpu {
+        return both_n.map(to_host);
     }
-    let mut a: Vec<i64> = to_host(&Tensor::cat(&[a_n, b_n], 0));
-    let b = a.split_off(a.len() / 2);
-    [a, b]
+    let mut first: Vec<T> = to_host(&Tensor::cat(&both_n, 0));
+    let second = first.split_off(first.len() / 2);
+    [first, second]
 }
 
 fn to_host<T: tch::kind::Element + Copy>(tensor: &Tensor) -> Vec<T> {

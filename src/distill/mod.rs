@@ -52,8 +52,16 @@ pub enum DistillEnd {
     Stopped,
 }
 
-/// Checks before any work that every prompt can be rendered. Returns the tokens of each one's first turn, which must be fewer than the
-/// context for an answer to fit.
+/// Tokens of a conversation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DialogueTokens {
+    /// Its first turn's, which must be fewer than the context for an answer to fit.
+    pub first: usize,
+    /// All turns', with answers as long as they may be.
+    pub most: usize,
+}
+
+/// Checks before any work that every prompt can be rendered. Returns the tokens of each one.
 ///
 /// # Errors
 /// The first invalid prompt, with file and line.
@@ -61,13 +69,17 @@ pub fn check(
     dialogues: &[Dialogue],
     renderer: &Renderer,
     settings: &DistillSettings,
-) -> Result<Vec<usize>, DistillError> {
-    let length = |dialogue: &Dialogue| check_one(dialogue, renderer, settings);
-    let lengths: Vec<Result<usize, DistillError>> = dialogues.par_iter().map(length).collect();
-    lengths.into_iter().collect() // the first error in the order of the file
+) -> Result<Vec<DialogueTokens>, DistillError> {
+    let tokens = |dialogue: &Dialogue| check_one(dialogue, renderer, settings);
+    let tokens: Vec<Result<DialogueTokens, DistillError>> = dialogues.par_iter().map(tokens).collect();
+    tokens.into_iter().collect() // the first error in the order of the file
 }
 
-fn check_one(dialogue: &Dialogue, renderer: &Renderer, settings: &DistillSettings) -> Result<usize, DistillError> {
+fn check_one(
+    dialogue: &Dialogue,
+    renderer: &Renderer,
+    settings: &DistillSettings,
+) -> Result<DialogueTokens, DistillError> {
     let place = || dialogue.place.clone();
     let is_raw = !matches!(dialogue.questions, Questions::Turns { .. });
     if settings.self_talk && is_raw {
@@ -80,32 +92,37 @@ fn check_one(dialogue: &Dialogue, renderer: &Renderer, settings: &DistillSetting
         messages.push(Message::new("assistant", "a"));
         renderer.question(&messages).map_err(failed)?.ok_or(DistillError::NoPlaceForQuestions)?;
     }
-    Ok(first.ids.len())
+    let later = later_turns(&dialogue.questions, settings).iter().map(|turn| renderer.tokenizer.encode(turn, false));
+    let later = later.map(|ids| ids.map(|ids| ids.len())).collect::<Result<Vec<_>, _>>();
+    let later = later.map_err(|source| failed(source.into()))?;
+    let (first, is_self_talk) = (first.ids.len(), settings.self_talk && !is_raw);
+    Ok(DialogueTokens { first, most: first.saturating_add(answered(&later, is_self_talk, settings)) })
 }
 
-/// Most tokens that a conversation reaches, with [`check`]'s tokens of its first turn: an estimate where the user has several turns, of which
-/// each byte counts as a token.
-pub fn longest_text<'d>(
-    conversations: impl Iterator<Item = (&'d Dialogue, usize)>,
-    settings: &DistillSettings,
-) -> NonZeroUsize {
-    let length = |(dialogue, first): (&Dialogue, usize)| first.saturating_add(answered(&dialogue.questions, settings));
-    let longest = conversations.map(length).max().unwrap_or(1).min(settings.context);
+/// The user's turns behind the first one that are answered.
+fn later_turns<'d>(questions: &'d Questions, settings: &DistillSettings) -> &'d [String] {
+    match questions {
+        Questions::Turns { user, .. } if !settings.self_talk => {
+            &user[user.len().min(1)..user.len().min(settings.turns.get())]
+        }
+        _ => &[],
+    }
+}
+
+/// Most tokens that a conversation reaches.
+pub fn longest_text(conversations: &[DialogueTokens], settings: &DistillSettings) -> NonZeroUsize {
+    let longest = conversations.iter().map(|tokens| tokens.most).max().unwrap_or(1).min(settings.context);
     NonZeroUsize::new(longest).unwrap_or(NonZeroUsize::MIN)
 }
 
-/// Tokens behind the first prompt: answers, and later turns of the user.
-fn answered(questions: &Questions, settings: &DistillSettings) -> usize {
+/// Most tokens behind the first prompt: answers, and the user's later turns of so many tokens.
+fn answered(later: &[usize], is_self_talk: bool, settings: &DistillSettings) -> usize {
     let (written, turns) = (settings.max_new_tokens.get(), settings.turns.get());
-    let later = match questions {
-        Questions::Turns { .. } if settings.self_talk => {
-            (turns - 1).saturating_mul(2).saturating_mul(written.saturating_add(OF_TEMPLATE))
-        }
-        Questions::Turns { user, .. } => {
-            let turn = |turn: &String| written.saturating_add(turn.len() + OF_TEMPLATE);
-            user.iter().take(turns).skip(1).map(turn).fold(0, usize::saturating_add)
-        }
-        Questions::Text(_) | Questions::Ids(_) => 0,
+    let later = if is_self_talk {
+        (turns - 1).saturating_mul(2).saturating_mul(written.saturating_add(OF_TEMPLATE))
+    } else {
+        let turn = |tokens: &usize| written.saturating_add(tokens + OF_TEMPLATE);
+        later.iter().map(turn).fold(0, usize::saturating_add)
     };
     written.saturating_add(later)
 }
@@ -213,7 +230,11 @@ impl Talk<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+    use crate::data::chat_template::{ChatTemplate, TemplateChoice};
+    use crate::data::tokenize::TextTokenizer;
 
     fn settings(max_new_tokens: usize, turns: usize, self_talk: bool) -> DistillSettings {
         let number = |number| NonZeroUsize::new(number).expect("above 0");
@@ -233,6 +254,7 @@ mod tests {
         let later = 100 + 10 + OF_TEMPLATE;
         for (questions, settings, expected) in [
             (&text, settings(100, usize::MAX, false), 20 + 100),
+            (&turns(0), settings(100, usize::MAX, false), 20 + 100),
             (&turns(1), settings(100, usize::MAX, false), 20 + 100),
             (&turns(3), settings(100, usize::MAX, false), 20 + 100 + 2 * later),
             (&turns(3), settings(100, 2, false), 20 + 100 + later),
@@ -240,13 +262,27 @@ mod tests {
             (&turns(3), settings(2000, usize::MAX, false), 4096),
             (&turns(3), settings(usize::MAX, usize::MAX, false), 4096),
         ] {
-            let place = crate::data::rows::RowLocation { path: "p.jsonl".into(), row: None };
-            let dialogue = Dialogue { place, index: 0, id: None, category: None, questions: questions.clone() };
-            assert_eq!(
-                longest_text([(&dialogue, 20)].into_iter(), &settings).get(),
-                expected,
-                "{questions:?}, {settings:?}"
-            );
+            let later: Vec<usize> = later_turns(questions, &settings).iter().map(String::len).collect(); // a token for each byte
+            let most = 20usize.saturating_add(answered(&later, settings.self_talk, &settings));
+            let longest = longest_text(&[DialogueTokens { first: 20, most }], &settings);
+            assert_eq!(longest.get(), expected, "{questions:?}, {settings:?}");
         }
+    }
+
+    #[test]
+    fn turns_of_the_user_are_counted_in_tokens() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone");
+        let tokenizer = TextTokenizer::load(&folder).expect("a tokenizer");
+        let template = ChatTemplate::choose(&TemplateChoice::Tokenizer, &folder).expect("a template");
+        let renderer = Renderer { tokenizer: &tokenizer, template: template.as_ref() };
+        let turn = "How do I make omelette for 4 people?".to_owned();
+        let place = crate::data::rows::RowLocation { path: "p.jsonl".into(), row: None };
+        let questions = Questions::Turns { system: None, user: vec![turn.clone(); 2] };
+        let dialogue = Dialogue { place, index: 0, id: None, category: None, questions };
+        let settings = settings(100, usize::MAX, false);
+        let DialogueTokens { first, most } = check(&[dialogue], &renderer, &settings).expect("a prompt")[0];
+        let tokens = tokenizer.encode(&turn, false).expect("tokens").len();
+        assert!(tokens < turn.len() / 2 && first > tokens, "{tokens} of {} bytes, {first}", turn.len());
+        assert_eq!(most, first + 100 + 100 + tokens + OF_TEMPLATE);
     }
 }

@@ -17,6 +17,7 @@ use crate::engine::prefill::{PREFILL_CHUNK, prefill};
 use crate::engine::{Engine, RowTokens};
 use crate::model::kv_cache::KvCache;
 use crate::model::new_tokens::NewTokens;
+use crate::torch::upload;
 use crate::tree::dynamic::{FrontierNode, LikelyToken};
 use crate::tree::rejection::DrawnChildren;
 
@@ -105,7 +106,7 @@ impl<'a> ModelGuesser<'a> {
         let root = self.known(text.root.id);
         let rest = [self.rewind(row), vec![root]].concat();
         let hidden_1h = if let [_] = rest[..] {
-            let root_1 = Tensor::from_slice(&rest).to_device(self.engine.backbone().device());
+            let root_1 = upload(&rest, self.engine.backbone().device());
             let hidden_nh = self.engine.extend(&mut self.cache, &root_1, &[RowTokens { row, nodes: &self.one }]);
             self.cache.commit(row, 1);
             hidden_nh.narrow(0, 0, 1)
@@ -122,7 +123,7 @@ impl<'a> ModelGuesser<'a> {
     fn run(&mut self, frontier: &[FrontierNode]) -> Tensor {
         let parts = self.parts(frontier);
         let tokens: Vec<i64> = parts.iter().flat_map(|part| part.tokens.iter().copied()).collect();
-        let tokens_n = Tensor::from_slice(&tokens).to_device(self.engine.backbone().device());
+        let tokens_n = upload(&tokens, self.engine.backbone().device());
         let hidden_nh = if parts.iter().all(|part| part.forest.is_none()) {
             let rows: Vec<usize> = parts.iter().map(|part| part.row).collect();
             self.engine.extend_each(&mut self.cache, &tokens_n, &rows, &self.one)
@@ -135,7 +136,7 @@ impl<'a> ModelGuesser<'a> {
             self.cache.commit(part.row, 1);
             self.rows[part.row].guessed.extend(&part.tokens);
         }
-        hidden_nh.index_select(0, &Tensor::from_slice(&asked(&parts)).to_device(hidden_nh.device()))
+        hidden_nh.index_select(0, &upload(&asked(&parts), hidden_nh.device()))
     }
 
     /// Adds the nodes of a frontier to their texts' trees.

@@ -3,10 +3,9 @@
 use std::collections::HashMap;
 use std::rc::Rc;
 
-use tch::Tensor;
-
 use super::{PreparedTree, Proposal, Window};
 use crate::model::llama::Llama;
+use crate::torch::upload;
 use crate::tree::sparse_tree::SparseTree;
 use crate::tree::token_tree::{LevelNodes, TokenTree};
 
@@ -53,7 +52,7 @@ impl<'a> TreeCache<'a> {
             self.clear();
             self.window = window;
         }
-        let tokens_n = Tensor::from_slice(&tokens).to_device(self.backbone.device());
+        let tokens_n = upload(&tokens, self.backbone.device());
         Proposal { tree: self.prepared(parents), tokens_n, drawn: None }
     }
 

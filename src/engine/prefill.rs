@@ -6,6 +6,7 @@ use tch::Tensor;
 use super::{Engine, RowTokens};
 use crate::model::kv_cache::KvCache;
 use crate::model::new_tokens::NewTokens;
+use crate::torch::upload;
 
 /// Tokens of a prompt that are computed together.
 pub const PREFILL_CHUNK: usize = 512;
@@ -26,7 +27,7 @@ pub fn prefill(
     for piece in tokens.chunks(chunk) {
         let rest = (piece.len() as i64 != whole.len()).then(|| chain(piece.len()));
         let nodes = rest.as_ref().unwrap_or(&whole);
-        let tokens_n = Tensor::from_slice(piece).to_device(device);
+        let tokens_n = upload(piece, device);
         let hidden_nh = engine.extend(cache, &tokens_n, &[RowTokens { row, nodes }]);
         cache.commit(row, nodes.len());
         hidden_1h = Some(hidden_nh.narrow(0, nodes.len() - 1, 1));

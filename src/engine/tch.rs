@@ -12,8 +12,8 @@ use crate::model::lora::Adapters;
 use crate::model::new_tokens::NewTokens;
 use crate::torch::upload;
 
-/// Tokens in a pass over several prompts: many more than the few hundred from which on products are bound by arithmetic, and few enough
-/// that their activations are small beside the weights.
+/// Tokens in a pass over several prompts: many more than the few hundred from which on products are bound by arithmetic (computed, not
+/// measured), and few enough that their activations are small beside the weights.
 const TOKENS_OF_A_PASS: usize = 4096;
 
 /// The [`Engine`] on libtorch's operations.

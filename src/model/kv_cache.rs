@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::model::batch_step::BatchStep;
 use crate::model::config::LlamaConfig;
-use crate::torch::bytes;
+use crate::torch::{bytes, upload};
 
 /// Room for tokens grows by whole blocks.
 const BLOCK: i64 = 256;
@@ -155,7 +155,7 @@ impl KvCache {
             let index: Vec<i64> = path.iter().map(|&node| node as i64).collect();
             let row_lgsd = self.all.select(1, row as i64);
             let new_lgsd = row_lgsd.narrow(2, self.lengths[row], pending);
-            let kept = new_lgsd.index_select(2, &Tensor::from_slice(&index).to_device(self.all.device()));
+            let kept = new_lgsd.index_select(2, &upload(&index, self.all.device()));
             row_lgsd.narrow(2, self.lengths[row], path.len() as i64).copy_(&kept);
         }
         self.lengths[row] += path.len() as i64;

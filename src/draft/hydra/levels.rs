@@ -13,7 +13,7 @@ use crate::draft::medusa::heads::{HeadInput, Heads};
 use crate::draft::{CommittedTokens, TextSoFar};
 use crate::model::llama::Llama;
 use crate::model::prefix_layer::PrefixLayer;
-use crate::torch::bytes;
+use crate::torch::{bytes, upload};
 use crate::tree::dynamic::{FrontierNode, LikelyToken};
 
 /// Guesses of sequential heads.
@@ -74,9 +74,9 @@ impl<'a> HydraLevels<'a> {
         let path = |node: &FrontierNode| [&paths[node.parent][..], &[node.token]].concat();
         (*texts, *paths) = frontier.iter().map(|node| (texts[node.parent], path(node))).unzip();
         let device = hidden_bh.device();
-        let hidden_nh = hidden_bh.index_select(0, &Tensor::from_slice(texts).to_device(device));
+        let hidden_nh = hidden_bh.index_select(0, &upload(texts, device));
         let size = [frontier.len() as i64, self.level as i64 + 1];
-        let previous_nj = Tensor::from_slice(&paths.concat()).view(size).to_device(device);
+        let previous_nj = upload(&paths.concat(), device).view(size);
         let input = HeadInput { hidden_nh: &hidden_nh, previous_nj: Some(&previous_nj) };
         let logits_nv = self.heads.logits(self.level, &input, self.backbone);
         self.level += 1;
