@@ -194,7 +194,7 @@ impl PlayedMachine {
             if let Some(steps) = text.strip_suffix('\n').and_then(|pid| pid.parse().ok()) {
                 return (child, steps);
             }
-            assert!(child.try_wait().expect("a child").is_none() && began.elapsed() < Duration::from_mins(1));
+            assert!(child.try_wait().expect("a child").is_none() && began.elapsed() < Duration::from_secs(60));
             std::thread::sleep(Duration::from_millis(20));
         }
     }
