@@ -112,7 +112,7 @@ pub type NewLoop<'l, 'a, E> =
     dyn Fn(Option<(HeadsDrafter<'a>, &'a GuessTree)>) -> Result<Box<dyn DecodeLoop + 'a>, E> + 'l;
 
 /// Times steps of plain decoding and of decoding with each tree after `context` tokens. All take turns in several
-/// rounds; the first round warms up and is discarded. The result is a low quantile ([`UNDISTURBED`]) of the steps of all turns.
+/// rounds; the first round warms up and is discarded. The result is a low quantile (`UNDISTURBED`) of the steps of all turns.
 ///
 /// # Errors
 /// [`LatencyError`], or an error of `new_loop`.
