@@ -8,7 +8,9 @@ use std::ops::RangeInclusive;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use super::kernels::{FEW_COLUMNS, FEW_SHARED, LINEAR_FEW, LINEAR_TILES, LinearFew, LinearTile, Program};
+use super::kernels::{
+    FEW_COLUMNS, FEW_SHARED, LINEAR_FEW, LINEAR_TILES, LinearFew, LinearTile, Program, TILE_DEPTH, TILE_STAGES,
+};
 use super::launch::{Argument, Launch, blocks, eighths, elements, float, floats, ints, size};
 use super::rows::{rms_norm, silu_mul};
 
@@ -252,9 +254,6 @@ fn tile_launch(tile: LinearTile, outputs: i64, splits: i64, arguments: Vec<Argum
         .with_shared(TILE_STAGES * (height + width) * TILE_DEPTH)
 }
 
-/// Stages of a tile in shared memory, and the depth of a stage along K.
-const TILE_STAGES: i64 = 4;
-const TILE_DEPTH: i64 = 64;
 /// Numbers of blocks for which K is split: from one for each multiprocessor of the largest GPUs on.
 const SPLIT_BLOCKS: RangeInclusive<i64> = 128..=528;
 /// Largest number of partial sums of a product.

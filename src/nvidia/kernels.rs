@@ -129,14 +129,53 @@ impl Program {
     /// The source passed to NVRTC: definitions, the prelude, the file.
     pub fn source(self, element: KernelDtype, head_size: i64) -> String {
         let define = format!("#define {}\n#define HEAD_SIZE {head_size}\n", element.define());
-        format!("{define}#line 1 \"prelude.cu\"\n{PRELUDE}\n#line 1 \"{}\"\n{}", self.file(), self.text())
+        let sizes: String = self.sizes().iter().map(|(name, size)| format!("#define {name} {size}\n")).collect();
+        format!("{define}#line 1 \"prelude.cu\"\n{PRELUDE}\n{sizes}#line 1 \"{}\"\n{}", self.file(), self.text())
+    }
+
+    /// Sizes that the file's kernels share with their launches, by their names in the file.
+    fn sizes(self) -> &'static [(&'static str, i64)] {
+        match self {
+            Self::Linear => &[
+                ("COLUMNS", COLUMNS),
+                ("FEW_WARPS", FEW_WARPS),
+                ("FEW_STAGES", FEW_STAGES),
+                ("BLOCK_SPLIT", BLOCK_SPLIT),
+                ("STAGES", TILE_STAGES),
+                ("DEPTH", TILE_DEPTH),
+            ],
+            Self::TreeAttention => &[("KEYS", KEYS)],
+            Self::Choose => &[("SLICE", SLICE), ("MOST_SLICES", MOST_SLICES)],
+            Self::Optim => &[("CHUNK", CHUNK)],
+            _ => &[],
+        }
     }
 }
 
+/// Logits of a row that a block of choose.cu reads at once.
+pub const SLICE: i64 = 4096;
+/// The most slices of a row.
+pub const MOST_SLICES: i64 = 256;
+/// Keys in a tile of attention.
+pub const KEYS: i64 = 64;
+/// Numbers of a parameter that a block of optim.cu treats.
+pub const CHUNK: i64 = 16_384;
+/// Stages of a tile in shared memory, and the depth of a stage along K.
+pub(super) const TILE_STAGES: i64 = 4;
+pub(super) const TILE_DEPTH: i64 = 64;
+/// Rows of the weight for a group of warps, in products with few rows.
+const COLUMNS: i64 = 4;
+/// Warps in a block of these products.
+const FEW_WARPS: i64 = 8;
+/// Runs of weights that pass through shared memory at once.
+const FEW_STAGES: i64 = 3;
+/// Warps that share the columns of a ResBlock.
+const BLOCK_SPLIT: i64 = 4;
+
 /// Columns of y per block, in products with few rows whose columns are not split.
-pub(super) const FEW_COLUMNS: i64 = 32;
+pub(super) const FEW_COLUMNS: i64 = COLUMNS * FEW_WARPS;
 /// Columns of y per block of a ResBlock.
-pub const BLOCK_COLUMNS: i64 = 8;
+pub const BLOCK_COLUMNS: i64 = FEW_COLUMNS / BLOCK_SPLIT;
 
 /// A kernel for products with few rows.
 #[derive(Debug, Clone, Copy)]
@@ -164,8 +203,9 @@ pub(super) const LINEAR_FEW: [LinearFew; 7] = [
     few(["linear_8_1", "normed_linear_8_1"], 8, 1),
     few(["linear_8_4", "normed_linear_8_4"], 8, 4),
 ];
-/// Shared memory of a product with few rows and of a ResBlock, in elements: `FEW_SLOTS` pieces and two numbers a thread.
-pub const FEW_SHARED: i64 = 3 * 4 * 256 * 8 + 2 * 256 * 2;
+/// Shared memory of a product with few rows and of a ResBlock, in elements: a piece of 8 for each thread, column and stage, and two float32 for
+/// each thread.
+pub const FEW_SHARED: i64 = (FEW_STAGES * COLUMNS * 8 + 2 * 2) * FEW_WARPS * 32;
 
 /// A kernel for products with many rows.
 #[derive(Debug, Clone, Copy)]
@@ -202,7 +242,8 @@ mod tests {
         let names = |program: Program| program.kernels();
         assert_eq!(names(Program::Rows), ["embed", "rms_norm", "silu_mul"]);
         assert_eq!(names(Program::TreeAttention), ["tree_attention_few", "tree_attention_many"]);
-        assert_eq!(names(Program::Choose), ["best", "top_guesses_part", "top_guesses_merge", "posterior", "draw"]);
+        let of_choose = ["best", "top_guesses_part", "top_guesses_merge", "posterior", "add_slices", "draw"];
+        assert_eq!(names(Program::Choose), of_choose);
         assert_eq!(names(Program::Accept), ["walk", "typical", "compact", "advance", "fill_tree"]);
         assert_eq!(names(Program::Sequential), ["embed_nodes", "first_block", "residual", "fill_level"]);
         assert_eq!(names(Program::Optim), ["adamw", "adamw_8bit", "squares", "norm_of_squares", "first_not_finite"]);

@@ -55,9 +55,12 @@ impl Launch {
     /// A launch without dynamic shared memory.
     ///
     /// # Panics
-    /// If a size is negative, or 2^32 or more.
+    /// If a size is below 1, or 2^32 or more.
     pub fn new(program: Program, name: &'static str, grid: [i64; 3], threads: i64, arguments: Vec<Argument>) -> Self {
-        let count = |number: i64| u32::try_from(number).expect("grids and blocks have positive sizes below 2^32");
+        let count = |number: i64| match u32::try_from(number) {
+            Ok(number @ 1..) => number,
+            _ => panic!("{name}: grids and blocks have sizes from 1 to below 2^32, got {number}"),
+        };
         let kernel = Kernel { program, name };
         Self { kernel, grid: grid.map(count), threads: count(threads), shared_bytes: 0, arguments }
     }

@@ -3,9 +3,11 @@
 // Blocks run one after another. The threads of a block are fibers, of which one runs at a time. Every warp collective checks that all of
 // its lanes reach the same one, and __syncthreads that all threads do; otherwise the launch ends with an error. To expose a missing
 // barrier or wait, shared memory is poisoned before each block, an asynchronous copy poisons its destination and takes place as late as
-// allowed (at the wait), and the order of blocks and threads can be reversed. Until all threads of a block have waited for the kernels
-// before theirs, memory that is hidden (everything except weights) is inaccessible, and a thread of a step's kernel that ends without waiting is an error. Buffers end at an inaccessible page, so that an access past
-// their end is reported with the kernel's name, the block and the thread. 16-byte accesses must be aligned.
+// allowed (at the wait), and the order of blocks and threads can be reversed. Until a thread has waited for the kernels before its own,
+// memory that is hidden (everything except weights) is inaccessible to it, and a thread of a step's kernel that ends without waiting is an
+// error. That wait is no barrier: the first thread of a block goes on at once, before the others have run at all. Buffers end at an
+// inaccessible page, so that an access past their end is reported with the kernel's name, the block and the thread. 16-byte accesses must
+// be aligned.
 #pragma once
 
 #include <setjmp.h>
@@ -101,8 +103,12 @@ static void* body_data;
 static const Hidden* hidden;
 static unsigned hidden_count;
 static bool must_await;
+static int came;  // threads of the block that have come to await_inputs
+static bool shown;
 
 static void show(bool accessible) {
+    if (shown == accessible) return;
+    shown = accessible;
     for (unsigned i = 0; i < hidden_count; i++)
         mprotect(hidden[i].begin, hidden[i].bytes, accessible ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
@@ -140,6 +146,7 @@ static void run_fiber() {
 
 OPAQUE static void resume(Fiber* fiber) {
     now = fiber;
+    show(fiber->awaited);
     if (fiber->started) _longjmp(fiber->at, 1);
     fiber->started = true;
     setcontext(&fiber->start);
@@ -178,6 +185,26 @@ static unsigned meet(Meeting& meeting, const char* what) {
         if (rounds > 3) fail("waits for ever at ", what);
     }
     return turn;
+}
+
+// The first thread that comes here goes on at once; the others when all are here.
+static void await() {
+    const int count = (int)fibers.size();
+    progress++;
+    if (++came > 1) {
+        unsigned long seen = progress;
+        for (int rounds = 0; came < count;) {
+            next_fiber();
+            rounds = progress == seen ? rounds + 1 : 0;
+            seen = progress;
+            if (rounds > 3) fail("waits for ever at ", "await_inputs");
+        }
+    }
+    now->awaited = true;
+    if (came == count) {
+        for (Fiber& fiber : fibers) fiber.awaited = true;
+    }
+    show(true);
 }
 
 static int lane() { return thread_number() % 32; }
@@ -259,6 +286,7 @@ static void begin_block(unsigned threads) {
     if (__start_shared_memory) memset(__start_shared_memory, 0xff, __stop_shared_memory - __start_shared_memory);
     memset(launched_shared, 0xff, launched_bytes);
     everyone = Meeting{(int)threads, 0, 0, ""};
+    came = 0;
     for (Warp& warp : warps) warp.meeting = Meeting{32, 0, 0, ""};
     for (Fiber& fiber : fibers) {
         fiber.done = false;
@@ -284,6 +312,7 @@ static const char* run(const char* name, const unsigned* grid, unsigned threads,
     block_dim = Index{threads, 1, 1};
     backwards = from_the_last;
     FaultsAreErrors faults;
+    shown = true;
     const unsigned blocks = grid[0] * grid[1] * grid[2];
     static unsigned block;  // static: keeps its value over longjmp
     for (block = 0; block < blocks; block++) {
@@ -435,13 +464,8 @@ static void load_matrices(unsigned (&m)[4], const void* row, bool transposed) {
 static inline void __syncthreads() { emulator::meet(emulator::everyone, "__syncthreads"); }
 static inline void __syncwarp() { emulator::meet(emulator::warps[emulator::thread_number() / 32].meeting, "__syncwarp"); }
 static inline void __threadfence() {}
-static inline void __threadfence_system() {}
 static inline void start_next() {}
-static inline void await_inputs() {
-    emulator::now->awaited = true;
-    if (emulator::everyone.arrived + 1 == emulator::everyone.expected) emulator::show(true);
-    emulator::meet(emulator::everyone, "await_inputs");
-}
+static inline void await_inputs() { emulator::await(); }
 template <typename T> static T __shfl_xor_sync(unsigned lanes, T x, int step) {
     return emulator::shuffle("__shfl_xor_sync", lanes, x, emulator::lane() ^ step);
 }

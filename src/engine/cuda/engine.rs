@@ -101,7 +101,14 @@ impl<'a> CudaEngine<'a> {
     /// # Errors
     /// [`CudaError`]: no GPU, no kernels, or too little memory.
     pub fn kernels(backbone: &Llama, draft: Option<&DeviceDraft>, tokens: i64) -> CudaResult<Ops> {
-        let gpu = Gpu::open(backbone.device())?;
+        Self::kernels_of(Gpu::open(backbone.device())?, backbone, draft, tokens)
+    }
+
+    /// As [`CudaEngine::kernels`], of an open GPU: the backbone's.
+    ///
+    /// # Errors
+    /// [`CudaError`]: no kernels, or too little memory.
+    pub fn kernels_of(gpu: Gpu, backbone: &Llama, draft: Option<&DeviceDraft>, tokens: i64) -> CudaResult<Ops> {
         let shape = Shape::of(backbone, draft);
         shape.check_kernels()?;
         shape.check_blocks()?;

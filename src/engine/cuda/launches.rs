@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use super::layout::{MAX_NODES, Nodes};
 use super::oracle::{Accepted, BlockInput, Draws, HeadInputs, Inherited, Places};
 use super::state::RESULT_HEAD;
-use crate::nvidia::kernels::{BLOCK_COLUMNS, FEW_SHARED, Program};
+use crate::nvidia::kernels::{BLOCK_COLUMNS, FEW_SHARED, KEYS, MOST_SLICES, Program, SLICE};
 use crate::nvidia::launch::{Argument, Launch, blocks, eighths, elements, float, floats, ints, size, tensor};
 pub use crate::nvidia::rows::rms_norm;
 use crate::tree::accept::TypicalAcceptance;
@@ -22,8 +22,6 @@ pub fn embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) -> Launch {
 
 /// Target number of attention blocks in a step: two for each multiprocessor of the largest GPUs.
 const ATTENTION_BLOCKS: i64 = 264;
-/// Keys per tile of attention.
-const KEYS: i64 = 64;
 /// Rows per block of attention if there are more than [`FEW_ROWS`].
 const ROWS: i64 = 64;
 /// Up to this many rows, each warp reads different keys.
@@ -132,8 +130,50 @@ pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) ->
     Launch::new(Program::Linear, "res_block", [blocks(h, BLOCK_COLUMNS), k, 1], 256, arguments).with_shared(FEW_SHARED)
 }
 
-/// Logits per block of [`top_guesses`].
-const SLICE: i64 = 4096;
+/// Scratch memory of [`best`], [`posterior`] and [`draw`], which read a row of logits in slices, for at most N rows.
+#[derive(Debug)]
+pub struct SliceRoom {
+    /// `[N, slices, 3]` int64: what each slice adds up to.
+    pub parts: Tensor,
+    /// `[N]` int32: blocks of a row that are done, 0 between launches.
+    pub arrived: Tensor,
+    /// `[N, slices, SLICE]` int16: tokens that may be in a nucleus.
+    pub places: Tensor,
+    /// `[N, slices]` int32: how many.
+    pub counts: Tensor,
+}
+
+impl SliceRoom {
+    /// Shapes and dtypes, in the order of the fields.
+    pub fn sizes([n, v]: [i64; 2]) -> [(Vec<i64>, Kind); 4] {
+        let slices = blocks(v, SLICE);
+        [
+            (vec![n, slices, 3], Kind::Int64),
+            (vec![n], Kind::Int),
+            (vec![n, slices, SLICE], Kind::Int16),
+            (vec![n, slices], Kind::Int),
+        ]
+    }
+
+    /// Zeros for N rows of V logits.
+    ///
+    /// # Panics
+    /// For a vocabulary of more than a million tokens.
+    pub fn new(size: [i64; 2], device: Device) -> Self {
+        assert!(
+            blocks(size[1], SLICE) <= MOST_SLICES,
+            "a vocabulary of {} tokens is larger than kernels take",
+            size[1]
+        );
+        let [parts, arrived, places, counts] =
+            Self::sizes(size).map(|(size, kind)| Tensor::zeros(size, (kind, device)));
+        Self { parts, arrived, places, counts }
+    }
+
+    fn parts(&self) -> Argument {
+        tensor(&self.parts, Kind::Int64)
+    }
+}
 
 /// The shape of [`guess_parts`].
 pub fn guess_parts_size([k, v]: [i64; 2], p: i64) -> Vec<i64> {
@@ -162,15 +202,20 @@ pub fn top_guesses(logits_kv: &Tensor, bias_v: Option<&Tensor>, parts: &Tensor, 
     ]
 }
 
+/// Threads of a block that adds up a slice.
+const SLICE_THREADS: i64 = 256;
+
 /// See [`oracle::best`](super::oracle::best).
-pub fn best(logits_nv: &Tensor, best_n: &Tensor) -> Launch {
+pub fn best(logits_nv: &Tensor, room: &SliceRoom, best_n: &Tensor) -> Launch {
     let [n, v] = axes(logits_nv);
-    Launch::new(Program::Choose, "best", [n, 1, 1], 1024, vec![floats(logits_nv), ints(best_n), size(v)])
+    let arguments = vec![floats(logits_nv), room.parts(), ints(&room.arrived), ints(best_n), size(v)];
+    Launch::new(Program::Choose, "best", [blocks(v, SLICE), n, 1], SLICE_THREADS, arguments)
 }
 
 /// See [`oracle::posterior`](super::oracle::posterior).
 pub fn posterior(
     logits_nv: &Tensor,
+    room: &SliceRoom,
     tokens_n: &Tensor,
     nodes: &Nodes,
     temperature: f64,
@@ -179,6 +224,8 @@ pub fn posterior(
     let [n, v] = axes(logits_nv);
     let arguments = vec![
         floats(logits_nv),
+        room.parts(),
+        ints(&room.arrived),
         ints(tokens_n),
         ints(&nodes.children_n2),
         floats(log_p_n),
@@ -186,24 +233,43 @@ pub fn posterior(
         size(v),
         float(temperature),
     ];
-    Launch::new(Program::Choose, "posterior", [n, 1, 1], 1024, arguments)
+    Launch::new(Program::Choose, "posterior", [blocks(v, SLICE), n, 1], SLICE_THREADS, arguments)
 }
 
 /// See [`oracle::draw`](super::oracle::draw).
-pub fn draw(logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) -> Launch {
+pub fn draw(logits_nv: &Tensor, room: &SliceRoom, places: Places, draws: Draws, drawn_n: &Tensor) -> [Launch; 2] {
     let [n, v] = axes(logits_nv);
-    let arguments = vec![
+    let Draws { temperature, top_p, uniforms_u } = draws;
+    let first = vec![floats(logits_nv), room.parts(), size(v), float(temperature)];
+    let second = vec![
         floats(logits_nv),
+        room.parts(),
+        tensor(&room.places, Kind::Int16),
+        ints(&room.counts),
+        ints(&room.arrived),
         ints(&places.nodes.depths_n),
         ints(places.state),
-        tensor(draws.uniforms_u, Kind::Double),
+        tensor(uniforms_u, Kind::Double),
         ints(drawn_n),
         size(v),
-        size(draws.uniforms_u.size()[0]),
-        float(draws.temperature),
-        Argument::Double(draws.top_p),
+        size(uniforms_u.size()[0]),
+        float(temperature),
+        Argument::Double(top_p),
+        float(least_in_nucleus(v, top_p)),
     ];
-    Launch::new(Program::Choose, "draw", [n, 1, 1], 1024, arguments)
+    let slices = blocks(v, SLICE);
+    let blocks = if top_p < 1.0 { slices } else { 1 };
+    [
+        Launch::new(Program::Choose, "add_slices", [slices, n, 1], SLICE_THREADS, first),
+        Launch::new(Program::Choose, "draw", [blocks, n, 1], 1024, second),
+    ]
+}
+
+/// A probability that is too low for a nucleus of `v` tokens: tokens of at most half of `(1 - top_p)/V` weigh at most half of what the nucleus
+/// may lack, whatever rounding does. 0, below which no token is, where that half is within float32's rounding of a sum of 1.
+fn least_in_nucleus(v: i64, top_p: f64) -> f64 {
+    let lacking = 1.0 - top_p;
+    if lacking < 1e-5 { 0.0 } else { lacking / (2.0 * v as f64) }
 }
 
 /// See [`oracle::walk`](super::oracle::walk).

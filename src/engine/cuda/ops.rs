@@ -4,7 +4,7 @@
 // Letters as in `oracle`
 use std::collections::BTreeMap;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::compare::{Comparisons, KernelDistance};
 use super::error::CudaResult;
@@ -56,9 +56,6 @@ operations! {
     embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) writes [x_nh];
     rms_norm(x_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) writes [y_nh];
     res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) writes [y_kh];
-    best(logits_nv: &Tensor, best_n: &Tensor) writes [best_n];
-    posterior(logits_nv: &Tensor, tokens_n: &Tensor, nodes: &Nodes, temperature: f64, numbers: [&Tensor; 2]) writes numbers;
-    draw(logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) writes [drawn_n];
     walk(nodes: &Nodes, tokens_n: &Tensor, chosen_n: &Tensor, accepted: Accepted) writes [accepted.path, accepted.state];
     typical(nodes: &Nodes, posterior: [&Tensor; 2], rule: TypicalAcceptance, best_n: &Tensor, accepted: Accepted)
         writes [accepted.path, accepted.state];
@@ -200,9 +197,49 @@ impl Ops {
         let window = layers.only().expect("check_blocks refuses other backbones").window;
         let how = (heads.scale, window);
         let oracle = || oracle::attention(inputs, places, kv_2gsd, how, attended_nqd);
-        self.run("attention", &[kv_2gsd, attended_nqd], oracle, |Kernels { target, scratch }| {
+        let written = self.written_by_attention(places, kv_2gsd, attended_nqd);
+        self.run("attention", &written.iter().collect::<Vec<_>>(), oracle, |Kernels { target, scratch }| {
             let parts = scratch.parts(places.nodes.len());
             target.launch(&launches::attention(inputs, places, kv_2gsd, how, parts, attended_nqd))
+        })
+    }
+
+    /// What is compared of attention: its output and the new keys and values by distance, each by itself, and as integers, whose
+    /// differences count, the bits of what was in the cache.
+    fn written_by_attention(&self, places: Places, kv_2gsd: &Tensor, attended_nqd: &Tensor) -> Vec<Tensor> {
+        let Self::Beside(..) = self else { return vec![] };
+        let (context, n) = (places.context(), places.nodes.len());
+        let committed = kv_2gsd.narrow(2, 0, context).view_dtype(Kind::Int16);
+        vec![attended_nqd.shallow_clone(), kv_2gsd.narrow(2, context, n), committed]
+    }
+
+    pub(super) fn best(&self, logits_nv: &Tensor, best_n: &Tensor) -> CudaResult {
+        let oracle = || oracle::best(logits_nv, best_n);
+        self.run("best", &[best_n], oracle, |Kernels { target, scratch }| {
+            target.launch(&launches::best(logits_nv, scratch.slices(), best_n))
+        })
+    }
+
+    pub(super) fn posterior(
+        &self,
+        logits_nv: &Tensor,
+        tokens_n: &Tensor,
+        nodes: &Nodes,
+        temperature: f64,
+        numbers: [&Tensor; 2],
+    ) -> CudaResult {
+        let oracle = || oracle::posterior(logits_nv, tokens_n, nodes, temperature, numbers);
+        self.run("posterior", &numbers, oracle, |Kernels { target, scratch }| {
+            let slices = scratch.slices();
+            target.launch(&launches::posterior(logits_nv, slices, tokens_n, nodes, temperature, numbers))
+        })
+    }
+
+    pub(super) fn draw(&self, logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) -> CudaResult {
+        let oracle = || oracle::draw(logits_nv, places, draws, drawn_n);
+        self.run("draw", &[drawn_n], oracle, |Kernels { target, scratch }| {
+            let both = launches::draw(logits_nv, scratch.slices(), places, draws, drawn_n);
+            both.iter().try_for_each(|launch| target.launch(launch))
         })
     }
 

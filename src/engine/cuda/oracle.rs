@@ -40,7 +40,8 @@ pub struct Places<'a> {
 }
 
 impl Places<'_> {
-    fn context(&self) -> i64 {
+    /// Tokens in the cache, which waits for the device.
+    pub(super) fn context(&self) -> i64 {
         state::read(self.state, Slot::Context)
     }
 }

@@ -7,7 +7,7 @@ use tch::Kind;
 
 use super::buffers::{Buffers, Size};
 use super::draft::{DraftInput, DraftShape};
-use super::launches::{self, AttentionParts};
+use super::launches::{self, AttentionParts, SliceRoom};
 use super::layout::MAX_NODES;
 use super::shape::{GRAIN, Shape};
 use crate::nvidia::cublas_lt::WORKSPACE_BYTES;
@@ -26,7 +26,8 @@ pub struct DevicePlan {
     pub uniforms_u: Size,
     /// Copies of the heads' weights, laid out for the kernels.
     pub head_copies: Vec<Size>,
-    /// Scratch memory of kernels: parts of attention, the heads' guesses per slice, parts of matrix products, cublasLt's workspace.
+    /// Scratch memory of kernels: parts of attention, the heads' guesses per slice, slices of logits, parts of matrix products, cublasLt's
+    /// workspace.
     pub between_kernels_bytes: u64,
     /// Already allocated: the weights of backbone and heads.
     pub weight_bytes: u64,
@@ -138,7 +139,9 @@ fn between_kernels(shape: &Shape) -> u64 {
         let size = [shape.guessing_rows(), config.vocab_size];
         Size { shape: launches::guess_parts_size(size, shape.guesses() as i64), kind: Kind::Int64 }.bytes()
     });
-    attention.sum::<u64>() + guesses + SplitRoom::bytes() + WORKSPACE_BYTES.unsigned_abs()
+    let slices = SliceRoom::sizes(shape.logits()).map(|(shape, kind)| Size { shape, kind }.bytes());
+    let of_products = SplitRoom::bytes() + WORKSPACE_BYTES.unsigned_abs();
+    attention.sum::<u64>() + guesses + slices.iter().sum::<u64>() + of_products
 }
 
 impl fmt::Display for DevicePlan {

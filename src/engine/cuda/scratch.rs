@@ -2,7 +2,7 @@
 
 use tch::{Device, Tensor};
 
-use super::launches::{self, AttentionParts};
+use super::launches::{self, AttentionParts, SliceRoom};
 use super::shape::Shape;
 use crate::nvidia::gemm::SplitRoom;
 
@@ -14,6 +14,7 @@ pub struct Scratch {
     /// For the heads' guesses.
     guess_parts: Option<Tensor>,
     splits: SplitRoom,
+    slices: SliceRoom,
 }
 
 impl Scratch {
@@ -27,7 +28,8 @@ impl Scratch {
             launches::guess_parts(size, shape.guesses() as i64, device)
         });
         let splits = SplitRoom::new(device);
-        Self { parts: shape.rows_of_steps().into_iter().map(parts).collect(), guess_parts, splits }
+        let slices = SliceRoom::new(shape.logits(), device);
+        Self { parts: shape.rows_of_steps().into_iter().map(parts).collect(), guess_parts, splits, slices }
     }
 
     /// Scratch memory of attention with `rows` rows.
@@ -39,6 +41,11 @@ impl Scratch {
     /// Scratch memory of matrix products whose depth is split.
     pub fn splits(&self) -> &SplitRoom {
         &self.splits
+    }
+
+    /// Scratch memory of what chooses among logits.
+    pub fn slices(&self) -> &SliceRoom {
+        &self.slices
     }
 
     /// Scratch memory of the heads' guesses.

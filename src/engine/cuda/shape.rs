@@ -207,6 +207,11 @@ impl<'a> Shape<'a> {
         self.config.max_position_embeddings + MAX_NODES as i64
     }
 
+    /// Rows and columns of the most logits from which tokens are chosen.
+    pub fn logits(&self) -> [i64; 2] {
+        [self.draft.map_or(1, |draft| draft.tree.len() as i64), self.config.vocab_size]
+    }
+
     /// Possible numbers of rows in a step: one node, a prompt piece, the tree.
     pub fn rows_of_steps(&self) -> Vec<i64> {
         let tree = self.draft.map(|draft| draft.tree.len());

@@ -98,20 +98,17 @@ KERNEL(128) compact(element* cache, const int* path, const int* state, int plane
 }
 
 // Ends a step: CONTEXT += ACCEPTED, STEP += 1. Row STEP % ring of results [ring, 3 + width] gets [steps done, ACCEPTED, NEXT,
-// tokens]. The steps done are written last, after a fence, so that a host that polls the row sees it complete. One block, 128
-// threads.
+// tokens], which the host copies after the step. One block, 128 threads.
 KERNEL(128) advance(const int* path, const int* tokens, int* state, int* results, int ring, int width) {
     begin();
     const int count = state[ACCEPTED], step = state[STEP];
-    volatile int* row = results + (size_t)(step % ring) * (3 + width);
+    int* row = results + (size_t)(step % ring) * (3 + width);
     for (int i = threadIdx.x; i < count && i < width; i += blockDim.x) row[3 + i] = tokens[path[i]];
-    __threadfence_system();
-    __syncthreads();
+    __syncthreads();  // all threads have read the state
     if (threadIdx.x == 0) {
+        row[0] = step + 1;
         row[1] = count;
         row[2] = state[NEXT];
-        __threadfence_system();
-        row[0] = step + 1;
         state[CONTEXT] += count;
         state[STEP] = step + 1;
     }

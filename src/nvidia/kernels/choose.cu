@@ -1,8 +1,11 @@
 // Choices from logits: the most probable token, the best guesses, a token's probability, a drawn token. Logits are float32; ties
-// go to the lower id. If any logit is NaN or the largest is infinite, no token is chosen: -1.
+// go to the lower id. If any logit is NaN or the largest is infinite, no token is chosen: -1. Blocks read a row in slices of SLICE logits, of which
+// it has at most MOST_SLICES (defined by `Program::sizes` in src/nvidia/kernels.rs); the last block of a row adds them up.
 
 #define THREADS 1024
 #define WARPS (THREADS / WARP)
+#define SLICE_THREADS 256  // threads that read a slice
+#define OWN (SLICE / SLICE_THREADS)
 
 struct Ranked {
     float logit;
@@ -34,32 +37,82 @@ INLINE Ranked block_first(Ranked x, Ranked* scratch) {
     return x;
 }
 
-#define LOADS 8  // logits of a thread that are on their way at once
+// What a slice of a row adds up to, with x = (logit - most)/temperature: z is the sum of e^x, and weighted that of e^x·x. `most` is the largest
+// logit, infinite if one is NaN, and `id` its token.
+struct Part {
+    double z, weighted;
+    float most;
+    int id;
+};
 
-// Passes every id of a row and its logit to `use`, in ascending order for each thread.
-template <typename Use> INLINE void each_logit(const float* row, int v, Use use) {
-    for (int from = threadIdx.x; from < v; from += LOADS * blockDim.x) {
-        float logits[LOADS];
+INLINE int slices_of(int v) { return (v + SLICE - 1) / SLICE; }
+
+// Loads this block's slice of a row, OWN logits a thread, all at once. Returns the largest with its id.
+INLINE Ranked load_slice(float (&logits)[OWN], const float* row, int v) {
+    SHARED Ranked scratch[SLICE_THREADS / WARP];
+    const int from = blockIdx.x * SLICE + threadIdx.x;
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) logits[i] = from + i * blockDim.x < v ? row[from + i * blockDim.x] : -INFINITY;
+    for (int i = 0; i < OWN; i++) logits[i] = from + i * SLICE_THREADS < v ? row[from + i * SLICE_THREADS] : -INFINITY;
+    Ranked first = none();
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) {
-            if (from + i * (int)blockDim.x < v) use(from + i * blockDim.x, logits[i]);
-        }
+    for (int i = 0; i < OWN; i++) {
+        const Ranked here = {isnan(logits[i]) ? INFINITY : logits[i], from + i * SLICE_THREADS};
+        if (before(here, first)) first = here;
     }
+    return block_first(first, scratch);
 }
 
-// best[n] = id of the largest of logits[n, V]; -1 if that is infinite or any is NaN. Grid N, 1024 threads.
-KERNEL(THREADS) best(const float* logits, int* best_out, int v) {
-    begin();
-    SHARED Ranked scratch[WARPS];
+// Adds up this block's slice. A thread sums its own logits in float32, a quarter of them at a time, and the block in float64.
+INLINE Part slice_part(const float* row, int v, float temperature) {
+    SHARED double sums[SLICE_THREADS / WARP];
+    float logits[OWN], z[4] = {}, weighted[4] = {};
+    const Ranked first = load_slice(logits, row, v);
+    const bool is_empty = first.logit == -INFINITY;  // the difference of two infinities would be NaN
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const float x = (logits[i] - first.logit) / temperature, e = is_empty ? 0.0f : expf(x);
+        z[i % 4] += e;
+        weighted[i % 4] += e > 0.0f ? e * x : 0.0f;
+    }
+    auto together = [&](const float (&four)[4]) { return block_sum((double)((four[0] + four[1]) + (four[2] + four[3])), sums); };
+    const double of_block = together(z);
+    return Part{of_block, together(weighted), first.logit, first.id};
+}
+
+// Of all slices of a row, added in their order in each lane: a warp calls this. If a logit is NaN or infinite, so is `most`.
+INLINE Part row_part(const Part* parts, int slices, float temperature) {
     Ranked first = none();
-    each_logit(logits + (size_t)blockIdx.x * v, v, [&](int id, float logit) {
-        const Ranked here = {isnan(logit) ? INFINITY : logit, id};
+    for (int slice = threadIdx.x % WARP; slice < slices; slice += WARP) {
+        const Ranked here = {parts[slice].most, parts[slice].id};
         if (before(here, first)) first = here;
-    });
-    first = block_first(first, scratch);
-    if (threadIdx.x == 0) best_out[blockIdx.x] = isfinite(first.logit) ? first.id : -1;
+    }
+    first = warp_first(first);
+    double z = 0.0, weighted = 0.0;
+    for (int slice = threadIdx.x % WARP; slice < slices; slice += WARP) {
+        const Part part = parts[slice];
+        const float x = (part.most - first.logit) / temperature, e = expf(x);
+        if (part.z > 0.0 && e > 0.0f) {
+            z += part.z * e;
+            weighted += e * (part.weighted + part.z * x);
+        }
+    }
+    return Part{warp_sum(z), warp_sum(weighted), first.logit, first.id};
+}
+
+// best[n] = id of the largest of logits[n, V]; -1 if that is infinite or any is NaN. parts [N, slices]; arrived [N], 0 before and after. Grid
+// (V/SLICE rounded up, N), 256 threads.
+KERNEL(SLICE_THREADS) best(const float* logits, Part* parts, int* arrived, int* best_out, int v) {
+    begin();
+    const int node = blockIdx.y;
+    float own[OWN];
+    const Ranked first = load_slice(own, logits + (size_t)node * v, v);
+    Part* of_row = parts + (size_t)node * gridDim.x;
+    if (threadIdx.x == 0) of_row[blockIdx.x] = Part{0.0, 0.0, first.logit, first.id};
+    if (!is_last_block(&arrived[node], gridDim.x)) return;
+    if (threadIdx.x < WARP) {
+        const Part all = row_part(of_row, gridDim.x, 1.0f);
+        if (threadIdx.x == 0) best_out[node] = isfinite(all.most) ? all.id : -1;
+    }
 }
 
 // Passes the first p of `count` numbers in shared memory to `take`, in order; then none(). A thread searches its own numbers
@@ -80,8 +133,6 @@ template <typename Take> INLINE void in_order(const Ranked* kept, int count, int
         if (threadIdx.x == 0) take(place, taken);
     }
 }
-
-#define SLICE 4096  // logits per block of top_guesses_part
 
 // The first p of each slice of a row: logits [K, V] to parts [K, slices, p]. bias [V], which may be null, is added to every row. Grid
 // (V/SLICE rounded up, K), 256 threads.
@@ -108,46 +159,39 @@ KERNEL(256) top_guesses_merge(const Ranked* parts, int* ids, int v, int slices, 
     in_order(kept, slices * p, p, scratch, [&](int place, Ranked taken) { ids[blockIdx.x * p + place] = min(taken.id, v - 1); });
 }
 
-// The largest logit of a row.
-INLINE float row_max(const float* row, int v, float* scratch) {
-    float most = -INFINITY;
-    each_logit(row, v, [&](int, float logit) { most = fmaxf(most, logit); });
-    return block_max(most, scratch);
-}
-
 // With x = (logit - largest)/temperature and Z = sum of e^x over the row: log p = x - ln Z, entropy = ln Z - sum of e^x·x / Z.
 // entropy[n] is that of row n. log_p[c] of each child c of node n is that of c's token in row n; the root's is taken from its own
-// row and not used. Sums are float64. Grid N, 1024 threads.
-KERNEL(THREADS) posterior(const float* logits, const int* tokens, const int* children, float* log_p, float* entropy, int v,
-                          float temperature) {
+// row and not used. parts [N, slices]; arrived [N], 0 before and after. Grid (V/SLICE rounded up, N), 256 threads.
+KERNEL(SLICE_THREADS) posterior(const float* logits, Part* parts, int* arrived, const int* tokens, const int* children, float* log_p,
+                                float* entropy, int v, float temperature) {
     begin();
-    SHARED float scratch[WARPS];
-    SHARED double sums[WARPS];
-    const int node = blockIdx.x;
+    const int node = blockIdx.y, lane = threadIdx.x;
     const float* row = logits + (size_t)node * v;
-    const float most = row_max(row, v, scratch);
-    double z = 0.0, weighted = 0.0;
-    each_logit(row, v, [&](int, float logit) {
-        const float x = (logit - most) / temperature, e = expf(x);
-        z += e;
-        if (e > 0.0f) weighted += (double)e * x;
-    });
-    z = block_sum(z, sums);
-    weighted = block_sum(weighted, sums);
-    const double log_z = log(z);
-    if (threadIdx.x == 0) entropy[node] = (float)(log_z - weighted / z);
+    Part* of_row = parts + (size_t)node * gridDim.x;
+    const Part part = slice_part(row, v, temperature);
+    if (threadIdx.x == 0) of_row[blockIdx.x] = part;
+    if (!is_last_block(&arrived[node], gridDim.x) || lane >= WARP) return;
+    const Part all = row_part(of_row, gridDim.x, temperature);
+    const double log_z = log(all.z);
+    if (lane == 0) entropy[node] = (float)(log_z - all.weighted / all.z);
+    auto of_token = [&](int token) { return (float)((double)((row[token] - all.most) / temperature) - log_z); };
     const int first = children[2 * node], end = children[2 * node + 1];
-    for (int child = first + (int)threadIdx.x; child < end; child += blockDim.x) {
-        log_p[child] = (float)((double)((row[tokens[child]] - most) / temperature) - log_z);
-    }
-    if (node == 0 && threadIdx.x == 0) log_p[0] = (float)((double)((row[tokens[0]] - most) / temperature) - log_z);
+    for (int child = first + lane; child < end; child += WARP) log_p[child] = of_token(tokens[child]);
+    if (node == 0 && lane == 0) log_p[0] = of_token(tokens[0]);
+}
+
+// parts[n, s] of every slice of every row, for draw. Grid (V/SLICE rounded up, N), 256 threads.
+KERNEL(SLICE_THREADS) add_slices(const float* logits, Part* parts, int v, float temperature) {
+    begin();
+    const Part part = slice_part(logits + (size_t)blockIdx.y * v, v, temperature);
+    if (threadIdx.x == 0) parts[(size_t)blockIdx.y * gridDim.x + blockIdx.x] = part;
 }
 
 // A token's probability, float32. It depends on the token's logit alone, so that every pass computes the same number.
 struct Softmax {
-    float most, per_temperature, per_z;
+    float most, temperature, per_z;  // with per_z = 1, its multiple
 };
-INLINE float probability(const Softmax& of, float logit) { return expf((logit - of.most) * of.per_temperature) * of.per_z; }
+INLINE float probability(const Softmax& of, float logit) { return expf((logit - of.most) / of.temperature) * of.per_z; }
 
 // The lowest probability in the nucleus, and how many tokens of exactly that probability are in it: those with the lowest ids.
 struct Border {
@@ -169,28 +213,85 @@ INLINE double bin_mass(const Bins& bins, int bin, u32 first_bits, int exponent) 
 }
 
 // Sum of `mine` over this thread and all before it. scratch holds one number per warp.
-INLINE double block_prefix(double mine, double* scratch) {
+template <typename T> INLINE T block_prefix(T mine, T* scratch) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 #pragma unroll
     for (int step = 1; step < WARP; step *= 2) {
-        const double other = __shfl_up_sync(ALL_LANES, mine, step);
+        const T other = __shfl_up_sync(ALL_LANES, mine, step);
         if (lane >= step) mine += other;
     }
     __syncthreads();
     if (lane == WARP - 1) scratch[warp] = mine;
     __syncthreads();
-    double before = 0.0;
+    T before = 0;
 #pragma unroll 4
     for (int i = 0; i < warp; i++) before += scratch[i];
     return before + mine;
 }
 
+// The tokens of a row that may be in its nucleus, by slices: counts[s] of them, with their places in the slice in ascending order.
+struct Candidates {
+    const float* row;
+    const u16* places;  // [slices, SLICE]
+    const int* counts;
+    int slices;
+};
+
+// The logit of candidate i of a slice.
+INLINE float candidate(const Candidates& of, int slice, int i) {
+    return of.row[slice * SLICE + of.places[(size_t)slice * SLICE + i]];
+}
+
+#define LOADS 8  // logits of a thread that are on their way at once
+
+// Passes the logits of candidates part, part + parts, part + 2·parts, … of a slice to `use`.
+template <typename Use> INLINE void each_candidate(const Candidates& of, int slice, int part, int parts, Use use) {
+    const int count = of.counts[slice];
+    for (int from = part; from < count; from += LOADS * parts) {
+        float logits[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) logits[i] = from + i * parts < count ? candidate(of, slice, from + i * parts) : -INFINITY;
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            if (from + i * parts < count) use(logits[i]);
+        }
+    }
+}
+
+// Passes the logits of all candidates to `use`, in no order. Warps share a slice if there are fewer slices.
+template <typename Use> INLINE void each_candidate(const Candidates& of, Use use) {
+    const int share = max(1, WARPS / of.slices), warp = threadIdx.x / WARP, part = warp % share * WARP + threadIdx.x % WARP;
+    for (int slice = warp / share; slice < of.slices; slice += WARPS / share) each_candidate(of, slice, part, share * WARP, use);
+}
+
+// Keeps those tokens of this block's slice that may be in the nucleus: writes their places in the slice, in ascending order, and their number.
+// These have a probability above `least`. 1024 threads.
+INLINE void keep_candidates(u16* places, int* count, const float* row, int v, const Softmax& softmax, float least) {
+    constexpr int EACH = SLICE / THREADS;
+    SHARED int scratch[WARPS];
+    const int first = blockIdx.x * SLICE + threadIdx.x * EACH;
+    float logits[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) logits[i] = first + i < v ? row[first + i] : -INFINITY;
+    u32 kept = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) kept |= (u32)(probability(softmax, logits[i]) > least) << i;
+    const int own = __popc(kept), end = block_prefix(own, scratch);
+    int at = end - own;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (kept >> i & 1) places[at++] = (u16)(threadIdx.x * EACH + i);
+    }
+    if (threadIdx.x == THREADS - 1) *count = end;
+}
+
 // The nucleus: the smallest set of most probable tokens that together reach `top_p`. Its border is the largest p such that the tokens
 // with p' >= p reach it. Each pass finds ten bits of p: in the bin that takes the mass of the bins above it to top_p. One thread per bin.
-INLINE Border nucleus(const float* row, const Softmax& softmax, int v, double top_p, double* scratch) {
+INLINE Border nucleus(const Candidates& candidates, const Softmax& softmax, double top_p, double* scratch) {
     SHARED Bins bins;
     SHARED int found;
     SHARED double above_found;
+    const Border all = {0.0f, candidates.slices * SLICE};
     const int bin = THREADS - 1 - (int)threadIdx.x;  // in the order of falling probabilities
     u32 bits = 0;
     double above = 0.0;  // mass of the tokens whose digits so far are greater
@@ -199,7 +300,7 @@ INLINE Border nucleus(const float* row, const Softmax& softmax, int v, double to
         bins.count[bin] = bins.high[bin] = bins.low[bin] = 0;
         if (threadIdx.x == 0) found = THREADS;
         __syncthreads();
-        each_logit(row, v, [&](int, float logit) {
+        each_candidate(candidates, [&](float logit) {
             const u32 p = __float_as_uint(probability(softmax, logit));
             if (shift < 20 && p >> (shift + 10) != bits >> (shift + 10)) return;
             const u32 digit = p >> shift & 1023, rest = p & ((1u << shift) - 1);
@@ -212,97 +313,151 @@ INLINE Border nucleus(const float* row, const Softmax& softmax, int v, double to
         const double own = bin_mass(bins, bin, first_bits, first_bits >> 23), reached = above + block_prefix(own, scratch);
         if (bins.count[bin] > 0 && reached >= top_p) atomicMin(&found, (int)threadIdx.x);
         __syncthreads();
-        if (found == THREADS) return Border{0.0f, v};  // even all tokens do not reach it, because of rounding
+        if (found == THREADS) return all;  // even all tokens do not reach it, because of rounding
         if ((int)threadIdx.x == found) above_found = reached - own;
         __syncthreads();
         above = above_found;
         bits |= (u32)(THREADS - 1 - found) << shift;
     }
     const float p = __uint_as_float(bits);
-    return Border{p, p > 0.0f ? max(1, (int)ceil((top_p - above) / p)) : v};
+    return p > 0.0f ? Border{p, max(1, (int)ceil((top_p - above) / p))} : all;
 }
 
-// Draws a token after each node: the one whose share of the nucleus, in id order, contains
-// uniforms[(CONTEXT + depth + 1) % count]. Each warp adds up one range of ids, and the warp in whose range the number falls searches
-// it. Sums are float64. Grid N, 1024 threads.
-KERNEL(THREADS) draw(const float* logits, const int* depths, const int* state, const double* uniforms, int* drawn, int v, int count,
-                     float temperature, double top_p) {
+// above[s] = the mass of a slice's tokens of more than the border's probability; equal[s] = how many have just that. A warp for each slice.
+INLINE void weigh_nucleus(const Candidates& of, const Softmax& softmax, const Border& border, double* above, int* equal) {
+    for (int slice = threadIdx.x / WARP; slice < of.slices; slice += WARPS) {
+        double mass = 0.0;
+        int equals = 0;
+        each_candidate(of, slice, threadIdx.x % WARP, WARP, [&](float logit) {
+            const float p = probability(softmax, logit);
+            mass += p > border.p ? p : 0.0f;
+            equals += p == border.p;
+        });
+        mass = warp_sum(mass);
+        equals = warp_sum(equals);
+        if (threadIdx.x % WARP == 0) above[slice] = mass, equal[slice] = equals;
+    }
+}
+
+// The same without a border, for which the slices' own sums do.
+INLINE void weigh_slices(const Part* parts, int slices, const Softmax& softmax, double* above, int* equal) {
+    for (int slice = threadIdx.x; slice < slices; slice += THREADS) {
+        const Part part = parts[slice];
+        above[slice] = part.z > 0.0 ? part.z * probability(softmax, part.most) : 0.0;
+        equal[slice] = 0;
+    }
+}
+
+// The slice in which a random number falls. `wanted` is that number less the mass of the slices before, and `equals` counts the tokens before
+// whose probability is the border's.
+struct Fallen {
+    int slice, equals;
+    double wanted;
+};
+
+// Finds it: the slice whose mass reaches `uniform` of the whole, or the last one with any mass if none does, because of rounding. `above[s]`
+// is the mass of a slice's tokens above the border, and `equal[s]` counts those at it. One thread calls this.
+INLINE Fallen fall(const double* above, const int* equal, const Border& border, int slices, double uniform) {
+    auto mass_of = [&](int slice, int before) { return above[slice] + (double)max(0, min(equal[slice], border.equals - before)) * border.p; };
+    double total = 0.0;
+    for (int slice = 0, seen = 0; slice < slices; seen += equal[slice++]) total += mass_of(slice, seen);
+    const double drawn = uniform * total;
+    Fallen fallen = {0, 0, drawn};
+    double below = 0.0;
+    for (int slice = 0, seen = 0; slice < slices; seen += equal[slice++]) {
+        const double mass = mass_of(slice, seen);
+        if (mass > 0.0) fallen = Fallen{slice, seen, drawn - below};
+        below += mass;
+        if (mass > 0.0 && below > drawn) break;
+    }
+    return fallen;
+}
+
+// The place in a slice, of `count` in ascending order, at which the sum of probabilities within the nucleus exceeds what is wanted; the last
+// one in the nucleus if none does, because of rounding. 1024 threads; p_of(i) is the probability of number i.
+template <typename P>
+INLINE int place_of(P p_of, int count, const Border& border, const Fallen& fallen, double* sums, int* counts, int* ends) {
+    constexpr int EACH = SLICE / THREADS;
+    int &reached = ends[0], &last = ends[1];
+    float p[EACH];
+    int equal = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int at = threadIdx.x * EACH + i;
+        p[i] = at < count ? p_of(at) : -1.0f;
+        equal += p[i] == border.p;
+    }
+    if (threadIdx.x == 0) reached = count, last = 0;
+    int rank = fallen.equals + block_prefix(equal, counts) - equal;
+    double own = 0.0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const bool is_kept = p[i] > border.p || (p[i] == border.p && rank++ < border.equals);
+        p[i] = is_kept ? p[i] : 0.0f;
+        own += p[i];
+    }
+    double sum = block_prefix(own, sums) - own;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        sum += p[i];
+        if (p[i] <= 0.0f) continue;
+        atomicMax(&last, (int)threadIdx.x * EACH + i);
+        if (sum > fallen.wanted) atomicMin(&reached, (int)threadIdx.x * EACH + i);
+    }
+    __syncthreads();
+    return reached < count ? reached : last;
+}
+
+// Draws a token after each node: the one whose share of the nucleus, in id order, contains uniforms[(CONTEXT + depth + 1) % count]. parts come
+// from add_slices. With top_p below 1, every block keeps the candidates of a slice, and the row's last block draws among them: grid
+// (V/SLICE rounded up, N); places [N, slices, SLICE], counts [N, slices], arrived [N], 0 before and after. Tokens of at most `least` weigh
+// less than 1 - top_p together, so the others reach top_p without them, and the nucleus has none of them. Without top_p, a block draws from
+// the slices' masses and reads one slice: grid (1, N). 1024 threads; sums are float64.
+KERNEL(THREADS) draw(const float* logits, const Part* parts, u16* places, int* counts, int* arrived, const int* depths, const int* state,
+                     const double* uniforms, int* drawn, int v, int count, float temperature, double top_p, float least) {
     begin();
-    SHARED float scratch[WARPS];
-    SHARED double sums[WARPS], mass[WARPS];
-    SHARED int equals[WARPS];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, node = blockIdx.x;
+    SHARED Softmax softmax;
+    SHARED Fallen fallen;
+    SHARED double sums[WARPS], above[MOST_SLICES];
+    SHARED int warp_counts[WARPS], ends[2], equal[MOST_SLICES];
+    const bool is_whole = top_p >= 1.0;
+    const int node = blockIdx.y, slices = slices_of(v), warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const float* row = logits + (size_t)node * v;
-    Softmax softmax = {row_max(row, v, scratch), 1.0f / temperature, 1.0f};
-    double z = 0.0;
-    each_logit(row, v, [&](int, float logit) { z += probability(softmax, logit); });
-    z = block_sum(z, sums);
-    if (!isfinite(z)) {  // the same in all threads
-        if (threadIdx.x == 0) drawn[node] = -1;
+    const Part* of_row = parts + (size_t)node * slices;
+    if (warp == 0) {
+        const Part all = row_part(of_row, slices, temperature);
+        if (lane == 0) softmax = Softmax{all.most, temperature, is_whole ? 1.0f : (float)(1.0 / all.z)};
+    }
+    __syncthreads();
+    if (!isfinite(softmax.most)) {  // the same in all blocks of the row
+        if (blockIdx.x == 0 && threadIdx.x == 0) drawn[node] = -1;
         return;
     }
-    softmax.per_z = (float)(1.0 / z);
-    const Border border = top_p < 1.0 ? nucleus(row, softmax, v, top_p, sums) : Border{0.0f, v};
-
-    const int stretch = ((v + WARPS - 1) / WARPS + WARP - 1) / WARP * WARP;  // a multiple of 32, so that all lanes iterate together
-    const int begin = min(v, warp * stretch), end = min(v, begin + stretch);
-    double own = 0.0;
-    int equal = 0;
-#pragma unroll 8
-    for (int id = begin + lane; id < end; id += WARP) {
-        const float p = probability(softmax, row[id]);
-        own += p > border.p ? p : 0.0f;
-        equal += p == border.p;
+    Border border = {0.0f, v};
+    u16* places_of_row = places + (size_t)node * slices * SLICE;
+    int* counts_of_row = counts + (size_t)node * slices;
+    const Candidates candidates = {row, places_of_row, counts_of_row, slices};
+    if (is_whole) {
+        weigh_slices(of_row, slices, softmax, above, equal);
+    } else {
+        const int slice = blockIdx.x;
+        keep_candidates(places_of_row + (size_t)slice * SLICE, counts_of_row + slice, row, v, softmax, least);
+        if (!is_last_block(&arrived[node], slices)) return;
+        border = nucleus(candidates, softmax, top_p, sums);
+        weigh_nucleus(candidates, softmax, border, above, equal);
     }
-    own = warp_sum(own);
-    equal = warp_sum(equal);
-    if (lane == 0) equals[warp] = equal;
     __syncthreads();
-    int before_warp = 0;
-#pragma unroll 4
-    for (int i = 0; i < warp; i++) before_warp += equals[i];
-    if (lane == 0) mass[warp] = own + (double)max(0, min(equal, border.equals - before_warp)) * border.p;
+    if (threadIdx.x == 0) fallen = fall(above, equal, border, slices, uniforms[(state[CONTEXT] + depths[node] + 1) % count]);
     __syncthreads();
-    double total = 0.0;
-#pragma unroll 4
-    for (int i = 0; i < WARPS; i++) total += mass[i];
-    const double wanted = uniforms[(state[CONTEXT] + depths[node] + 1) % count] * total;
-    // The warp that reaches `wanted`; the last one with any mass if none does, because of rounding.
-    int chosen_warp = 0;
-    double below = 0.0, before_it = 0.0;
-    bool reaches = false;
-#pragma unroll 4
-    for (int i = 0; i < WARPS; i++) {
-        if (mass[i] > 0.0 && !reaches) {
-            chosen_warp = i;
-            below = before_it;
-            reaches = before_it + mass[i] > wanted;
-        }
-        before_it += mass[i];
+    const int first = fallen.slice * SLICE;
+    int id;
+    if (is_whole) {
+        auto p_of = [&](int i) { return probability(softmax, row[first + i]); };
+        id = first + place_of(p_of, min(SLICE, v - first), border, fallen, sums, warp_counts, ends);
+    } else {
+        const int kept = counts_of_row[fallen.slice];
+        auto p_of = [&](int i) { return probability(softmax, candidate(candidates, fallen.slice, i)); };
+        id = first + places_of_row[(size_t)fallen.slice * SLICE + place_of(p_of, kept, border, fallen, sums, warp_counts, ends)];
     }
-    if (warp != chosen_warp) return;
-    int seen = before_warp, last = 0;
-    for (int from = begin; from < end; from += WARP) {
-        const int id = from + lane;
-        const float p = id < end ? probability(softmax, row[id]) : 0.0f;
-        const u32 same = __ballot_sync(ALL_LANES, id < end && p == border.p);
-        const int rank = seen + __popc(same & ((1u << lane) - 1));
-        seen += __popc(same);
-        const float kept = p > border.p || (p == border.p && rank < border.equals) ? p : 0.0f;
-        double sum = kept;
-#pragma unroll
-        for (int step = 1; step < WARP; step *= 2) {
-            const double other = __shfl_up_sync(ALL_LANES, sum, step);
-            if (lane >= step) sum += other;
-        }
-        const u32 crossed = __ballot_sync(ALL_LANES, kept > 0.0f && below + sum > wanted);
-        const u32 any = __ballot_sync(ALL_LANES, kept > 0.0f);
-        if (any) last = from + 31 - __clz(any);
-        if (crossed) {
-            last = from + __ffs(crossed) - 1;
-            break;
-        }
-        below += __shfl_sync(ALL_LANES, sum, WARP - 1);
-    }
-    if (lane == 0) drawn[node] = last;  // rounding may put `wanted` at the total: then the last token of the nucleus
+    if (threadIdx.x == 0) drawn[node] = id;
 }

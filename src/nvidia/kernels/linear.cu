@@ -1,7 +1,8 @@
 // Matrix products with weights, y[n, m] = sum over k of x[n, k]·w[m, k], for few rows and for a whole tree.
 //
 // A step reads every weight once, whatever the number of rows. Speed therefore needs wide reads, many reads in flight, and no
-// byte read twice. K is a multiple of 8; sums are float32.
+// byte read twice. K is a multiple of 8; sums are float32. Sizes that launches need, too (COLUMNS, FEW_WARPS, FEW_STAGES, BLOCK_SPLIT, STAGES,
+// DEPTH), are defined in front of this file: see `Program::sizes` in src/nvidia/kernels.rs.
 
 // What is written of the sums; see `WrittenSums` in src/nvidia/gemm.rs. GATED: y [N, M/2] is SiLU(gate)·up, with gate from the first M/2 rows
 // of w and up from the others.
@@ -15,9 +16,6 @@ INLINE void store_sum(void* y, size_t at, float sum, int written) {
 
 // Gate and up are rounded first, as if they had been stored.
 INLINE float gated(float gate, float up) { return silu(rounded(gate)) * rounded(up); }
-
-#define COLUMNS 4    // rows of the weight per group of warps
-#define FEW_WARPS 8  // warps per block
 
 // The group of SPLIT warps that a warp belongs to, counted over all blocks.
 template <int SPLIT> INLINE int few_group() { return blockIdx.x * (FEW_WARPS / SPLIT) + threadIdx.x / WARP / SPLIT; }
@@ -49,7 +47,6 @@ INLINE void multiply_few(float (&sums)[COLUMNS][ROWS], float (&squares)[ROWS], c
     }
 }
 
-#define FEW_STAGES 3
 #define FEW_SLOTS (FEW_STAGES * COLUMNS * FEW_WARPS * WARP)  // 16-byte pieces of weights in shared memory
 
 // Products of four columns with ROWS rows of x = input(), the last of which repeat row n - 1 if n is smaller. The columns belong to a group
@@ -153,8 +150,6 @@ LINEAR_FEW(4, 4)
 LINEAR_FEW(8, 1)
 LINEAR_FEW(8, 4)
 
-#define BLOCK_SPLIT 4  // warps that share columns of a ResBlock
-
 // A ResBlock of every head (paper section 2.1.1): y[k] = x[k] + SiLU(w[k]·x[k] + b[k]). x is [K, H]; with `state`, all heads read
 // row LAST of x [N, H] instead. w [K, H, H], b and y [K, H]. Grid (H/8 rounded up, K), 256 threads,
 // shared memory for few_rows.
@@ -175,9 +170,7 @@ KERNEL(256) res_block(const element* x, const int* state, const element* w, cons
 // Many rows: tiles of weights and of rows pass through shared memory, STAGES of them in flight, and tensor cores multiply them.
 // Weights are the 16 rows of an mma and rows of x its 8 columns, since there are fewer rows of x.
 
-#define STAGES 4
-#define DEPTH 64               // depth of a tile along k
-#define CHUNKS (DEPTH / 8)     // 16-byte pieces of a tile's row
+#define CHUNKS (DEPTH / 8)  // 16-byte pieces of a tile's row
 
 // Position of a piece of a tile's row. Pieces are swizzled so that the eight rows that ldmatrix reads at once lie in different
 // banks.

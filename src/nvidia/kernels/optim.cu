@@ -1,11 +1,11 @@
 // The optimizer's update, the norm of the gradients, and the check that parameters are finite: one launch for all parameters.
 //
-// A table has an entry for each parameter. Block b treats chunk b: CHUNK numbers of one parameter, less at its end.
+// A table has an entry for each parameter. Block b treats chunk b: CHUNK numbers of one parameter (defined by `Program::sizes` in
+// src/nvidia/kernels.rs), less at its end.
 // Products and sums that are rounded one by one are written so (__fmul_rn, __fadd_rn), since the compiler contracts others.
 
 typedef unsigned char u8;
 
-#define CHUNK 16384
 #define STATE_BLOCK 256  // numbers that share an absmax in 8-bit moments
 
 // As `TableRow::row` in src/fused/optim.rs writes it.

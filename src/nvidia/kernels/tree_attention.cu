@@ -23,9 +23,9 @@
 //
 // Layouts: qkv [N, Q + 2G, D], bias [Q + 2G, D] or null, query_norm and key_norm [D] or null, cos and sin [S, D/2] float32, o [N, Q, D],
 // cache [2, G, S, D] (keys, then values), sums [parts, Q·N, D] and marks [parts, Q·N, 2] (maximum, denominator), where
-// the rows of key/value head g start at g·R·N; arrived [R·N/64 rounded up, G] is 0. Compile time: HEAD_SIZE.
+// the rows of key/value head g start at g·R·N; arrived [R·N/64 rounded up, G] is 0. Compile time: HEAD_SIZE, KEYS (keys
+// per tile).
 
-#define KEYS 64                      // keys per tile
 #define ROW_CHUNKS (HEAD_SIZE / 8)   // 16-byte pieces of a key or value
 
 struct Heads {
