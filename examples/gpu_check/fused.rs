@@ -15,7 +15,7 @@ use tch::{Device, Kind, Tensor};
 /// Timed runs of each way, after one that is not timed; the median counts.
 const RUNS: usize = 5;
 /// The largest distance from libtorch's result, relative to its largest number.
-const FARTHEST: f64 = 0.01;
+pub(crate) const FARTHEST: f64 = 0.01;
 
 /// Sizes of the check.
 #[derive(Debug, Clone, Copy)]
@@ -34,7 +34,7 @@ pub(crate) const SIZES: FusedSizes = FusedSizes { hidden: 4096, mlp: 11_008, voc
 /// # Errors
 /// A GPU without kernels, or a result that is too far from libtorch's.
 pub(crate) fn beside_libtorch(on: Device, sizes: FusedSizes) -> anyhow::Result<()> {
-    if let Some(why) = fused::unavailable(on) {
+    if let Some(why) = [Kind::Float, Kind::BFloat16, Kind::Half].iter().find_map(|&kind| fused::unavailable(on, kind)) {
         anyhow::bail!("{why}");
     }
     let mut far = vec![];
@@ -52,7 +52,8 @@ pub(crate) fn beside_libtorch(on: Device, sizes: FusedSizes) -> anyhow::Result<(
 struct BothWays {
     operation: String,
     distance: f64,
-    kernel_ms: f64,
+    /// `None` on a CPU, where no kernel runs.
+    kernel_ms: Option<f64>,
     libtorch_ms: f64,
     /// That the kernel reads and writes.
     bytes: f64,
@@ -64,20 +65,31 @@ impl BothWays {
         let Self { operation, distance, kernel_ms, libtorch_ms, bytes } = self;
         print_json(&json!({
             "check": "fused", "operation": operation, "distance": distance.min(f64::MAX), "kernel_ms": kernel_ms, "libtorch_ms": libtorch_ms,
-            "gb_per_s": bytes / kernel_ms / 1e6,
+            "gb_per_s": kernel_ms.map(|kernel_ms| bytes / kernel_ms / 1e6),
         }))?;
         Ok((distance.is_nan() || distance > FARTHEST).then_some(operation))
     }
 
     /// Of an operation that can be repeated.
     fn of(operation: &str, bytes: i64, kernel: impl Fn() -> Tensor, libtorch: impl Fn() -> Tensor) -> Self {
-        let distance = distance(&kernel(), &libtorch());
-        let [kernel_ms, libtorch_ms] = [milliseconds(&kernel), milliseconds(&libtorch)];
+        let (first, expected) = (kernel(), libtorch());
+        let distance = distance(&first, &expected);
+        let kernel_ms = first.device().is_cuda().then(|| milliseconds(&kernel));
+        let libtorch_ms = milliseconds(&libtorch);
         Self { operation: operation.to_owned(), distance, kernel_ms, libtorch_ms, bytes: bytes as f64 }
     }
 }
 
-fn distance(got: &Tensor, expected: &Tensor) -> f64 {
+/// What a kernel computes; libtorch's result stands for it on a CPU only.
+fn of_kernel(computed: Option<Tensor>, on: Device, libtorch: impl Fn() -> Tensor) -> Tensor {
+    computed.unwrap_or_else(|| {
+        assert!(!on.is_cuda(), "a kernel does not run for its shape");
+        libtorch()
+    })
+}
+
+/// The largest difference, relative to the largest number that is expected.
+pub(crate) fn distance(got: &Tensor, expected: &Tensor) -> f64 {
     let [got, expected] = [got, expected].map(|tensor| tensor.to_kind(Kind::Float));
     let largest = expected.abs().max().double_value(&[]);
     (got - expected).abs().max().double_value(&[]) / largest.max(f64::MIN_POSITIVE)
@@ -105,7 +117,7 @@ fn wait() {
     }
 }
 
-fn normal(seed: u64, size: &[i64], kind: Kind, on: Device) -> Tensor {
+pub(crate) fn normal(seed: u64, size: &[i64], kind: Kind, on: Device) -> Tensor {
     Generator::seeded(seed).normal(size, (kind, on))
 }
 
@@ -148,7 +160,7 @@ fn optimizer(on: Device, FusedSizes { hidden, vocab, .. }: FusedSizes, name: Opt
     BothWays {
         operation: format!("gradient norm and {name}"),
         distance: farthest,
-        kernel_ms: milliseconds(|| step(&mut ours)),
+        kernel_ms: on.is_cuda().then(|| milliseconds(|| step(&mut ours))),
         libtorch_ms: milliseconds(|| oracle_step(&mut theirs)),
         bytes: (numbers * (20 + of_moments)) as f64,
     }
@@ -186,10 +198,10 @@ fn parts_of_a_pass(on: Device, FusedSizes { hidden, mlp, tokens, .. }: FusedSize
         BothWays::of(
             "rotary embedding",
             4 * tokens * hidden,
-            || pass::rotated(&x_thd, &cos, &sin).unwrap_or_else(rotate),
+            || of_kernel(pass::rotated(&x_thd, &cos, &sin), on, rotate),
             rotate,
         ),
-        BothWays::of("SiLU(gate)·up", 6 * tokens * mlp, || pass::gated(&gate, &up).unwrap_or_else(gated), gated),
+        BothWays::of("SiLU(gate)·up", 6 * tokens * mlp, || of_kernel(pass::gated(&gate, &up), on, gated), gated),
         BothWays::of("dropout", 8 * tokens * hidden, || dropout(&ones, 0.05, 7, 9), || &ones * mask(&ones, 0.05, 7, 9)),
     ]
 }
@@ -207,7 +219,7 @@ mod tests {
     #[test]
     fn a_result_that_is_far_or_no_number_is_told() {
         let both =
-            |distance| BothWays { operation: "x".into(), distance, kernel_ms: 1.0, libtorch_ms: 1.0, bytes: 1.0 };
+            |distance| BothWays { operation: "x".into(), distance, kernel_ms: None, libtorch_ms: 1.0, bytes: 1.0 };
         assert_eq!([0.0, 0.02, f64::NAN].map(|far| both(far).print().unwrap().is_some()), [false, true, true]);
     }
 }

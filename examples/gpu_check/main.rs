@@ -19,6 +19,8 @@ mod fused;
 mod hydra;
 mod kernels;
 mod loops;
+mod operators;
+mod overlap;
 mod profile;
 mod random;
 mod steps;
@@ -48,6 +50,10 @@ enum GpuCheck {
     Brief,
     /// Hydra heads, from the smallest tree on: kernels beside their oracle, greedy texts, times of steps.
     Hydra,
+    /// Texts of kernels that overlap and of kernels that do not, which must be equal.
+    Overlap,
+    /// What only a GPU runs: attention of batches and packed rows, products in float32, draws, pinned copies, the allocator's figures.
+    Operators,
     /// The kernels of training beside libtorch's calls: distances and times.
     Fused,
     /// Greedy texts of the GPU's loop and of libtorch's, which may differ only at near ties.
@@ -88,6 +94,8 @@ fn run(part: GpuCheck, common: &CommonFlags) -> anyhow::Result<()> {
             }
             GpuCheck::Hydra => hydra::check(on),
             GpuCheck::Loops => loops::texts(on),
+            GpuCheck::Overlap => overlap::check(on),
+            GpuCheck::Operators => operators::check(on),
             GpuCheck::Fused => fused::beside_libtorch(on, fused::SIZES),
             GpuCheck::Steps => steps::time(on),
             GpuCheck::Endurance => steps::endure(on),

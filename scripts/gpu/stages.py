@@ -22,9 +22,9 @@ from processes import CACHE, ENVIRONMENT, PeakMemory, Trouble, run, skipped
 # Stage, part, and the seconds that a part may take; it may also use the time that earlier parts left. `smoke engine profile` and
 # `training distill texts` have 480 s each.
 STAGES = {
-    "smoke": {"versions": 15, "mask": 30, "brief": 45},
-    "engine": {"kernels": 90, "loops": 40, "hydra": 35, "steps": 75, "endurance": 25, "transformers": 35},
-    "profile": {"profile-plain": 45, "profile-tree": 45},
+    "smoke": {"versions": 15, "mask": 30, "operators": 15, "brief": 40},
+    "engine": {"kernels": 85, "loops": 35, "overlap": 15, "hydra": 30, "steps": 75, "endurance": 25, "transformers": 35},
+    "profile": {"profile-plain": 40, "profile-tree": 40},
     "training": {"fused": 15, "backbone": 50, "medusa1": 50, "peer": 45, "peer-transformers": 45, "medusa2": 50},
     "distill": {"backbone": 50, "distill": 75, "transformers-batch": 40},
     "texts": {"wider-heads": 5, "train-tiny": 45, "choose-tree": 30, "bench": 30},
@@ -40,6 +40,8 @@ NO_SANITIZER = "compute-sanitizer does not start in gVisor: take a machine with 
 AFTER_FAILURE = {
     "versions": "install what the message names; nothing else can run before",
     "mask": "torch could not be asked about its attention: compare torch and driver versions with docs/gpu.md",
+    "operators": "its message names what libtorch or a kernel computes otherwise here: nothing that is trained or distilled with it is right",
+    "overlap": "a kernel reads before await_inputs what the one before it writes: its texts show from which step on",
     "brief": "run the stage sanitizers: it names the kernel and the address",
     "kernels": "run the stage sanitizers, then the kernel with the largest distance alone",
     "fused": "the operation with the largest distance names the kernel: nothing that is trained with it is right",

@@ -105,6 +105,22 @@ def fused(lines, *_):
     return title + markdown(("operation", "distance", "kernel, ms", "libtorch, ms", "kernel, GB/s"), rows) if rows else []
 
 
+def operators(lines, *_):
+    rows = [(line["operation"], f"{line['distance']:.1e}") for line in lines]
+    title = ["## Operations that only a GPU runs", "", "Distances are relative to the largest number; of draws, the number of tokens; of the last two, 0 or 1.", ""]
+    return title + markdown(("operation", "distance"), rows) if rows else []
+
+
+def overlap(lines, *_):
+    rows = [
+        (line["family"], line["dtype"], line["head_dim"], line["heads"], line["acceptance"], line["texts"], line["differing"])
+        for line in lines
+        if "skipped" not in line
+    ]
+    title = ["## Texts of kernels that overlap, and of kernels that do not", ""]
+    return title + markdown(("family", "dtype", "head size", "heads", "acceptance", "texts", "differing"), rows) if rows else []
+
+
 def libtorch(lines, *_):
     return [text for line in lines for text in (f"In float32, libtorch's loop makes {'the same text' if line['same'] else 'ANOTHER text'} of {line['tokens']} tokens with a tree and without.", "")]
 
@@ -282,6 +298,8 @@ def bench(lines, *_):
 SECTIONS = {
     "versions": versions,
     "mask": mask,
+    "operators": operators,
+    "overlap": overlap,
     "kernels": kernels,
     "fused": fused,
     "libtorch": libtorch,
@@ -300,4 +318,4 @@ SECTIONS = {
     "bench": bench,
 }
 # Lines that other sections read.
-WITHOUT_TABLE = ("profiled", "transformers", "transformers_batch")
+WITHOUT_TABLE = ("allocator", "profiled", "transformers", "transformers_batch")
