@@ -330,6 +330,10 @@ fn rows_that_are_not_evenly_apart_are_left_to_libtorch() {
     let [cos, sin] = [1, 2].map(|seed| normal(seed, &[3, 1, 8]).to_kind(Kind::BFloat16));
     assert!(pass::rotate(&x_bthd.transpose(1, 2), &x_bthd, &cos, &sin).is_none(), "heads");
     assert!(pass::rotate(&x_bthd.narrow(1, 0, 2), &x_bthd, &cos, &sin).is_none(), "2 tokens of 3");
+    let [of_rows, of_both] = [[2, 1, 1, 8], [2, 3, 1, 8]].map(|size| normal(3, &size).to_kind(Kind::BFloat16));
+    assert!(pass::rotate(&x_bthd, &x_bthd, &of_rows, &of_rows).is_none(), "an angle for each row, for its 3 tokens");
+    assert!(pass::rotate(&x_bthd, &x_bthd, &of_both, &of_both).is_some(), "an angle for each token of each row");
+    assert!(pass::rotate(&x_bthd, &x_bthd, &cos.to_kind(Kind::Half), &sin).is_none(), "another dtype");
     let gate = x_bthd.transpose(2, 3);
     assert!(pass::silu_up(&gate, &gate, &x_bthd).is_none(), "columns");
 }

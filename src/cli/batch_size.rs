@@ -1,4 +1,4 @@
-//! How many conversations `medusa distill` decodes together without `--batch-size`: as many as fit the free memory.
+//! How many conversations `medusa distill` decodes together without `--batch-size`: as many as fit the free memory. What makes them slow.
 
 use std::num::NonZeroUsize;
 
@@ -9,6 +9,8 @@ use super::CommonFlags;
 use super::print::gibibytes;
 use crate::decode::batch_memory::BatchMemory;
 use crate::engine::Engine;
+use crate::fused::batch_attention;
+use crate::model::llama::Llama;
 use crate::plural::counted;
 use crate::torch::{cuda_runtime, memory};
 
@@ -53,6 +55,15 @@ pub(super) fn of_prefixes(device: Device) -> anyhow::Result<usize> {
 fn for_prefixes(free: Option<u64>) -> usize {
     free.map_or(MOST_FOR_PREFIXES, |free| usize::try_from(free / SHARE_FOR_PREFIXES).unwrap_or(usize::MAX))
         .min(MOST_FOR_PREFIXES)
+}
+
+/// Says why many conversations together are slower on this GPU than on another one, or with another backbone.
+pub(super) fn tell_slower(backbone: &Llama, common: &CommonFlags) {
+    let config = &backbone.config;
+    let heads = [config.num_attention_heads, config.num_key_value_heads, config.head_dim];
+    if let Some(why) = batch_attention::missing(backbone.device(), backbone.kind(), heads) {
+        common.say(format_args!("libtorch's attention decodes here, and it is slower than our kernel: {why}"));
+    }
 }
 
 /// `None` where the system does not say.

@@ -295,6 +295,7 @@ impl DistillArgs {
         if self.engine.engine == EngineName::Auto {
             common.say(format_args!("engine tch: {TOGETHER}"));
         }
+        batch_size::tell_slower(&decoder.backbone, common);
         Ok(Box::new(TchEngine::for_batches(&decoder.backbone)))
     }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde::Serialize;
 use serde_json::{Value, json};
-use tch::Device;
+use tch::{Device, Kind};
 
 use super::downloads::told;
 use super::reading::watched;
@@ -77,7 +77,8 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
         };
     }
     common.say(preview.finished().unwrap_or_else(|| preview.text()));
-    if let Some(why) = fused::unavailable(device) {
+    let kinds = [Kind::Float, checked.plan.backbone.dtype.kind()];
+    if let Some(why) = kinds.into_iter().find_map(|kind| fused::unavailable(device, kind)) {
         common.say(format_args!("libtorch's operations train here, and they are slower than our kernels: {why}"));
     }
     let mut progress = TrainProgress::new(common, checked.total_steps);

@@ -2,9 +2,11 @@
 //! and reads no more of a text's row than the text has. The oracle is masked attention over all rows, in `model/attention.rs`.
 
 // B texts, R rows of the cache, Q query heads, G key/value heads, S room for tokens, D head size
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use super::kernels;
+use super::{kernels, unavailable};
+use crate::dtype::Dtype;
+use crate::nvidia::error::GpuError;
 use crate::nvidia::kernels::{KernelDtype, Program};
 use crate::nvidia::launch::{Launch, elements, float, size, tensor};
 
@@ -22,6 +24,42 @@ const KERNELS: [(i64, i64, &str); 8] = [
     (128, 4, "batch_attention_128x4"),
     (128, 8, "batch_attention_128x8"),
 ];
+
+/// Why a step of many texts on a GPU has no kernel, so that libtorch attends to the whole room of every text under a mask.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+pub enum NoBatchKernel {
+    #[error("{0}")]
+    Unavailable(&'static GpuError),
+    #[error("the kernel computes in bfloat16 and float16, not in {0}")]
+    Dtype(Dtype),
+    #[error("the kernel is for heads of 64 and 128 numbers, not of {0}")]
+    HeadSize(i64),
+    #[error("at most 8 query heads share a key in the kernel, not {0}")]
+    Sharing(i64),
+}
+
+/// Why the kernel does not run for Q query heads and G key/value heads of D numbers; `None` if it does, and on a CPU.
+pub fn missing(device: Device, kind: Kind, [q, g, d]: [i64; 3]) -> Option<NoBatchKernel> {
+    if !device.is_cuda() {
+        return None;
+    }
+    if KernelDtype::of(kind).is_none() {
+        return Some(NoBatchKernel::Dtype(Dtype::of(kind)));
+    }
+    if !KERNELS.iter().any(|(head, ..)| *head == d) {
+        return Some(NoBatchKernel::HeadSize(d));
+    }
+    if kernel_for([q, g, d]).is_none() {
+        return Some(NoBatchKernel::Sharing(q / g));
+    }
+    unavailable(device, kind).map(NoBatchKernel::Unavailable)
+}
+
+/// The kernel for Q query heads and G key/value heads of D numbers: how many query heads it lets share a key, and its name.
+fn kernel_for([q, g, d]: [i64; 3]) -> Option<(i64, &'static str)> {
+    let fits = |(head, share, _): &&(i64, i64, &str)| *head == d && q % g == 0 && q <= g * share;
+    KERNELS.iter().find(fits).map(|(_, share, name)| (*share, *name))
+}
 
 /// What a step's attention reads and writes.
 #[derive(Debug, Clone, Copy)]
@@ -42,7 +80,7 @@ impl BatchAttention<'_> {
     pub fn run(&self) -> Option<Tensor> {
         let (kind, device) = (self.qkv_bhd.kind(), self.qkv_bhd.device());
         let kernels = kernels(device, kind)?;
-        let [b, q, d] = self.sizes().map(|[b, q, _, d]| [b, q, d])?;
+        let [b, q, _, d] = self.sizes()?;
         let out_bqd = Tensor::empty([b, q, d], (kind, device));
         kernels.launch(&self.launch(&out_bqd)?);
         Some(out_bqd)
@@ -52,7 +90,7 @@ impl BatchAttention<'_> {
     pub fn launch(&self, out_bqd: &Tensor) -> Option<Launch> {
         let [b, q, g, d] = self.sizes()?;
         KernelDtype::of(self.qkv_bhd.kind())?;
-        let (_, share, name) = *KERNELS.iter().find(|(head, share, _)| *head == d && q <= g * share)?;
+        let (share, name) = kernel_for([q, g, d])?;
         let arguments = vec![
             elements(self.qkv_bhd),
             elements(self.cache_bgsd),
@@ -70,9 +108,10 @@ impl BatchAttention<'_> {
 
     /// B, Q, G, D; `None` for heads that do not share evenly.
     fn sizes(&self) -> Option<[i64; 4]> {
-        let [b, heads, d] = self.qkv_bhd.size()[..] else { return None };
-        let g = self.cache_bgsd.size()[1] / 2;
-        let q = heads - 2 * g;
-        (q % g == 0).then_some([b, q, g, d])
+        let [b, heads, d] = self.qkv_bhd.size3().ok()?.into();
+        let [rows, both, ..] = <[i64; 4]>::from(self.cache_bgsd.size4().ok()?);
+        let (g, q) = (both / 2, heads - both);
+        let is_one_dtype = self.cache_bgsd.kind() == self.qkv_bhd.kind();
+        (q % g == 0 && b <= rows && is_one_dtype && self.window.is_none_or(|window| window > 0)).then_some([b, q, g, d])
     }
 }

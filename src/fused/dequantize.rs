@@ -18,10 +18,27 @@ pub enum Absmax<'t> {
     EightBit { differences: &'t Blockwise, mean: &'t Tensor },
 }
 
+impl Absmax<'_> {
+    /// Number of blocks.
+    fn count(&self) -> usize {
+        match self {
+            Self::Float32(absmax) => absmax.numel(),
+            Self::EightBit { differences, .. } => differences.codes.numel(),
+        }
+    }
+}
+
 /// `y` from NF4: `pairs` `[C, 32]` uint8 has two codes in a byte, and `table` `[256]` int64 the two float32 that a byte stands for. `y` has at most
 /// as many numbers as there are codes.
+///
+/// # Panics
+/// If the kernel would read or write behind a tensor.
 pub fn nf4(pairs: &Tensor, table: &Tensor, absmax: Absmax, y: &Tensor) -> Launch {
-    let none = Argument::Pointer(0);
+    let (none, scales) = (Argument::Pointer(0), absmax.count());
+    assert!(
+        pairs.numel() == 32 * scales && y.numel() <= 64 * scales,
+        "{scales} blocks of 64 codes, got {pairs:?} for {y:?}"
+    );
     let [codes, map, scales, mean] = match absmax {
         Absmax::Float32(absmax) => [none, none, floats(absmax), none],
         Absmax::EightBit { differences, mean } => {

@@ -4,7 +4,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::{TensorKernels, kernels};
-use crate::nvidia::kernels::Program;
+use crate::nvidia::kernels::{CHUNK, Program};
 use crate::nvidia::launch::{Argument, Launch, address, float, floats, size, tensor};
 use crate::torch::optim::OptimizerName;
 use crate::torch::optim::adamw::{self, AdamW, Moment, Parameter, Update};
@@ -12,14 +12,12 @@ use crate::torch::optim::blockwise::DynamicMap;
 use crate::torch::rehearsal;
 use crate::torch::upload;
 
-/// Numbers that a block treats: `CHUNK` in optim.cu.
-const CHUNK: i64 = 16_384;
 /// Threads of a block.
 const THREADS: i64 = 256;
 
 /// What [`norm`] launches, with the copy of its table. Like the other lists of names here, it is counted by tests/launches.rs, and
 /// tests/fused.rs compares it with the launches.
-pub const OF_NORM: [&str; 5] = ["upload", "zeros", "zeros", "squares", "norm_of_squares"];
+pub const OF_NORM: [&str; 3] = ["upload", "squares", "norm_of_squares"];
 /// What [`finite`] launches, with the copies to and from the device.
 pub const OF_FINITE: [&str; 4] = ["upload", "full", "first_not_finite", "read"];
 
@@ -118,8 +116,8 @@ pub fn update(optimizer: &mut AdamW, parameters: &[&Parameter], rate: f64, scale
 /// The launches that write the norm of all gradients to the returned float64 tensor `[1]`.
 pub fn norm(parameters: &[&Parameter]) -> (TableWork, Tensor) {
     let (table, device) = Table::of_parameters(parameters);
-    let partial_c = Tensor::zeros([table.chunks], (Kind::Double, device));
-    let norm = Tensor::zeros([1], (Kind::Double, device));
+    let partial_c = Tensor::empty([table.chunks], (Kind::Double, device)); // each block writes its chunk's
+    let norm = Tensor::empty([1], (Kind::Double, device));
     let mut work = TableWork { launches: vec![], tensors: vec![] };
     work.add("squares", &table, &[tensor(&partial_c, Kind::Double)]);
     let arguments = vec![tensor(&partial_c, Kind::Double), size(table.chunks), tensor(&norm, Kind::Double)];

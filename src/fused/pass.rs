@@ -48,13 +48,27 @@ fn kernels_of(inputs: &[&Tensor]) -> Option<&'static TensorKernels> {
     kernels(first.device(), first.kind()).filter(|_| inputs.iter().all(fit))
 }
 
-/// The launch that rotates `x` to `y`, which may be `x`; `None` if the rows of a tensor are not evenly apart.
+/// The launch that rotates `x` to `y`, which may be `x`; `None` if the rows of a tensor are not evenly apart, or the tables are not those of
+/// the last axes of tokens.
 pub fn rotate(x: &Tensor, y: &Tensor, cos: &Tensor, signed_sin: &Tensor) -> Option<Launch> {
-    let [.., heads, d] = x.size()[..] else { return None };
-    let r = *cos.size().last()?;
+    let (x_size, table_size) = (x.size(), cos.size());
+    let ([tokens_of_x @ .., heads, d], [positions_of_table @ .., 1, r]) = (&x_size[..], &table_size[..]) else {
+        return None;
+    };
+    let (heads, d, r) = (*heads, *d, *r);
+    let tables_fit = [cos, signed_sin].iter().all(|table| table.kind() == x.kind() && table.is_contiguous());
+    let ahead = positions_of_table.iter().take_while(|&&length| length == 1).count();
+    if !tables_fit
+        || signed_sin.size() != table_size
+        || !tokens_of_x.ends_with(&positions_of_table[ahead..])
+        || r > d
+        || r % 2 != 0
+    {
+        return None;
+    }
     let (tokens, positions) = (x.numel() as i64 / (heads * d), cos.numel() as i64 / r);
     let heads_are_close = |x: &Tensor| x.stride()[x.dim() - 2] == d || heads == 1;
-    if !heads_are_close(x) || !heads_are_close(y) || tokens % positions != 0 {
+    if !heads_are_close(x) || !heads_are_close(y) {
         return None;
     }
     let [x_stride, y_stride] = [row_stride(x, 2)?, row_stride(y, 2)?].map(Argument::Long);

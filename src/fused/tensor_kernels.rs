@@ -30,9 +30,9 @@ pub fn kernels(device: Device, kind: Kind) -> Option<&'static TensorKernels> {
     loaded(device, kind)?.as_ref().ok()
 }
 
-/// Why a GPU has no kernels, so that libtorch's slower operations run there.
-pub fn unavailable(device: Device) -> Option<&'static GpuError> {
-    loaded(device, Kind::Float)?.as_ref().err()
+/// Why a GPU has no kernels for tensors of `kind`, so that libtorch's slower operations run there.
+pub fn unavailable(device: Device, kind: Kind) -> Option<&'static GpuError> {
+    loaded(device, kind)?.as_ref().err()
 }
 
 fn loaded(device: Device, kind: Kind) -> Option<&'static Loaded> {

@@ -49,6 +49,10 @@ impl BatchStep {
         (kind, device): (Kind, Device),
     ) -> Self {
         let (rows, longest) = (lengths.len() as i64, lengths.iter().max().copied().unwrap_or(0));
+        assert!(
+            lengths.iter().all(|&length| length < room),
+            "a text of {longest} tokens has no room for one more among {room}"
+        );
         let plane = |(row, &length): (i64, &i64)| (0..planes).map(move |plane| (row * planes + plane) * room + length);
         let at: Vec<i64> = (0..rows).zip(lengths).flat_map(plane).collect();
         let lengths_b = upload(lengths, device);
