@@ -323,31 +323,6 @@ INLINE Border nucleus(const Candidates& candidates, const Softmax& softmax, doub
     return p > 0.0f ? Border{p, max(1, (int)ceil((top_p - above) / p))} : all;
 }
 
-// above[s] = the mass of a slice's tokens of more than the border's probability; equal[s] = how many have just that. A warp for each slice.
-INLINE void weigh_nucleus(const Candidates& of, const Softmax& softmax, const Border& border, double* above, int* equal) {
-    for (int slice = threadIdx.x / WARP; slice < of.slices; slice += WARPS) {
-        double mass = 0.0;
-        int equals = 0;
-        each_candidate(of, slice, threadIdx.x % WARP, WARP, [&](float logit) {
-            const float p = probability(softmax, logit);
-            mass += p > border.p ? p : 0.0f;
-            equals += p == border.p;
-        });
-        mass = warp_sum(mass);
-        equals = warp_sum(equals);
-        if (threadIdx.x % WARP == 0) above[slice] = mass, equal[slice] = equals;
-    }
-}
-
-// The same without a border, for which the slices' own sums do.
-INLINE void weigh_slices(const Part* parts, int slices, const Softmax& softmax, double* above, int* equal) {
-    for (int slice = threadIdx.x; slice < slices; slice += THREADS) {
-        const Part part = parts[slice];
-        above[slice] = part.z > 0.0 ? part.z * probability(softmax, part.most) : 0.0;
-        equal[slice] = 0;
-    }
-}
-
 // The slice in which a random number falls. `wanted` is that number less the mass of the slices before, and `equals` counts the tokens before
 // whose probability is the border's.
 struct Fallen {
@@ -438,13 +413,28 @@ KERNEL(THREADS) draw(const float* logits, const Part* parts, u16* places, int* c
     int* counts_of_row = counts + (size_t)node * slices;
     const Candidates candidates = {row, places_of_row, counts_of_row, slices};
     if (is_whole) {
-        weigh_slices(of_row, slices, softmax, above, equal);
+        for (int slice = threadIdx.x; slice < slices; slice += THREADS) {
+            const Part part = of_row[slice];
+            above[slice] = part.z > 0.0 ? part.z * probability(softmax, part.most) : 0.0;
+            equal[slice] = 0;
+        }
     } else {
         const int slice = blockIdx.x;
         keep_candidates(places_of_row + (size_t)slice * SLICE, counts_of_row + slice, row, v, softmax, least);
         if (!is_last_block(&arrived[node], slices)) return;
         border = nucleus(candidates, softmax, top_p, sums);
-        weigh_nucleus(candidates, softmax, border, above, equal);
+        for (int slice = warp; slice < slices; slice += WARPS) {
+            double mass = 0.0;
+            int equals = 0;
+            each_candidate(candidates, slice, lane, WARP, [&](float logit) {
+                const float p = probability(softmax, logit);
+                mass += p > border.p ? p : 0.0f;
+                equals += p == border.p;
+            });
+            mass = warp_sum(mass);
+            equals = warp_sum(equals);
+            if (lane == 0) above[slice] = mass, equal[slice] = equals;
+        }
     }
     __syncthreads();
     if (threadIdx.x == 0) fallen = fall(above, equal, border, slices, uniforms[(state[CONTEXT] + depths[node] + 1) % count]);
