@@ -197,8 +197,8 @@ mod tests {
         assert_eq!(plan.check_fits(18_000_000_000 - plan.weight_bytes), Ok(()));
         assert_eq!(
             plan.to_string(),
-            "16.24 GiB of memory: weights 13.93 GiB, cache of 4224 tokens 2.06 GiB, copies of heads' weights 0.16 GiB, \
-             logits 0.01 GiB, other buffers of a step 0.08 GiB, rotations and draws 0.00 GiB"
+            "16.25 GiB of memory: weights 13.93 GiB, cache of 4224 tokens 2.06 GiB, copies of heads' weights 0.16 GiB, \
+             logits 0.01 GiB, other buffers of a step 0.09 GiB, rotations and draws 0.00 GiB"
         );
     }
 
