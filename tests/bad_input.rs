@@ -354,7 +354,8 @@ fn a_backbone_whose_logits_overflow_decodes_nothing() {
         let ended = run(&small, arguments);
         ended.failed(1, &facts);
         assert_eq!(ended.stderr.matches("logits contain NaN").count(), 1, "{}", ended.stderr);
-        assert_eq!(ended.stdout, "", "{arguments}");
+        let answers = ended.stdout.lines().filter(|line| !line.starts_with("[1 of 2] "));
+        assert_eq!(answers.count(), 0, "{arguments}: {}", ended.stdout);
     };
     let inputs = "--backbone backbone --prompts prompts.jsonl --max-new-tokens 4";
     for how in [

@@ -251,7 +251,8 @@ fn columns_of_other_names_are_read_where_they_are_named() {
     let batch = RecordBatch::try_from_iter([("question", texts(&["Hi"]))]).unwrap();
     assert_eq!(world.load(&world.parquet("rows.parquet", &batch)).unwrap_err(), format!("FILE: {missing}"));
     let unnamed = World::new().complaint("rows.csv", "question,answer\nHi,Hello.\n");
-    assert!(unnamed.contains("got \"question\", \"answer\"; other columns are read if data.columns"), "{unnamed}");
+    let advice = "got \"question\", \"answer\"; name the columns to read: --columns prompt=question,completion=answer";
+    assert!(unnamed.contains(advice), "{unnamed}");
 }
 
 #[test]

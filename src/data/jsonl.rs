@@ -260,6 +260,7 @@ fn broken(error: &serde_json::Error) -> RowProblem {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::column_advice;
 
     fn complaint(line: &str) -> String {
         row(line.as_bytes()).unwrap_err().to_string()
@@ -318,9 +319,9 @@ mod tests {
         assert_eq!(complaint(r#"{"text": ["a"]}"#), r#"text: expected a string, got ["a"]"#);
         assert_eq!(complaint("[1, 2]"), "the row: expected an object, got [1,2]");
         let known = r#"expected a key "input_ids", "messages", "conversations", "instruction" (with "output"), "prompt" (with "completion") or "text""#;
-        let hint = "; other columns are read if data.columns (--columns on the command line) names them";
-        assert_eq!(complaint(r#"{"prompt": "x", "input": "y"}"#), format!(r#"{known}, got "prompt", "input"{hint}"#));
-        assert_eq!(complaint("{}"), format!("{known}, got no key at all{hint}"));
+        let of_prompt = complaint(r#"{"prompt": "x", "input": "y"}"#);
+        assert_eq!(of_prompt, format!(r#"{known}, got "prompt", "input"; {}"#, column_advice::NO_ANSWERS));
+        assert_eq!(complaint("{}"), format!("{known}, got no key at all; {}", column_advice::advice(&[])));
         assert_eq!(complaint(r#"{"prompt": "x", "completion": null}"#), "completion: expected a value, got null");
         assert_eq!(complaint(r#"{"text": null, "id": 1}"#), "text: expected a value, got null");
         assert_eq!(complaint(r#"{"instruction": 1, "output": "a"}"#), "instruction: expected a string, got 1");
