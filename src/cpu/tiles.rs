@@ -134,6 +134,17 @@ impl TiledActivations {
     }
 }
 
+/// Fetches a tile of weights that is multiplied 12 steps later, into the second cache: nearer or farther ones come too late.
+macro_rules! fetch_tile {
+    ($tile:literal) => {
+        concat!(
+            ".irp line, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15\n",
+            concat!("prefetcht1 [{w} + 12 * 4096 + 1024 * ", $tile, " + 64 * \\line]\n"),
+            ".endr"
+        )
+    };
+}
+
 /// `sums = x·Wᵀ` of a block of rows and a group of outputs.
 ///
 /// # Safety
@@ -151,12 +162,16 @@ unsafe fn group_sums(group: &[VectorLine], x_lines: &[VectorLine], depth: usize,
             "tileloadd tmm4, [{x} + {line}]",
             "tileloadd tmm5, [{w} + {line}]",
             "tdpbf16ps tmm0, tmm4, tmm5",
+            fetch_tile!(0),
             "tileloadd tmm6, [{w} + {line} + 1024]",
             "tdpbf16ps tmm1, tmm4, tmm6",
+            fetch_tile!(1),
             "tileloadd tmm5, [{w} + {line} + 2048]",
             "tdpbf16ps tmm2, tmm4, tmm5",
+            fetch_tile!(2),
             "tileloadd tmm6, [{w} + {line} + 3072]",
             "tdpbf16ps tmm3, tmm4, tmm6",
+            fetch_tile!(3),
             "add {x}, {x_step}",
             "add {w}, 4096",
             "dec {depth}",
