@@ -18,6 +18,7 @@ fn main() {
     source_hash();
     libtorch_search_paths();
     launchers_without_libtorch();
+    process_group();
 }
 
 /// Whether tests may start Python. libtest cannot ignore a test at run time, so the requirement is checked here:
@@ -125,4 +126,41 @@ fn launchers_without_libtorch() {
             println!("cargo:rustc-link-arg-bin={launcher}=-Wl,--exclude-libs,ALL");
         }
     }
+}
+
+/// Compiles the C functions over libtorch's c10d, unless they were compiled from the same files before: this script runs after each change of src/.
+/// They run once an optimizer step, so their own speed does not matter.
+#[expect(clippy::disallowed_methods, reason = "after half a stamp they are compiled again")]
+fn process_group() {
+    let folder = Path::new("src/torch/process_group");
+    let Some(libtorch) = std::env::var_os("DEP_TCH_LIBTORCH_LIB") else { return };
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    println!("cargo:rustc-link-search=native={}", out.display());
+    println!("cargo:rustc-link-lib=static=medusa_c10d");
+    let (stamp, sources) = (out.join("c10d.stamp"), hash_of(folder, &libtorch));
+    if fs::read_to_string(&stamp).is_ok_and(|compiled| compiled == sources) {
+        return;
+    }
+    let include = Path::new(&libtorch).with_file_name("include");
+    let mut compiler = cc::Build::new();
+    compiler.cpp(true).std("c++17").opt_level(0).debug(false).warnings(false).cargo_metadata(false).include(folder);
+    for include in [include.clone(), include.join("torch/csrc/api/include")] {
+        compiler.flag("-isystem").flag(include);
+    }
+    compiler.define("USE_DISTRIBUTED", None).define("USE_C10D_GLOO", None).define("_GLIBCXX_USE_CXX11_ABI", "1");
+    compiler.file(folder.join("c10d.cpp")).compile("medusa_c10d");
+    fs::write(stamp, sources).expect("OUT_DIR can be written");
+}
+
+fn hash_of(folder: &Path, libtorch: &std::ffi::OsStr) -> String {
+    let mut hasher = DefaultHasher::new();
+    libtorch.hash(&mut hasher);
+    let mut files = Vec::new();
+    add_files(folder, &mut files);
+    files.retain(|file| file.extension().is_some_and(|extension| extension == "cpp" || extension == "h"));
+    files.sort();
+    for file in files {
+        fs::read(file).expect("the source is readable").hash(&mut hasher);
+    }
+    format!("{:016x}", hasher.finish())
 }

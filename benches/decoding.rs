@@ -1,8 +1,13 @@
-//! One forward pass of 1 to 64 new tokens after a cache of 128, with the CPU's kernels and with libtorch, and the search of a 63-node tree.
+//! One forward pass of 1 to 64 new tokens after a cache of 128, with the CPU's kernels and with libtorch, its products alone, and the search of
+//! a 63-node tree.
 //!
 //! `cargo bench --bench decoding`
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use medusa::cpu::Number;
+use medusa::cpu::arena::Arena;
+use medusa::cpu::matrix::Matrix;
+use medusa::cpu::team::Team;
 use medusa::engine::fastest::fastest;
 use medusa::engine::tch::TchEngine;
 use medusa::engine::{Engine, RowTokens};
@@ -73,6 +78,40 @@ fn passes_of(criterion: &mut Criterion, name: &str, engine: &dyn Engine) {
     group.finish();
 }
 
+/// All products of a pass, one after the other.
+fn products(criterion: &mut Criterion) {
+    let team = Team::of_process();
+    let shapes = product_shapes(&config());
+    let widest = |of: usize| shapes.iter().map(|shape| shape[of]).max().expect("a product");
+    for number in [Number::Float32, Number::BFloat16] {
+        let mut arena = Arena::default();
+        let weights = |[o, i]: [usize; 2]| vec![0x3c; o * i * number.bytes()]; // small numbers
+        let mut matrix = |&shape: &[usize; 2]| Matrix::new(&weights(shape), number, shape, &mut arena);
+        let Some(matrices) = shapes.iter().map(&mut matrix).collect::<Option<Vec<_>>>() else { return };
+        let mut group = criterion.benchmark_group(format!("products/{number:?}"));
+        for n in [1, 2, 4, 8, 16, 32, 64] {
+            let (x, mut y) = (vec![0.5; n * widest(1)], vec![0.0; n * widest(0)]);
+            group.bench_with_input(BenchmarkId::from_parameter(n), &(), |b, ()| {
+                b.iter(|| {
+                    for (matrix, [o, i]) in matrices.iter().zip(&shapes) {
+                        matrix.multiply(&x[..n * i], &mut y[..n * o], team);
+                    }
+                });
+            });
+        }
+        group.finish();
+    }
+}
+
+/// `[O, I]` of queries, keys and values; attention's output; gate and up; down, of each layer; the LM head.
+fn product_shapes(config: &LlamaConfig) -> Vec<[usize; 2]> {
+    let [h, f, v] = [config.hidden_size, config.intermediate_size, config.vocab_size]
+        .map(|size| usize::try_from(size).expect("a size"));
+    let mut shapes = [[3 * h, h], [h, h], [2 * f, h], [h, f]].repeat(config.num_hidden_layers);
+    shapes.push([v, h]);
+    shapes
+}
+
 fn search(criterion: &mut Criterion) {
     let accuracies: Vec<Vec<f64>> =
         (0..5).map(|head| (0..10).map(|guess| 0.6 * 0.8f64.powi(head) / f64::from(guess + 1)).collect()).collect();
@@ -80,5 +119,5 @@ fn search(criterion: &mut Criterion) {
         .bench_function("tree_search/63", |b| b.iter(|| search::search(&accuracies, 63).map(|found| found.tree.len())));
 }
 
-criterion_group!(benches, passes, search);
+criterion_group!(benches, passes, products, search);
 criterion_main!(benches);

@@ -15,8 +15,9 @@
 //! Imports point down only, and modules on the same layer do not import each other (checked by `tests/layering.rs`):
 //!
 //! ```text
-//! L11 cli bin           one file per subcommand
-//! L10 recipe  report    recipes, the only TOML read here; a run's HTML page
+//! L12 cli bin           one file per subcommand
+//! L11 recipe  report    recipes, the only TOML read here; a run's HTML page
+//! L10 serve             an OpenAI-compatible server
 //! L9  calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
 //! L8  train   decode    the two loops
 //! L7  draft             drafters: heads, draft models, those without training
@@ -25,7 +26,7 @@
 //! L4  fused             operations on tensors that are one kernel on a GPU
 //! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries, and kernels
 //! L2  torch             devices, optimizers, everything that uses libtorch's handles
-//! L1  formats           files that pass between commands
+//! L1  formats http      files that pass between commands; HTTP clients
 //! L0  files numbers dtype panics plural  atomic files; range-checked numbers; dtypes; panics as errors; "1 row", "2 rows"
 //! ```
 //!
@@ -57,6 +58,7 @@ pub mod export;
 pub mod files;
 pub mod formats;
 pub mod fused;
+pub mod http;
 pub mod hub;
 pub mod latency;
 pub mod model;
@@ -66,6 +68,7 @@ pub mod panics;
 pub mod plural;
 pub mod recipe;
 pub mod report;
+pub mod serve;
 pub mod torch;
 pub mod train;
 pub mod tree;

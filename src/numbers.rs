@@ -38,10 +38,16 @@ macro_rules! checked_number {
     };
 }
 
+checked_number!(Finite, "finite", f64::is_finite);
 checked_number!(Positive, "finite and above 0", |x| x.is_finite() && x > 0.0);
 checked_number!(NonNegative, "finite and at least 0", |x| x.is_finite() && x >= 0.0);
 checked_number!(Fraction, "at least 0 and below 1", |x| (0.0..1.0).contains(&x));
 checked_number!(Probability, "above 0 and at most 1", |x| x > 0.0 && x <= 1.0);
+
+impl Finite {
+    /// Nothing.
+    pub const ZERO: Self = Self(0.0);
+}
 
 impl Positive {
     /// What multiplies nothing.
@@ -51,6 +57,9 @@ impl Positive {
 impl NonNegative {
     /// Nothing.
     pub const ZERO: Self = Self(0.0);
+
+    /// One.
+    pub const ONE: Self = Self(1.0);
 }
 
 impl Fraction {
@@ -73,6 +82,7 @@ mod tests {
             Positive::new(0.0).is_none() && Positive::new(f64::NAN).is_none() && Positive::new(f64::INFINITY).is_none()
         );
         assert!(NonNegative::new(-1e-9).is_none() && NonNegative::new(0.0).is_some());
+        assert!(Finite::new(-2.0).is_some() && Finite::new(f64::NAN).is_none() && Finite::new(f64::INFINITY).is_none());
         assert!(Fraction::new(1.0).is_none() && Fraction::new(0.0).is_some());
         assert!(Probability::new(0.0).is_none() && Probability::new(1.0) == Some(Probability::ONE));
     }

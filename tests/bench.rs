@@ -376,3 +376,61 @@ fn what_cannot_be_compared_is_status_2_before_anything_is_loaded() {
         "config.json: architecture: expected \"medusa\", \"hydra\" or \"hydra++\", got \"clover\"",
     );
 }
+
+/// Every text in flight is the one of plain decoding, and the table, the CSV and the picture have a line for each level.
+#[test]
+fn texts_in_flight_are_counted_and_identical() {
+    let world = World::new();
+    let prompts = [json!({"prompt_ids": [1, 4, 5, 6]}), json!({"prompt_ids": [1, 9]}), json!({"prompt": "ab"})];
+    world.lines("p.jsonl", &prompts);
+    let load = ["--concurrency", "1,3", "--requests", "7", "--dtype", "float32"];
+    let lines = bench(&world, &[&load[..], &["--csv", "l.csv", "--svg", "l.svg"]].concat());
+    let names = |lines: &[Value]| -> Vec<(Value, Value)> {
+        lines.iter().map(|line| (line["concurrency"].clone(), line["drafter"].clone())).collect()
+    };
+    let expected =
+        [(1, "plain"), (1, "medusa"), (3, "plain"), (3, "medusa")].map(|(level, name)| (json!(level), json!(name)));
+    assert_eq!(names(&lines), expected);
+    for line in &lines {
+        assert_eq!((&line["requests"], &line["tokens"], &line["errors"]), (&json!(7), &json!(56), &json!(0)));
+        let is_plain = line["drafter"] == "plain";
+        assert_eq!(line["identical"], if is_plain { Value::Null } else { json!(true) });
+        let number = |value: &Value| value.as_f64().expect("a number");
+        assert!(number(&line["tokens_per_step"]) >= 1.0 && (!is_plain || line["tokens_per_step"] == 1.0), "{line}");
+        for latency in ["ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"] {
+            let [median, p95] = ["median", "p95"].map(|key| number(&line[latency][key]));
+            assert!(0.0 < median && median <= p95, "{latency}: {line}");
+        }
+    }
+    assert_eq!(lines[0]["prompt_tokens"], lines[3]["prompt_tokens"]);
+    let rows = csv(&world, "l.csv");
+    assert_eq!((rows.len(), rows[3]["concurrency"].as_str(), rows[3]["drafter"].as_str()), (4, "3", "medusa"));
+    let svg = std::fs::read_to_string(world.path("l.svg")).expect("a picture");
+    assert!(svg.contains(">medusa bench --concurrency<") && svg.contains(">plain, p95<"), "{svg}");
+    let ngram = ["bench", "--backbone", "b", "--prompts", "p.jsonl", "--max-new-tokens", "4", "--concurrency", "2"];
+    let both = world.json(&[&ngram[..], &["--drafters", "plain,ngram"]].concat());
+    assert_eq!(names(&both), ["plain", "ngram"].map(|name| (json!(2), json!(name))));
+    assert_eq!((&both[0]["requests"], &both[1]["tokens"]), (&json!(8), &json!(32)));
+    let output = world.medusa(&ngram).output().expect("it runs");
+    let table = String::from_utf8(output.stdout).expect("UTF-8");
+    assert!(table.starts_with("concurrency   requests   tokens   tokens/s   tokens/step "), "{table}");
+    assert!(table.contains("plain, ") && table.contains("TTFT: time to first token"), "{table}");
+}
+
+#[test]
+fn what_does_not_go_with_a_load_is_status_2() {
+    let world = World::new();
+    let says = |more: &[&str], words: &str| {
+        let text = world.complaint(&[&BENCH[..], more].concat(), 2);
+        assert!(text.contains(words), "{more:?}: {text}");
+    };
+    says(&["--requests", "4"], "give it --concurrency N,N… or --endpoint URL");
+    says(&["--concurrency", "4", "--requests", "3"], "--requests 3 is fewer than --concurrency 4");
+    says(&["--concurrency", "0"], "expected a whole number above 0");
+    says(&["--concurrency", "2", "--sweep", "temperature=0,1"], "cannot be used with");
+    says(&["--concurrency", "2", "--engine", "cuda"], "--engine cuda decodes one text at a time");
+    says(&["--concurrency", "2", "--max-new-tokens", "0"], "--max-new-tokens 0");
+    says(&["--model", "m"], "--model is for a server; give it --endpoint URL");
+    let refused = world.complaint(&["bench", "--prompts", "p.jsonl", "--concurrency", "2"], 2);
+    assert!(refused.contains("--backbone"), "{refused}");
+}

@@ -131,3 +131,48 @@ fn what_cannot_be_calibrated_is_one_clear_error_and_no_file() {
     let unknown = complaint(json!({"input_ids": [4, 5, 600], "labels": [4, 5, 600]}), &[]);
     assert!(unknown.contains("600"), "{unknown}");
 }
+
+fn merge<'a>(files: &[&'a str]) -> Vec<&'a str> {
+    [&["calibrate", "--out", "merged.json", "--merge"][..], files].concat()
+}
+
+/// The rows of several machines, one of them without a single target of the second head.
+#[test]
+fn merged_shares_are_the_file_of_one_machine() {
+    let world = World::new();
+    let ids = |row: usize| (0..3 + row * 7 % 19).map(|t| 4 + (t * (1 + row % 3)) % 5).collect::<Vec<_>>();
+    let mut rows: Vec<Value> = (0..23).map(|row| json!({"input_ids": ids(row), "labels": ids(row)})).collect();
+    for row in [2, 6, 10, 14, 18, 22] {
+        rows[row] = json!({"input_ids": [4, 5, 6], "labels": [4, 5, 6]});
+    }
+    world.lines("rows.jsonl", &rows);
+    let calibrate = |out: &str, more: &[&str]| {
+        let all = ["calibrate", "--backbone", "b", "--heads", "h", "--data", "rows.jsonl", "--out", out];
+        world.json(&[&all[..], more].concat())
+    };
+    let bytes = |name: &str| std::fs::read(world.path(name)).expect("what calibrate wrote");
+    calibrate("whole.json", &["--top-k", "20"]);
+    for share in ["1", "2", "3", "4"] {
+        calibrate(&format!("{share}.json"), &["--top-k", "20", "--shard", &format!("{share}/4")]);
+    }
+    world.json(&merge(&["3.json", "1.json", "4.json", "2.json"]));
+    assert!(bytes("merged.json") == bytes("whole.json"), "byte by byte");
+    let missing = world.complaint(&merge(&["3.json", "1.json"]), 1);
+    assert!(missing.contains("shares are missing: 2/4, 4/4; make each with medusa calibrate --shard"), "{missing}");
+    std::fs::copy(world.path("3.json"), world.path("again.json")).expect("a copy");
+    let double = world.complaint(&merge(&["3.json", "1.json", "again.json"]), 1);
+    assert!(double.contains("share 3/4 is there twice: 3.json and again.json"), "{double}");
+    calibrate("other.json", &["--top-k", "21", "--shard", "2/4"]);
+    let other = world.complaint(&merge(&["1.json", "other.json"]), 1);
+    assert!(other.contains("other.json: top_k: expected 20 as in 1.json, got 21"), "{other}");
+    rows[0] = json!({"input_ids": [4, 5, 6, 7]});
+    world.lines("rows.jsonl", &rows);
+    calibrate("other.json", &["--top-k", "20", "--shard", "2/4"]);
+    let other = world.complaint(&merge(&["1.json", "other.json"]), 1);
+    assert!(other.contains("other.json: rows_sha256: expected"), "{other}");
+    let tree = world.complaint(&["tree", "--calibration", "1.json", "--nodes", "4", "--out", "t.json"], 1);
+    assert!(tree.contains("1.json is share 1/4 of a calibration; merge all shares"), "{tree}");
+    let whole = world.complaint(&merge(&["whole.json"]), 1);
+    assert!(whole.contains("whole.json is no share of a calibration"), "{whole}");
+    assert_eq!(world.json(&["inspect", "1.json"])[0]["share"], json!("1/4"));
+}

@@ -404,6 +404,7 @@ fn rejection_is_plain_decodings_own_text_and_a_penalty_changes_both_alike() {
         &["--temperature", "1", "--acceptance", "rejection"][..],
         &["--temperature", "0.7", "--top-p", "0.5", "--repetition-penalty", "1.3", "--acceptance", "rejection"],
         &["--repetition-penalty", "1.5"],
+        &["--frequency-penalty", "0.7", "--presence-penalty", "-0.5"],
         &["--acceptance", "nucleus"], // temperature 0 is greedy
     ] {
         assert_eq!(ids(&PLAIN, flags), ids(&MEDUSA, flags), "{flags:?}");
@@ -641,6 +642,10 @@ fn what_the_command_line_cannot_mean_is_status_2() {
                 "{said}"
             );
         }
+    }
+    for flag in ["--frequency-penalty", "--presence-penalty"] {
+        let said = refused(&[flag, "NaN"]);
+        assert!(said.contains(flag) && said.contains("expected a number that is finite, got NaN"), "{said}");
     }
     for flag in ["--posterior-alpha", "--repetition-penalty"] {
         for value in ["0", "-1", "inf"] {

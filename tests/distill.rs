@@ -69,17 +69,17 @@ fn prompts(count: usize) -> Vec<Value> {
 
 /// A row of a shard.
 #[derive(Debug, Clone, PartialEq)]
-struct Row {
-    name: Option<String>,
-    category: Option<String>,
-    said: Vec<(String, String)>,
-    input_ids: Vec<i64>,
-    labels: Vec<i64>,
-    finish_reason: String,
+pub(crate) struct Row {
+    pub(crate) name: Option<String>,
+    pub(crate) category: Option<String>,
+    pub(crate) said: Vec<(String, String)>,
+    pub(crate) input_ids: Vec<i64>,
+    pub(crate) labels: Vec<i64>,
+    pub(crate) finish_reason: String,
 }
 
 /// The rows of all shards of a folder by id; panics at a duplicate.
-fn rows(folder: &Path) -> BTreeMap<i64, Row> {
+pub(crate) fn rows(folder: &Path) -> BTreeMap<i64, Row> {
     let mut rows = BTreeMap::new();
     for name in names(folder).iter().filter(|name| name.ends_with(".parquet")) {
         let file = File::open(folder.join(name)).expect("a shard");
@@ -113,7 +113,7 @@ fn rows(folder: &Path) -> BTreeMap<i64, Row> {
     rows
 }
 
-fn names(folder: &Path) -> Vec<String> {
+pub(crate) fn names(folder: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(folder) else { return vec![] };
     let mut names: Vec<String> =
         entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -122,7 +122,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 /// Names and bytes of all files of a folder.
-fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+pub(crate) fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     names(folder).into_iter().map(|name| (name.clone(), fs::read(folder.join(&name)).expect("a file"))).collect()
 }
 
@@ -188,6 +188,49 @@ fn the_batch_does_not_change_what_is_said() {
     assert!(differ > 30, "another seed changes {differ} of 40 conversations");
 }
 
+/// Prompts of different lengths with a beginning in common, which one conversation can take from another's cache. In bfloat16, other bits in
+/// the cache would soon make other texts.
+#[test]
+fn what_conversations_have_in_common_does_not_change_what_is_said() {
+    let world = world();
+    let common: Vec<usize> = (0..70).map(|at| 4 + at * at % 50).collect();
+    let prompt = |n: usize| json!({"prompt_ids": common.iter().copied().chain((0..1 + n % 23).map(|at| 4 + (n + at) % 60)).collect::<Vec<_>>()});
+    world.lines("p.jsonl", &(0..40).map(prompt).collect::<Vec<_>>());
+    for engine in ["auto", "tch"] {
+        let sampled = ["--max-new-tokens", "40", "--temperature", "1", "--dtype", "bfloat16", "--engine", engine];
+        let files = ["1", "7"].map(|size| {
+            let out = format!("{engine}-{size}");
+            distill(&world, &out, &[&sampled[..], &["--batch-size", size]].concat());
+            contents(&world.path(&out))
+        });
+        assert!(files[0] == files[1], "--engine {engine}");
+    }
+}
+
+/// Without a GPU, the CPU's kernels decode where they can.
+#[test]
+fn the_engine_is_told_and_recorded() {
+    let world = world();
+    world.lines("p.jsonl", &prompts(6));
+    let fastest = if cfg!(kernels) { "cpu" } else { "tch" };
+    for (out, flags, engine) in [
+        ("auto", &[][..], fastest),
+        ("fastest", &["--engine", fastest], fastest),
+        ("tch", &["--engine", "tch"], "tch"),
+        ("half", &["--dtype", "float16"], "tch"),
+    ] {
+        let all = [&DISTILL[..6], &[out, "--max-new-tokens", "4"], flags].concat();
+        let told = world.medusa(&all).assert().success().get_output().stderr.clone();
+        let told = String::from_utf8_lossy(&told);
+        let line = format!("engine {engine}: without heads, conversations are decoded together\n");
+        assert_eq!(told.contains(&line), !flags.contains(&"--engine"), "{flags:?}: {told}");
+        let begun: Value = serde_json::from_slice(&contents(&world.path(out))["distill.json"]).expect("JSON");
+        assert_eq!(begun["engine"], json!(engine), "{flags:?}");
+    }
+    let cuda = [&DISTILL[..], &["--engine", "cuda"]].concat();
+    assert!(world.complaint(&cuda, 2).contains("--engine cuda needs --heads, and decodes one conversation at a time"));
+}
+
 /// Without a flag as many conversations as fit the memory, and no more than there are.
 #[test]
 fn the_batch_is_told_and_a_flag_sets_it() {
@@ -223,6 +266,29 @@ fn the_shares_of_several_machines_are_the_whole() {
     let files = names(&world.path("shares"));
     assert_eq!(files[..3], ["distill-1-of-3.json", "distill-2-of-3.json", "distill-3-of-3.json"]);
     assert_eq!(files[3], "shard-1-of-3-00000.parquet");
+    let inspected = |folder: &str| world.json(&["inspect", folder]).remove(0);
+    let states = |folder: &str| {
+        inspected(folder)["shares"]
+            .as_array()
+            .expect("shares")
+            .iter()
+            .map(|share| share["state"].clone())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!((states("shares"), inspected("shares")["kept"].clone()), (vec![json!("whole"); 3], json!(20)));
+    fs::remove_file(world.path("shares/distill-1-of-3.json")).expect("a file");
+    fs::remove_file(world.path("shares/shard-3-of-3-00000.parquet")).expect("a file");
+    assert_eq!(states("shares"), [json!("missing"), json!("whole"), json!("unfinished")]);
+    fs::copy(world.path("shares/shard-2-of-3-00000.parquet"), world.path("shares/shard-3-of-3-00000.parquet"))
+        .expect("a copy");
+    assert!(world.complaint(&["inspect", "shares"], 1).contains("conversation 1 is there twice: "));
+    fs::copy(world.path("whole/distill.json"), world.path("shares/distill.json")).expect("a copy");
+    assert!(
+        world
+            .complaint(&["inspect", "shares"], 1)
+            .contains("number of shares: expected 1 as in shares/distill.json, got 3")
+    );
+    fs::remove_file(world.path("shares/distill.json")).expect("a file");
     let again = [&DISTILL[..6], &["shares", "--shard", "2/3"]].concat();
     assert!(world.complaint(&again, 1).contains("is not empty: it holds \"distill-2-of-3.json\""));
 }
@@ -285,7 +351,7 @@ fn start(world: &World, arguments: &[&str]) -> Child {
 }
 
 /// Conversations that a folder keeps, as far as its files can be read while they are written.
-fn kept(folder: &Path) -> usize {
+pub(crate) fn kept(folder: &Path) -> usize {
     let shards = names(folder).iter().filter(|name| name.starts_with("shard-")).count();
     let journal = fs::read(folder.join("journal.jsonl")).unwrap_or_default();
     let journal = String::from_utf8_lossy(&journal); // its last line may end within a character
@@ -566,6 +632,9 @@ fn a_folder_is_gone_on_with_only_as_it_was_begun() {
     };
     write(&old);
     assert!(resume(&[]).contains("shard_format: expected null, got 2"), "its shards have other columns");
+    let engine = if cfg!(kernels) { "cpu" } else { "tch" };
+    write(&begun.replace(&format!("\"engine\": \"{engine}\""), "\"engine\": \"cuda\""));
+    assert!(resume(&[]).contains(&format!("engine: expected \"cuda\", got \"{engine}\"")));
     write(&begun);
     world.lines("p.jsonl", &prompts(11));
     assert!(resume(&[]).contains("prompts_sha256: expected \""));
@@ -594,7 +663,9 @@ fn a_prompt_that_does_not_fit_is_skipped_and_the_others_keep_their_index() {
     let mut expected = all;
     assert_eq!(expected.remove(&1).expect("the second row").name.as_deref(), Some("7"));
     assert_eq!(rows(&world.path("some")), expected, "draws depend on the index in the file");
-    begun.as_object_mut().expect("an object").remove("too_long"); // folders of earlier versions
+    for key in ["too_long", "engine"] {
+        begun.as_object_mut().expect("an object").remove(key); // folders of earlier versions
+    }
     world.write("some/distill.json", &begun);
     world.medusa(&[&some[..], &["--resume"]].concat()).assert().success();
 }

@@ -72,8 +72,17 @@ fn all(parameters: &[Parameter]) -> Vec<&Parameter> {
     parameters.iter().collect()
 }
 
+/// With the matrix of 37,000 numbers in two, as processes share it: the second is too short for 8-bit moments of its own.
+fn in_pieces(parameters: Vec<Parameter>) -> Vec<Parameter> {
+    let cut = |parameter: Parameter| match parameter.value.numel() {
+        37_000 => vec![parameter.piece(0, 34_048), parameter.piece(34_048, 2_952)],
+        _ => vec![parameter],
+    };
+    parameters.into_iter().flat_map(cut).collect()
+}
+
 #[test]
-fn an_update_is_the_same_for_every_size_and_group() {
+fn an_update_is_the_same_for_every_size_and_group_and_for_pieces() {
     let memory = Memory::default();
     for ((name, beta1), order) in [
         ((OptimizerName::AdamW, 0.9), ORDERS[0]),
@@ -81,7 +90,7 @@ fn an_update_is_the_same_for_every_size_and_group() {
         ((OptimizerName::AdamW8bit, 0.9), ORDERS[1]),
         ((OptimizerName::AdamW8bit, 0.9), ORDERS[0]),
     ] {
-        let (ours, mut theirs) = (parameters(&memory), parameters(&memory));
+        let (ours, mut theirs) = (in_pieces(parameters(&memory)), in_pieces(parameters(&memory)));
         let (mut kernels, mut oracle) = (optimizer(name, beta1, &ours), optimizer(name, beta1, &theirs));
         for step in 0..3 {
             set_gradients(&ours, step);
@@ -96,10 +105,10 @@ fn an_update_is_the_same_for_every_size_and_group() {
                 assert!(far.numel() == 0 || far.max().double_value(&[]) <= 0.0, "{what}");
                 assert_eq!(ours.gradient.abs().sum(Kind::Float).double_value(&[]), 0.0, "{what}");
             }
-            for ((state, ours), (_, theirs)) in kernels.state().into_iter().zip(oracle.state()) {
+            for (place, (ours, theirs)) in kernels.state().into_iter().zip(oracle.state()).enumerate() {
                 match ours.kind() {
-                    Kind::Uint8 => assert_eq!(ours, theirs, "{state} at step {step}"),
-                    _ => assert!(units_apart(ours, theirs) <= 1, "{state} at step {step}"),
+                    Kind::Uint8 => assert_eq!(ours, theirs, "tensor {place} of the state at step {step}"),
+                    _ => assert!(units_apart(ours, theirs) <= 1, "tensor {place} of the state at step {step}"),
                 }
             }
         }

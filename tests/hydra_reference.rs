@@ -19,6 +19,7 @@ use medusa::model::prefix_layer::PrefixLayer;
 use medusa::model::weights::{WeightFiles, save};
 use medusa::recipe::Recipe;
 use medusa::train::checked::CheckedRun;
+use medusa::train::ranks::Ranks;
 use medusa::train::run::TrainRun;
 use medusa::train::training_loop::{RunEvent, RunOutcome};
 use serde_json::Value;
@@ -191,7 +192,7 @@ impl Oracle {
                 lines.push(line.clone());
             }
         };
-        match run.train(false, &AtomicBool::new(false), &mut tell).expect("a run") {
+        match run.train(Ranks::alone(), false, &AtomicBool::new(false), &mut tell).expect("a run") {
             RunOutcome::Finished(result) => (lines, result),
             other => panic!("finished, got {other:?}"),
         }

@@ -11,6 +11,7 @@ use medusa::data::rows::TokenRow;
 use medusa::data::store::RowStore;
 use medusa::draft::medusa::heads::Heads;
 use medusa::formats::calibration::Calibration;
+use medusa::formats::share::Share;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::tree::replay::Replay;
@@ -63,7 +64,7 @@ fn tokens_per_step_are_those_of_calibrate_and_tree_on_the_other_half_of_the_rows
     let (even, odd): (Vec<_>, Vec<_>) = rows.enumerate().partition(|(at, _)| at % 2 == 0);
     let calibrated = |half: Vec<(usize, TokenRow)>| -> Calibration {
         let rows = RowStore::in_memory(half.into_iter().map(|(_, row)| row));
-        let (counts, _) = calibrate(&llama, &heads, &rows, 10, |_| ()).expect("a calibration");
+        let counts = calibrate(&llama, &heads, &rows, 10, Share::WHOLE, |_| ()).expect("a calibration").counts;
         counts.sign(String::new(), String::new()).expect("targets for every head")
     };
     let (even, odd) = (calibrated(even), calibrated(odd));

@@ -94,6 +94,7 @@ fn commands_that_need_no_libtorch_run_in_the_launcher() {
         "joint": {"total": 0, "paths": []}, "backbone": "b", "heads_sha256": "00", "tokens": 500}"#;
     let calibration = prefix.write("calibration.json", calibration).display().to_string();
     let rows = prefix.write("rows.jsonl", "{\"input_ids\": [1, 2, 3]}\n").display().to_string();
+    let prompts = prefix.write("prompts.jsonl", "{\"prompt\": \"a\"}\n").display().to_string();
     for (arguments, status, printed) in [
         (&["--help"][..], 0, "Usage: medusa [OPTIONS] <COMMAND>"),
         (&["--version"], 0, concat!("medusa ", env!("CARGO_PKG_VERSION"))),
@@ -104,6 +105,11 @@ fn commands_that_need_no_libtorch_run_in_the_launcher() {
         (&["inspect", "tests/fixtures/hydra/medusa_truncated.safetensors"], 0, "24 tensors"),
         (&["inspect", "tests/fixtures/pickled/tied.pt"], 0, "MiB"),
         (&["data", &rows, "--backbone", "data/tiny/backbone"], 0, "rows.jsonl: 1 row"),
+        (
+            &["bench", "--endpoint", "http://127.0.0.1:1", "--prompts", &prompts],
+            1,
+            "no answer from http://127.0.0.1:1/v1",
+        ),
         (&["report", "data"], 2, "data is not a run folder"),
         (&["generate", "--seed", "x"], 2, "invalid value 'x' for '--seed <N>'"),
         (&["nonsense"], 2, "unrecognized subcommand 'nonsense'"),

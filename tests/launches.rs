@@ -15,6 +15,7 @@ use medusa::recipe::Recipe;
 use medusa::torch::optim::adamw::{AdamW, Parameter, gradient_norm};
 use medusa::torch::optim::{AdamWConfig, OptimizerName};
 use medusa::train::checked::CheckedRun;
+use medusa::train::ranks::Ranks;
 use medusa::train::run::TrainRun;
 use medusa::train::training_loop::RunEvent;
 use serde_json::json;
@@ -96,7 +97,7 @@ impl Sizes {
                 after_steps.push(recorder.so_far());
             }
         };
-        run.train(false, &AtomicBool::new(false), &mut tell).expect("a run");
+        run.train(Ranks::alone(), false, &AtomicBool::new(false), &mut tell).expect("a run");
         let [first, second] = &after_steps[..] else { panic!("two steps, got {}", after_steps.len()) };
         let of_step = second.iter().map(|(name, count)| (name.clone(), count - first.get(name).unwrap_or(&0)));
         of_step.filter(|(_, count)| *count > 0).collect()

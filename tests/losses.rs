@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use medusa::data::Watch;
+use medusa::data::loader::BatchShare;
 use medusa::draft::medusa::fused_loss::{HeadPass, OutputLayer, head_loss};
 use medusa::draft::medusa::heads::Heads;
 use medusa::draft::medusa::loss::Targets;
@@ -18,6 +19,7 @@ use medusa::torch::optim::adamw::gradient_norm;
 use medusa::train::checked::CheckedRun;
 use medusa::train::hidden_states::hidden_states;
 use medusa::train::plan::TrainPlan;
+use medusa::train::ranks::Ranks;
 use medusa::train::run::TrainRun;
 use medusa::train::state::TrainState;
 use medusa::train::training_loop::{RunEvent, RunOutcome};
@@ -154,7 +156,7 @@ fn check_run(reference: &Reference) {
             lines.push(line.clone());
         }
     };
-    let outcome = run.train(false, &AtomicBool::new(false), &mut tell).expect("20 steps");
+    let outcome = run.train(Ranks::alone(), false, &AtomicBool::new(false), &mut tell).expect("20 steps");
     let steps = reference.steps();
     assert_eq!(lines.len(), steps.len());
     lines.iter().zip(&steps).for_each(|(line, expected)| check_step(reference, line, expected));
@@ -205,7 +207,7 @@ fn gradients_of_step_zero_equal_pytorch() {
     let (backbone, loss) = (&run.backbone, &plan.loss);
     let heads = Heads::new(&plan.heads, backbone.lm_head_weight(), None);
     let state = TrainState::new(heads, backbone, &plan);
-    let batch = &run.checked.batches(0).expect("rows")[0];
+    let batch = &run.checked.batches(0, BatchShare::WHOLE).expect("rows")[0];
     let t = batch.length as i64;
     let rows = RowMask::packed(&batch.segment_lengths, t, &backbone.config, Device::Cpu);
     let tokens_bt = Tensor::from_slice(&batch.input_ids).view([batch.rows as i64, t]);

@@ -13,8 +13,9 @@ use medusa::model::lora::{LoraConfig, TargetModules};
 use medusa::model::quantization::Quantization;
 use medusa::numbers::{Fraction, Positive};
 use medusa::torch::optim::OptimizerName;
-use medusa::train::memory_plan::{MemoryPlan, Workload};
+use medusa::train::memory_plan::{MemoryPlan, StageShape, Workload, WorldPlan};
 use medusa::train::plan::BackboneTraining;
+use medusa::train::stage_memory::balanced;
 use medusa::tree::sparse_tree::SparseTree;
 use tch::Kind;
 
@@ -24,11 +25,11 @@ use super::small_run::SmallRun;
 const MODELS: [&str; 4] =
     ["lmsys/vicuna-7b-v1.5", "lmsys/vicuna-13b-v1.5", "lmsys/vicuna-33b-v1.3", "meta-llama/Llama-3.1-70B"];
 const HEADS: usize = 5;
-const ROW: u64 = 2048;
+pub(crate) const ROW: u64 = 2048;
 const CONTEXT: i64 = 4096;
 /// Memory of a GPU as it is sold, in GB, and what a process can use of it, in GiB: a 24 GB card, an H100 and an H200, less a CUDA context.
 const GPUS: [(u32, f64); 3] = [(24, 23.0), (80, 78.0), (141, 139.0)];
-const GIB: f64 = (1_u64 << 30) as f64;
+pub(crate) const GIB: f64 = (1_u64 << 30) as f64;
 
 /// One way to use a model.
 struct Way {
@@ -51,7 +52,7 @@ const WAYS: [Way; 6] = [
     Way { name: "decoding", plan: decoded },
 ];
 
-fn lora() -> BackboneTraining {
+pub(crate) fn lora() -> BackboneTraining {
     let lora = LoraConfig {
         rank: NonZeroUsize::new(32).expect("a constant"),
         alpha: Positive::new(16.0).expect("a constant"),
@@ -62,7 +63,7 @@ fn lora() -> BackboneTraining {
     BackboneTraining::Lora { lora, self_distillation: false }
 }
 
-fn heads(config: &LlamaConfig, shared_lm_head: bool) -> HeadsShape {
+pub(crate) fn heads(config: &LlamaConfig, shared_lm_head: bool) -> HeadsShape {
     HeadsShape {
         architecture: HeadsArchitecture::Medusa,
         medusa_num_heads: HEADS,
@@ -75,15 +76,26 @@ fn heads(config: &LlamaConfig, shared_lm_head: bool) -> HeadsShape {
     }
 }
 
-/// One packed row in a micro batch.
 fn trained(
     config: &LlamaConfig,
     quantization: Option<Quantization>,
     trained: &BackboneTraining,
     shared_lm_head: bool,
 ) -> u64 {
+    peak_of_stage(config, quantization, trained, shared_lm_head, StageShape::whole(config.num_hidden_layers))
+}
+
+/// One packed row in a micro batch.
+fn peak_of_stage(
+    config: &LlamaConfig,
+    quantization: Option<Quantization>,
+    trained: &BackboneTraining,
+    shared_lm_head: bool,
+    stage: StageShape,
+) -> u64 {
     let plan = MemoryPlan::of(&Workload {
         config,
+        stage,
         element: 2,
         quantization,
         heads: heads(config, shared_lm_head),
@@ -91,12 +103,14 @@ fn trained(
         trained,
         soft_targets: false,
         optimizer: OptimizerName::AdamW8bit,
+        world: WorldPlan::ALONE,
         recompute: !trained.is_frozen(),
         rows: 1,
         length: ROW,
         masked: true,
         flash: true,
         cached: false,
+        loaded: None,
         on_host: false,
     });
     plan.peak_bytes()
@@ -143,10 +157,50 @@ fn table() -> String {
 
 #[test]
 fn the_table_of_planned_memory_is_in_the_docs() {
-    let (page, table) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/training.md"), table());
+    assert_in_docs(&table());
+}
+
+fn assert_in_docs(table: &str) {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/training.md");
     println!("{table}");
     assert!(
-        std::fs::read_to_string(page).expect("a page").contains(&table),
+        std::fs::read_to_string(page).expect("a page").contains(table),
         "docs/training.md has another than\n{table}"
     );
+}
+
+/// Runs that one GPU of 80 GB has no memory for, or little to spare.
+const SPREAD: [(&str, &str, Option<Quantization>, bool); 6] = [
+    ("lmsys/vicuna-33b-v1.3", "Medusa-2, LoRA", None, true),
+    ("meta-llama/Llama-3.1-70B", "Medusa-1, nf4", Some(Quantization::Nf4), false),
+    ("meta-llama/Llama-3.1-70B", "Medusa-2, LoRA, nf4", Some(Quantization::Nf4), true),
+    ("meta-llama/Llama-3.1-70B", "Medusa-1, int8", Some(Quantization::Int8), false),
+    ("meta-llama/Llama-3.1-70B", "Medusa-1", None, false),
+    ("meta-llama/Llama-3.1-70B", "Medusa-2, LoRA", None, true),
+];
+
+/// `device_map = "auto"` over the fewest GPUs of 80 GB, from two on.
+#[test]
+fn the_table_of_stages_is_in_the_docs() {
+    let room = GPUS[1].1;
+    let small = SmallRun::new();
+    let mut text = "| model | training | GPUs of 80 GB | layers on each | planned peak on each, GiB |\n| --- | --- | --- | --- | --- |\n".to_owned();
+    for (model, name, quantization, is_joint) in SPREAD {
+        small.write("backbone/config.json", config_of(model).to_string());
+        let config = LlamaConfig::load(&small.path("backbone")).expect("a published config");
+        let trained = if is_joint { lora() } else { BackboneTraining::Frozen };
+        let peak = |stage| peak_of_stage(&config, quantization, &trained, false, stage);
+        let stages = |gpus| -> Vec<(usize, f64)> {
+            let counts: Vec<usize> =
+                balanced(config.num_hidden_layers, gpus, peak).into_iter().map(NonZeroUsize::get).collect();
+            StageShape::all(&counts).into_iter().map(|stage| (stage.layers, peak(stage) as f64 / GIB)).collect()
+        };
+        let fits = |stages: &Vec<(usize, f64)>| stages.iter().all(|(_, gib)| *gib <= room);
+        let stages = (2..=8).map(stages).find(fits).expect("eight GPUs are enough");
+        let list = |of: &dyn Fn(&(usize, f64)) -> String| stages.iter().map(of).collect::<Vec<_>>().join(", ");
+        let (layers, peaks) = (list(&|stage| stage.0.to_string()), list(&|stage| format!("{:.0}", stage.1)));
+        let model = model.rsplit('/').next().expect("a name");
+        text += &format!("| {model} | {name} | {} | {layers} | {peaks} |\n", stages.len());
+    }
+    assert_in_docs(&text);
 }

@@ -12,7 +12,7 @@ use arrow::datatypes::{DataType, Field, Fields};
 use medusa::draft::medusa::heads::HeadsShape;
 use medusa::model::config::LlamaConfig;
 use medusa::recipe::Recipe;
-use medusa::train::memory_plan::{MemoryPlan, Workload};
+use medusa::train::memory_plan::{MemoryPlan, StageShape, Workload, WorldPlan};
 use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 
@@ -227,6 +227,7 @@ fn every_recipe_of_the_paper_passes_check_without_weights() {
 fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
     let plan = MemoryPlan::of(&Workload {
         config,
+        stage: StageShape::whole(config.num_hidden_layers),
         element: recipe.backbone.dtype.kind().elt_size_in_bytes() as u64,
         quantization: recipe.backbone.quantization,
         heads: recipe.heads.shape([config.vocab_size, config.hidden_size]),
@@ -234,12 +235,14 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         trained: &recipe.stage.trained(),
         soft_targets: recipe.loss.targets.are_soft(),
         optimizer: recipe.optimizer.name,
+        world: WorldPlan::ALONE,
         recompute: recipe.train.recompute,
         rows: recipe.train.micro_batch_size.get() as u64,
         length: recipe.data.max_length.get() as u64,
         masked: recipe.data.packing,
         flash: true,
         cached: false,
+        loaded: None,
         on_host: false,
     });
     plan.peak_bytes() as f64 / f64::from(1 << 30)

@@ -145,6 +145,19 @@ fn latency() -> Value {
         "plain_step_ms": 0.5, "steps": [step(1, 1), step(2, 1), step(2, 2)]})
 }
 
+/// Results of two levels, as `medusa bench --concurrency` prints them.
+fn load() -> String {
+    let quantiles = |ms: f64| json!({"median": ms, "p95": 2.0 * ms});
+    let line = |concurrency: usize, drafter: &str| {
+        let result = json!({"concurrency": concurrency, "drafter": drafter, "device": "cpu", "dtype": "float32", "engine": "tch",
+            "requests": 8, "errors": 0, "seconds": 1.0, "prompt_tokens": 9, "tokens": 80, "tokens_per_second": 80.0 * concurrency as f64,
+            "requests_per_second": 8.0, "tokens_per_step": 1.5, "ttft_ms": quantiles(5.0), "tpot_ms": quantiles(2.0), "itl_ms": null,
+            "e2el_ms": quantiles(9.0), "identical": null});
+        result.to_string()
+    };
+    [line(1, "plain"), line(1, "medusa"), line(4, "plain"), line(4, "medusa")].join("\n")
+}
+
 fn bench() -> Value {
     let side =
         |speed: f64| json!({"tokens": 100, "seconds": 1.0, "tokens_per_second": speed, "step_ms": 2.5, "steps": 50});
@@ -166,6 +179,34 @@ fn text_of(page: &str) -> String {
     let entities = [("&#x27;", "'"), ("&#x2f;", "/"), ("&quot;", "\""), ("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&")];
     let text = entities.iter().fold(text, |text, (entity, character)| text.replace(entity, character));
     text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn throughput_and_latencies_under_load_are_drawn() {
+    let runs = Runs::new();
+    runs.full("runs/a");
+    assert!(!runs.page(&["runs/a"]).0.contains("Under load"));
+    runs.write("runs/a/load.json", load());
+    let (page, said) = runs.page(&["runs/a"]);
+    let text = text_of(&page);
+    assert!(text.contains("several requests in flight (float32 on cpu, engine tch)."), "{text} {said}");
+    for title in [
+        "Throughput tokens/s",
+        "Time to first token, median and p95 ms",
+        "Time per output token, median and p95 ms",
+        "Latency of a request, median and p95 ms",
+    ] {
+        assert!(text.contains(title), "{title}: {text}");
+    }
+    for line in ["medusa", "plain", "medusa, p95"] {
+        assert!(page.contains(&format!("data-name=\"{line}\"")), "{line}");
+    }
+    let first = load().lines().next().expect("a line").to_owned();
+    runs.write("runs/a/load.json", first);
+    assert!(!runs.page(&["runs/a"]).0.contains("Under load"), "one level is no line");
+    runs.write("runs/a/load.json", "{\"speedup\": 1}");
+    let refused = runs.complaint(&["runs/a"], 1);
+    assert!(refused.contains("load.json is no result of medusa bench --json with --concurrency"), "{refused}");
 }
 
 #[test]

@@ -43,7 +43,17 @@ fn told(tokenizer: &TextTokenizer, ids: &[i64], steps: &[usize], stop: &[String]
             }
         }
         let (prefill, decoding) = (Duration::ZERO, Duration::ZERO);
-        Ok(Generation { new_ids, accept_lengths, finish_reason, end: vec![], prefill, decoding })
+        Ok(Generation {
+            new_ids,
+            scored: vec![],
+            accept_lengths,
+            cached: 0,
+            proposed: 0,
+            finish_reason,
+            end: vec![],
+            prefill,
+            decoding,
+        })
     });
     (told.expect("known tokens"), pieces)
 }

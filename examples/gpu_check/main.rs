@@ -18,6 +18,7 @@ use medusa::torch::guard;
 mod fused;
 mod hydra;
 mod kernels;
+mod layers;
 mod loops;
 mod operators;
 mod overlap;
@@ -56,6 +57,8 @@ enum GpuCheck {
     Operators,
     /// The kernels of training beside libtorch's calls: distances and times.
     Fused,
+    /// Training of backbones whose layers lie on a GPU and on the CPU, or on several GPUs, beside one device.
+    Layers,
     /// Greedy texts of the GPU's loop and of libtorch's, which may differ only at near ties.
     Loops,
     /// Times of steps of Llama 2 7B's shape, and of a copy.
@@ -97,6 +100,7 @@ fn run(part: GpuCheck, common: &CommonFlags) -> anyhow::Result<()> {
             GpuCheck::Overlap => overlap::check(on),
             GpuCheck::Operators => operators::check(on),
             GpuCheck::Fused => fused::beside_libtorch(on, fused::SIZES),
+            GpuCheck::Layers => layers::on_several_devices(on),
             GpuCheck::Steps => steps::time(on),
             GpuCheck::Endurance => steps::endure(on),
             GpuCheck::ProfilePlain => profile::steps(on, Drafting::Off),

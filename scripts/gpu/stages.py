@@ -28,6 +28,7 @@ STAGES = {
     "training": {"fused": 15, "backbone": 50, "medusa1": 50, "peer": 45, "peer-transformers": 45, "medusa2": 50},
     "distill": {"backbone": 50, "distill": 75, "transformers-batch": 40},
     "texts": {"wider-heads": 5, "train-tiny": 45, "choose-tree": 30, "bench": 30},
+    "layers": {"layers": 60},
     "sanitizers": {"memcheck": 180, "racecheck": 180, "synccheck": 120},
 }
 ON_REQUEST = ("sanitizers",)
@@ -45,6 +46,7 @@ AFTER_FAILURE = {
     "brief": "run the stage sanitizers: it names the kernel and the address",
     "kernels": "run the stage sanitizers, then the kernel with the largest distance alone",
     "fused": "the operation with the largest distance names the kernel: nothing that is trained with it is right",
+    "layers": "its message names the devices: train with one (no backbone.device_map) until that is right",
     "loops": "decode with --engine tch: if that is right, one of the kernels is wrong",
     "profile-plain": NO_COUNTERS,
     "profile-tree": NO_COUNTERS,

@@ -105,6 +105,12 @@ def fused(lines, *_):
     return title + markdown(("operation", "distance", "kernel, ms", "libtorch, ms", "kernel, GB/s"), rows) if rows else []
 
 
+def layers(lines, *_):
+    rows = [(line["map"], line["trained"], f"{line['distance']:.1e}", line["of"], " + ".join(map(str, line["copies"]))) for line in lines]
+    title = ["## Layers on several devices", "", "Two steps; distances from the numbers of one device are relative to their norm.", ""]
+    return title + markdown(("layers", "trained", "distance", "largest for", "copies forward + backward"), rows) if rows else []
+
+
 def operators(lines, *_):
     rows = [(line["operation"], f"{line['distance']:.1e}") for line in lines]
     title = ["## Operations that only a GPU runs", "", "Distances are relative to the largest number; of draws, the number of tokens; of the last two, 0 or 1.", ""]
@@ -302,6 +308,7 @@ SECTIONS = {
     "overlap": overlap,
     "kernels": kernels,
     "fused": fused,
+    "layers": layers,
     "libtorch": libtorch,
     "loops": loops,
     "hydra_texts": hydra_texts,

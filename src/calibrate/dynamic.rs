@@ -47,12 +47,27 @@ impl<'a> DynamicCounts<'a> {
 
     /// Adds a text, unless there are too many positions.
     pub(super) fn add(&mut self, run: &[StepStart]) {
-        if run.is_empty() || self.positions + run.len() > MAX_POSITIONS {
+        if !self.takes_run(run.len()) {
             return;
         }
-        self.positions += run.len();
         let trace: DynamicTrace = run.chunks(TOGETHER).flat_map(|starts| self.ranks_of(starts)).collect();
         self.ranks.runs.push(trace);
+    }
+
+    /// Passes a text of another machine's share: its positions count towards the limit as if they were added here.
+    pub(super) fn pass(&mut self, positions: usize) {
+        self.takes_run(positions);
+    }
+
+    /// Texts so far.
+    pub(super) fn runs(&self) -> &[DynamicTrace] {
+        &self.ranks.runs
+    }
+
+    fn takes_run(&mut self, positions: usize) -> bool {
+        let fits = positions > 0 && self.positions + positions <= MAX_POSITIONS;
+        self.positions += if fits { positions } else { 0 };
+        fits
     }
 
     fn ranks_of(&self, starts: &[StepStart]) -> DynamicTrace {
@@ -60,7 +75,15 @@ impl<'a> DynamicCounts<'a> {
         let mut batch = Vec::with_capacity(starts.len());
         for (start, root) in starts.iter().zip(&roots) {
             let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
-            batch.push(TextSoFar { row: batch.len(), ids: &[], root, hidden_1h: &start.state_1h, sampling, stream });
+            batch.push(TextSoFar {
+                row: batch.len(),
+                ids: &[],
+                root,
+                hidden_1h: &start.state_1h,
+                sampling,
+                stream,
+                may_draw: false,
+            });
         }
         let mut guesser = guesser(self.backbone, self.heads, self.limits, DraftStates::OfHeads);
         guesser.begin(&batch);

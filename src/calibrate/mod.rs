@@ -2,6 +2,7 @@
 
 use std::ops::ControlFlow;
 
+use sha2::{Digest, Sha256};
 use tch::{Kind, Tensor};
 
 use crate::data::IGNORE;
@@ -13,8 +14,10 @@ use crate::decode::generate;
 use crate::decode::request::Request;
 use crate::draft::medusa::fused_loss::ranks;
 use crate::draft::medusa::heads::{HeadInput, Heads};
+use crate::files;
 use crate::formats::calibration::DynamicRanks;
-use crate::model::attention::RowMask;
+use crate::formats::calibration_share::RanksOfRow;
+use crate::formats::share::Share;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::torch::guard;
@@ -29,9 +32,46 @@ pub use error::CalibrationError;
 /// Limits the memory of one head's logits: positions are processed in chunks below this size.
 const MAX_LOGITS_BYTES: i64 = 64 << 20;
 
-/// Runs the heads over `rows` and counts which of their `top_k` guesses is the target. Head h (0-based) at position t
+/// The counts of a share of the rows.
+#[derive(Debug)]
+pub struct CountedRows {
+    pub counts: RankCounts,
+    pub dynamic: DynamicRanks,
+    /// Hash of the tokens and labels of all rows, those of other shares too.
+    pub rows_sha256: String,
+    /// The runs of `counts` and `dynamic` of each row that has any.
+    row_ends: Vec<RowEnd>,
+}
+
+/// How many runs there are up to a row.
+#[derive(Debug, Clone, Copy)]
+struct RowEnd {
+    row: usize,
+    runs: usize,
+    dynamic: usize,
+}
+
+impl CountedRows {
+    /// The ranks by row.
+    pub fn ranks_by_row(&self) -> Vec<RanksOfRow> {
+        let (mut runs, mut dynamic, mut rows) = (0, 0, vec![]);
+        for end in &self.row_ends {
+            let of_row = RanksOfRow {
+                row: end.row,
+                runs: self.counts.runs()[runs..end.runs].to_vec(),
+                dynamic: self.dynamic.runs[dynamic..end.dynamic].to_vec(),
+            };
+            (runs, dynamic) = (end.runs, end.dynamic);
+            rows.push(of_row);
+        }
+        rows.retain(|row| !(row.runs.is_empty() && row.dynamic.is_empty()));
+        rows
+    }
+}
+
+/// Runs the heads over the share's `rows` and counts which of their `top_k` guesses is the target. Head h (0-based) at position t
 /// predicts token t + h + 2, if that token's label is not [`IGNORE`]. Also ranks the targets among the candidates of trees that are chosen at
-/// each step. `on_row` receives the number of finished rows.
+/// each step: within a limit of positions, of the same rows whatever the shares. `on_row` receives the number of finished rows of the share.
 ///
 /// # Errors
 /// [`CalibrationError`], with the fault of the heads or the rows.
@@ -40,20 +80,41 @@ pub fn calibrate(
     heads: &Heads,
     rows: &RowStore,
     top_k: usize,
+    share: Share,
     mut on_row: impl FnMut(usize),
-) -> Result<(RankCounts, DynamicRanks), CalibrationError> {
+) -> Result<CountedRows, CalibrationError> {
     check(backbone, heads, rows, top_k)?;
     let mut counts = RankCounts::new(heads.num_heads(), top_k);
     let mut dynamic = DynamicCounts::new(backbone, heads);
-    for (done, row) in rows.iter().enumerate() {
+    let (mut all, mut row_ends) = (Sha256::new(), vec![]);
+    for (at, row) in rows.iter().enumerate() {
         let row = row?;
-        check_tokens(done + 1, &row, backbone.config.vocab_size)?;
+        hash_row(&mut all, &row);
+        if !share.has(at) {
+            pass_row(&row, heads, (&mut counts, &mut dynamic));
+            continue;
+        }
+        check_tokens(at + 1, &row, backbone.config.vocab_size)?;
         let counted =
             guard("calibrating", || tch::no_grad(|| count_row(backbone, heads, &row, (&mut counts, &mut dynamic))))?;
-        counted.map_err(|NotFinite { head }| CalibrationError::NotFinite { row: done + 1, head: head + 1 })?;
-        on_row(done + 1);
+        counted.map_err(|NotFinite { head }| CalibrationError::NotFinite { row: at + 1, head: head + 1 })?;
+        row_ends.push(RowEnd { row: at, runs: counts.runs().len(), dynamic: dynamic.runs().len() });
+        on_row(row_ends.len());
     }
-    Ok((counts, dynamic.ranks()))
+    Ok(CountedRows { counts, dynamic: dynamic.ranks(), rows_sha256: files::hex(&all.finalize()), row_ends })
+}
+
+fn hash_row(all: &mut Sha256, row: &TokenRow) {
+    all.update((row.input_ids.len() as u64).to_le_bytes());
+    row.input_ids.iter().chain(&row.labels).for_each(|id| all.update(id.to_le_bytes()));
+}
+
+/// A row of another share only takes its part of the positions whose ranks are kept.
+fn pass_row(row: &TokenRow, heads: &Heads, (counts, dynamic): (&mut RankCounts, &mut DynamicCounts)) {
+    for run in asked_of(row, heads.num_heads()).split(|asked| !asked.is_step) {
+        counts.pass_run(run.len());
+        dynamic.pass(run.len());
+    }
 }
 
 /// A row with a prompt and the backbone's own greedy answer, whose tokens are the targets (without the EOS, which no
@@ -147,8 +208,8 @@ struct HiddenRow<'a> {
 impl<'a> HiddenRow<'a> {
     fn new(backbone: &'a Llama, heads: &'a Heads, input_ids: &[i32]) -> Self {
         let ids: Vec<i64> = input_ids.iter().map(|&id| i64::from(id)).collect();
-        let tokens_bt = Tensor::from_slice(&ids).unsqueeze(0).to_device(backbone.device());
-        let mask = RowMask::causal(ids.len() as i64, &backbone.config, backbone.device());
+        let tokens_bt = Tensor::from_slice(&ids).unsqueeze(0).to_device(backbone.stages().first());
+        let mask = backbone.causal_rows(ids.len() as i64);
         let hidden_1th = backbone.hidden_states(&tokens_bt, &mask, Adapters::Off);
         let hidden_th = heads.states_of_rows(&hidden_1th, &[vec![ids.len()]]).squeeze_dim(0);
         Self { backbone, heads, ids, hidden_th }
@@ -264,8 +325,8 @@ mod tests {
             let prompts: Vec<Vec<i64>> =
                 (0..3).map(|text| (0..5 + text).map(|i| (i * 7 + text) % 50).collect()).collect();
             let rows = prompts.iter().map(|prompt| own_answer(&llama, prompt, 24).unwrap());
-            let (_, dynamic) =
-                calibrate(&llama, &heads, &RowStore::in_memory(rows.collect::<Vec<_>>()), 10, |_| ()).unwrap();
+            let rows = RowStore::in_memory(rows.collect::<Vec<_>>());
+            let CountedRows { dynamic, .. } = calibrate(&llama, &heads, &rows, 10, Share::WHOLE, |_| ()).unwrap();
             for (nodes, depth) in [(8, 2), (100, 3), (300, 4)] {
                 let tree = GuessTree::Dynamic(DynamicTree { nodes, depth, top_k: 10 });
                 let steps = |prompt: &Vec<i64>| {

@@ -1,4 +1,4 @@
-//! How many conversations `medusa distill` decodes together without `--batch-size`: as many as fit the free memory. What makes them slow.
+//! How many texts `medusa distill` and `medusa serve` decode together without `--batch-size`: as many as fit the free memory. What makes them slow.
 
 use std::num::NonZeroUsize;
 
@@ -28,15 +28,12 @@ pub(super) fn that_fits(
     waiting: usize,
     common: &CommonFlags,
 ) -> anyhow::Result<NonZeroUsize> {
-    let backbone = engine.backbone();
-    let options = (backbone.kind(), backbone.device());
-    let of_batch = BatchMemory::new(&backbone.config, options, [tokens, guesses], engine.prompt_pass());
-    let free = free_bytes(backbone.device()).context("the batch size depends on the free memory; set --batch-size")?;
-    let size = of_batch.texts(free.map_or(u64::MAX, |free| free - for_prefixes(Some(free)) as u64));
+    let Fit { size, each, free } =
+        fit(engine, [tokens, guesses]).context("the batch size depends on the free memory; set --batch-size")?;
     let size = NonZeroUsize::new(size.get().min(waiting)).unwrap_or(size);
     let conversations = counted(size.get(), "conversation");
     let why = free.map(|free| {
-        format!(": {} are free, one of at most {tokens} tokens takes {}", gibibytes(free), gibibytes(of_batch.each))
+        format!(": {} are free, one of at most {tokens} tokens takes {}", gibibytes(free), gibibytes(each))
     });
     if waiting > 0 {
         common.say(format_args!("decoding {conversations} together{}", why.unwrap_or_default()));
@@ -44,12 +41,44 @@ pub(super) fn that_fits(
     Ok(size)
 }
 
-/// Bytes for the beginnings of conversations, which their later turns go on from.
+/// The number of texts that a server decodes together.
 ///
 /// # Errors
 /// A GPU that does not tell its free memory.
-pub(super) fn of_prefixes(device: Device) -> anyhow::Result<usize> {
-    Ok(for_prefixes(free_bytes(device)?))
+pub(super) fn of_server(engine: &dyn Engine, [tokens, guesses]: [usize; 2]) -> anyhow::Result<NonZeroUsize> {
+    let fit =
+        fit(engine, [tokens, guesses]).context("the number of texts depends on the free memory; set --max-texts")?;
+    Ok(fit.size)
+}
+
+/// Texts that fit the free memory beside the beginnings that are kept.
+struct Fit {
+    size: NonZeroUsize,
+    /// Bytes of a text.
+    each: u64,
+    /// `None` where the system does not say.
+    free: Option<u64>,
+}
+
+fn fit(engine: &dyn Engine, [tokens, guesses]: [usize; 2]) -> anyhow::Result<Fit> {
+    let backbone = engine.backbone();
+    let options = (backbone.kind(), backbone.device());
+    let of_batch = BatchMemory::new(&backbone.config, options, [tokens, guesses], engine.prompt_pass());
+    let free = free_bytes(backbone.device())?;
+    let size = of_batch.texts(free.map_or(u64::MAX, |free| free - for_prefixes(Some(free)) as u64));
+    Ok(Fit { size, each: of_batch.each, free })
+}
+
+/// Bytes for the beginnings of conversations, which their later turns go on from. `None` where that could change an answer that must not
+/// depend on the batch: on a CPU, if bits depend on the pass that they were computed in.
+///
+/// # Errors
+/// A GPU that does not tell its free memory.
+pub(super) fn of_prefixes(engine: &dyn Engine) -> anyhow::Result<Option<usize>> {
+    match engine.backbone().device() {
+        Device::Cpu if !engine.same_bits_in_any_pass() => Ok(None),
+        device => Ok(Some(for_prefixes(free_bytes(device)?))),
+    }
 }
 
 fn for_prefixes(free: Option<u64>) -> usize {
@@ -73,4 +102,33 @@ fn free_bytes(device: Device) -> anyhow::Result<Option<u64>> {
         return Ok(Some(cuda_runtime::memory(index)?.1));
     }
     Ok(memory::machine().map(|(_, available)| available))
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Kind;
+
+    use super::*;
+    use crate::engine::cpu::CpuEngine;
+    use crate::engine::tch::TchEngine;
+    use crate::model::config::LlamaConfig;
+
+    fn backbone() -> Llama {
+        Llama::random(LlamaConfig::tiny(), Kind::Float, Device::Cpu, 1)
+    }
+
+    /// In bfloat16, libtorch's passes of 70 and of 6 tokens give the last 6 other bits from a hidden size of 1024 on.
+    #[test]
+    fn libtorch_on_a_cpu_takes_nothing_from_other_conversations() {
+        let llama = backbone();
+        assert_eq!(of_prefixes(&TchEngine::for_batches(&llama)).unwrap(), None);
+    }
+
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    fn kernels_take_the_beginnings_of_other_conversations() {
+        let llama = backbone().for_decoding();
+        let bytes = of_prefixes(&CpuEngine::new(&llama).expect("kernels")).unwrap();
+        assert!(bytes.is_some_and(|bytes| (1..=MOST_FOR_PREFIXES).contains(&bytes)), "{bytes:?}");
+    }
 }

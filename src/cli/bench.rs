@@ -8,6 +8,8 @@ use anyhow::Context;
 use console::Term;
 
 use self::drafters::{DrafterFacts, Rows};
+use self::load::in_process::LoadBench;
+use self::load::output::LoadOutput;
 use self::measure::{BenchRun, Contestant};
 use self::progress::BenchProgress;
 use self::setting::{Setting, no_fixed_tree};
@@ -16,8 +18,9 @@ use super::drafter::loaded::LoadedDrafter;
 use super::drafter::plan::DrafterPlan;
 use super::drafter::{Drafts, ReadyDrafter};
 use super::prompts::{self, EndedEarly, IndexedPrompt};
-use super::served::Served;
 use super::{CommonFlags, UsageError, print_json, print_text, wrap};
+use crate::data::prompts::{Prompt, to_ids};
+use crate::data::tokenize::wide;
 use crate::decode::request::Request;
 use crate::engine::sample::Stream;
 use crate::files;
@@ -28,10 +31,13 @@ use crate::tree::guess_tree::GuessTree;
 mod args;
 mod backbone;
 mod drafters;
+pub mod endpoint;
+mod load;
 mod measure;
 mod notes;
 mod progress;
 mod report;
+mod rows;
 mod setting;
 mod sweep;
 mod table;
@@ -44,16 +50,16 @@ pub use sweep::SweepFlag;
 /// # Errors
 /// An error in the command line, the backbone, the heads, the tree, the calibration or a prompt.
 pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    setting::check_load(args)?;
+    if args.load.is_set() {
+        return if args.load.endpoint.is_some() { endpoint::run(args, common) } else { run_load(args, common) };
+    }
     let settings = setting::settings(args)?;
     let rows = drafters::rows(args)?;
     let trees = drafters::searched_trees(args, &settings, &rows)?;
     let unused: Option<Vec<String>> = settings.iter().map(|setting| setting.decoding.unused_sampling(true)).collect();
     unused.iter().flatten().take(1).for_each(|notice| common.say(notice)); // unless a value of the sweep uses the flags
-    let prompts = prompts::read(None, Some(&args.prompts), common)?;
-    let heads = backbone::heads(args, &rows)?;
-    let served = backbone::served(args, &rows, heads, common)?;
-    served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
-    let (decoder, facts) = load(args, &rows, heads, served, common)?;
+    let (prompts, decoder, facts) = load(args, &rows, common)?;
     let all = prompts.len();
     let prompts = match settings.iter().all(|setting| setting.context.is_some()) {
         true => prompts.into_iter().enumerate().collect(), // cut to a context that `settings` has checked
@@ -136,23 +142,44 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// The backbone with all drafters, and their facts.
+/// Measures throughput and latencies with several texts in flight.
+fn run_load(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let rows = drafters::rows(args)?;
+    args.decoding.unused_sampling(rows.iter().any(Option::is_some)).iter().for_each(|notice| common.say(notice));
+    let (prompts, decoder, facts) = load(args, &rows, common)?;
+    let prompts = args.fit.fitting(prompts, &decoder, common)?;
+    let ids = |(index, prompt): &IndexedPrompt| -> anyhow::Result<_> {
+        Ok((*index, wide(&to_ids(&prompt.input, &decoder.tokenizer, decoder.template.as_deref())?)))
+    };
+    let prompts = prompts.iter().map(ids).collect::<anyhow::Result<Vec<_>>>()?;
+    let levels = args.load.levels(prompts.len());
+    let (engine, decoding) = (args.engine, &args.decoding);
+    let bench = LoadBench { decoder: &decoder, facts: &facts, engine, decoding, prompts, common };
+    let mut output = LoadOutput::new(args, common);
+    let ended = bench.run(&levels, &mut output);
+    output.print_table()?; // also where a later level failed
+    ended
+}
+
+/// The prompts, the backbone with all drafters, and their facts.
 fn load(
     args: &BenchArgs,
     rows: &Rows,
-    heads: Option<&Path>,
-    served: Served,
     common: &CommonFlags,
-) -> anyhow::Result<(Decoder, Vec<DrafterFacts>)> {
+) -> anyhow::Result<(Vec<Prompt>, Decoder, Vec<DrafterFacts>)> {
+    let prompts = prompts::read(None, Some(&args.prompts), common)?;
+    let heads = backbone::heads(args, rows)?;
+    let served = backbone::served(args, rows, heads, common)?;
+    served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), args.backbone())?;
     let plans: Vec<DrafterPlan> = rows.iter().flatten().cloned().collect();
     let facts: Vec<DrafterFacts> = plans.iter().map(DrafterFacts::of).collect();
     // Trees that are searched need no notice about a missing --tree.
     let loading = CommonFlags { quiet: common.quiet || args.nodes_flag().is_some(), ..common.clone() };
-    let decoder = args.engine.load(&args.backbone, heads, plans, served, &loading)?;
+    let decoder = args.engine.load(args.backbone(), heads, plans, served, &loading)?;
     let with_parameters =
         |(facts, loaded): (DrafterFacts, &LoadedDrafter)| DrafterFacts { parameters: loaded.parameters(), ..facts };
     let facts = facts.into_iter().zip(&decoder.drafters).map(with_parameters).collect();
-    Ok((decoder, facts))
+    Ok((prompts, decoder, facts))
 }
 
 /// Drafter `at` in a setting.

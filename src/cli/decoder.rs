@@ -1,6 +1,7 @@
 //! Loads a backbone with its tokenizer and drafters, and decodes conversations turn by turn.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::Context;
 use tch::Device;
@@ -44,9 +45,9 @@ pub fn chat_template(text: &str) -> Result<TemplateChoice, String> {
 #[derive(Debug)]
 pub struct Decoder {
     pub backbone: Llama,
-    pub tokenizer: TextTokenizer,
+    pub tokenizer: Arc<TextTokenizer>,
     /// The chat template, if the backbone has one.
-    pub template: Option<ChatTemplate>,
+    pub template: Option<Arc<ChatTemplate>>,
     /// In the order of their plans.
     pub drafters: Vec<LoadedDrafter>,
 }
@@ -64,7 +65,7 @@ impl Decoder {
         served: Served,
         common: &CommonFlags,
     ) -> anyhow::Result<Self> {
-        let tokenizer = TextTokenizer::load(folder)?;
+        let tokenizer = Arc::new(TextTokenizer::load(folder)?);
         for model in drafters.iter().flat_map(|plan| &plan.models) {
             model::check_vocabulary(model, &tokenizer)?; // before the weights are read
         }
@@ -83,7 +84,7 @@ impl Decoder {
         let load = |plan: DrafterPlan| plan.load(target, common);
         let drafters = drafters.into_iter().map(load).collect::<anyhow::Result<_>>()?;
         memory::keep_freed_blocks();
-        Ok(Self { backbone, tokenizer, template: served.template, drafters })
+        Ok(Self { backbone, tokenizer, template: served.template.map(Arc::new), drafters })
     }
 
     /// The only drafter; `None` for plain decoding.
@@ -101,14 +102,14 @@ impl Decoder {
         mut answer: impl FnMut(u64, &[i64]) -> anyhow::Result<String>,
     ) -> anyhow::Result<()> {
         let PromptInput::Turns(turns) = input else {
-            let ids = prompts::to_ids(input, &self.tokenizer, self.template.as_ref())?;
+            let ids = prompts::to_ids(input, &self.tokenizer, self.template.as_deref())?;
             return answer(0, &wide(&ids)).map(drop);
         };
         let mut messages = Vec::new();
         for (at, turn) in turns.iter().enumerate() {
             let context = || format!("turn {}", at + 1);
             messages.push(Message::new("user", turn));
-            let ids = prompts::chat_ids(&messages, &self.tokenizer, self.template.as_ref()).with_context(context)?;
+            let ids = prompts::chat_ids(&messages, &self.tokenizer, self.template.as_deref()).with_context(context)?;
             let said = answer(at as u64, &wide(&ids)).with_context(context)?;
             messages.push(Message::new("assistant", said));
         }

@@ -6,10 +6,10 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 
 use super::UsageError;
-use super::numbers::{above_zero, positive, probability, temperature};
+use super::numbers::{above_zero, finite, positive, probability, temperature};
 use crate::decode::request::Request;
 use crate::engine::sample::{Sampling, Stream};
-use crate::numbers::{NonNegative, Positive, Probability};
+use crate::numbers::{Finite, NonNegative, Positive, Probability};
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
 
 /// Sampling and acceptance.
@@ -32,6 +32,12 @@ pub struct DecodingFlags {
     /// by it, negative ones multiplied.
     #[arg(long, value_name = "X", default_value = "1", value_parser = positive, allow_negative_numbers = true)]
     pub repetition_penalty: Positive,
+    /// Subtract X from the logit of each token for every time that it occurs in the output; 0 is off. As in OpenAI's API.
+    #[arg(long, value_name = "X", default_value = "0", value_parser = finite, allow_negative_numbers = true)]
+    pub frequency_penalty: Finite,
+    /// Subtract X from the logit of each token that occurs in the output; 0 is off. As in OpenAI's API.
+    #[arg(long, value_name = "X", default_value = "0", value_parser = finite, allow_negative_numbers = true)]
+    pub presence_penalty: Finite,
     /// Acceptance rule at temperatures above 0.
     #[arg(long, value_enum, value_name = "RULE", default_value_t = AcceptanceName::Typical)]
     pub acceptance: AcceptanceName,
@@ -65,6 +71,12 @@ pub enum AcceptanceName {
     Rejection,
 }
 
+/// The rule of `--posterior-threshold` and `--posterior-alpha`.
+pub(super) fn typical(posterior_threshold: Probability, posterior_alpha: Option<Positive>) -> TypicalAcceptance {
+    let rule = TypicalAcceptance::with_threshold(posterior_threshold.get());
+    TypicalAcceptance { posterior_alpha: posterior_alpha.map_or(rule.posterior_alpha, Positive::get), ..rule }
+}
+
 /// Default top-p of nucleus acceptance, as in the published code.
 const NUCLEUS_TOP_P: f64 = 0.8;
 
@@ -77,9 +89,7 @@ impl DecodingFlags {
         match self.acceptance {
             AcceptanceName::Greedy => Ok(Acceptance::Greedy),
             AcceptanceName::Typical => {
-                let mut rule = TypicalAcceptance::with_threshold(self.posterior_threshold.get());
-                rule.posterior_alpha = self.posterior_alpha.map_or(rule.posterior_alpha, Positive::get);
-                Ok(Acceptance::Typical(rule))
+                Ok(Acceptance::Typical(typical(self.posterior_threshold, self.posterior_alpha)))
             }
             AcceptanceName::Nucleus if self.top_p() == Probability::ONE => Err(UsageError(
                 "--acceptance nucleus with --top-p 1 would accept every guess; give --top-p below 1, or --acceptance rejection".into(),
@@ -111,8 +121,14 @@ impl DecodingFlags {
     /// A request to continue `prompt`, sampling from `stream`.
     pub fn request<'p>(&self, prompt: &'p [i64], stream: Stream) -> Request<'p> {
         let sampling = Sampling { temperature: self.temperature, top_k: self.top_k, top_p: self.top_p() };
-        let repetition_penalty = self.repetition_penalty;
-        Request { sampling, repetition_penalty, stream, ..Request::greedy(prompt, self.max_new_tokens) }
+        Request {
+            sampling,
+            repetition_penalty: self.repetition_penalty,
+            frequency_penalty: self.frequency_penalty,
+            presence_penalty: self.presence_penalty,
+            stream,
+            ..Request::greedy(prompt, self.max_new_tokens)
+        }
     }
 }
 

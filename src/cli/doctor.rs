@@ -11,7 +11,7 @@ use super::busy_cores::{busy_cores, cores, disturb};
 use super::{CommonFlags, print_json, print_text};
 use crate::nvidia::device;
 use crate::torch::device_name;
-use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, memory};
+use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, cuda_runtime, memory};
 
 /// Check the installation: libtorch, devices, memory, threads, and how to get what is missing.
 #[derive(Debug, Args)]
@@ -42,6 +42,8 @@ struct Cuda {
     state: String,
     devices: usize,
     names: Vec<String>,
+    /// Of each GPU; `None` where the runtime does not say.
+    memory: Vec<Option<MachineMemory>>,
     runtime: Option<String>,
     driver: Option<String>,
 }
@@ -87,6 +89,13 @@ impl Cpu {
 struct MachineMemory {
     total_bytes: u64,
     available_bytes: u64,
+}
+
+impl MachineMemory {
+    fn text(&self) -> String {
+        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+        format!("{:.1} GiB available of {:.1} GiB", gib(self.available_bytes), gib(self.total_bytes))
+    }
 }
 
 /// Prints the report; an unusable `--device` is part of it, not an error.
@@ -143,7 +152,20 @@ fn cuda() -> Cuda {
         Accelerator::Cuda { devices } => (*devices, runtime_version()),
         _ => (0, None),
     };
-    Cuda { state: open.to_string(), devices, names: gpu_names(), runtime, driver: driver_version() }
+    Cuda {
+        state: open.to_string(),
+        devices,
+        names: gpu_names(),
+        memory: gpu_memory(devices),
+        runtime,
+        driver: driver_version(),
+    }
+}
+
+/// Of each GPU.
+fn gpu_memory(devices: usize) -> Vec<Option<MachineMemory>> {
+    let memory = |(total_bytes, available_bytes)| MachineMemory { total_bytes, available_bytes };
+    (0..devices).map(|index| cuda_runtime::memory(index).ok().map(memory)).collect()
 }
 
 /// Converts libtorch's 1000 × major + 10 × minor.
@@ -239,6 +261,10 @@ fn text(report: &DoctorReport) -> Result<String, std::fmt::Error> {
     for name in &report.cuda.names {
         writeln!(out, "gpu          {name}")?;
     }
+    for (index, memory) in report.cuda.memory.iter().enumerate() {
+        let memory = memory.as_ref().map_or_else(|| "memory unknown".into(), MachineMemory::text);
+        writeln!(out, "{:<12} {memory}", format!("cuda:{index}"))?;
+    }
     if let Some(driver) = &report.cuda.driver {
         let runtime = report.cuda.runtime.as_deref().unwrap_or("unknown");
         writeln!(out, "cuda         driver {driver}, runtime {runtime}")?;
@@ -256,9 +282,7 @@ fn text(report: &DoctorReport) -> Result<String, std::fmt::Error> {
         Some(why) => writeln!(out, "engine       {} ({why})", if cpu.own_kernels { "cpu" } else { "tch" })?,
     }
     if let Some(memory) = &report.memory {
-        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-        let (total, available) = (gib(memory.total_bytes), gib(memory.available_bytes));
-        writeln!(out, "memory       {available:.1} GiB available of {total:.1} GiB")?;
+        writeln!(out, "memory       {}", memory.text())?;
     }
     for missing in &report.missing {
         writeln!(out, "missing      {missing}")?;

@@ -52,6 +52,7 @@ impl CommonFlags {
     /// Prints a line to stderr, broken between words where stderr is a terminal.
     pub(super) fn print(line: impl Display) {
         let line = wrap::wrapped(&line.to_string(), wrap::columns(&Term::stderr()));
-        let _ = writeln!(io::stderr(), "{line}"); // a closed stderr is no reason to stop
+        // In one write, since several processes may share it; a closed stderr is no reason to stop.
+        let _ = io::stderr().write_all(format!("{line}\n").as_bytes());
     }
 }

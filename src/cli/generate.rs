@@ -26,7 +26,7 @@ use crate::data::prompts::{Prompt, PromptInput};
 use crate::data::tokenize::narrow;
 use crate::decode::DecodeLoop;
 use crate::decode::likelihood::{self, ScoredToken};
-use crate::decode::request::Request;
+use crate::decode::request::{Generation, Request};
 use crate::decode::step::Drafting;
 use crate::decode::text::{self, OnText, Told, Wording};
 use crate::engine::sample::Stream;
@@ -61,7 +61,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "N", default_value = "1", value_parser = above_zero::<NonZeroU32>)]
     pub num_samples: NonZeroU32,
     /// With --json: log-probabilities of the new tokens and of the N likeliest at each place (0 to 20), of the backbone's distribution
-    /// before temperature, penalty, top-k and top-p. Each finished text is read once more for them.
+    /// before temperature, penalty, top-k and top-p. With --engine cuda each finished text is read once more for them.
     #[arg(long, value_name = "N", value_parser = logprobs)]
     pub logprobs: Option<usize>,
     #[command(flatten)]
@@ -160,14 +160,15 @@ struct Answers<'a> {
 impl Answers<'_> {
     /// Decodes one turn of a prompt, prints the answer and returns its text.
     fn answer(&mut self, prompt: &Prompt, ids: &[i64], stream: Stream) -> anyhow::Result<String> {
-        let request = self.args.decoding.request(ids, stream);
+        let logprobs = self.args.logprobs.filter(|_| self.decoding.scores_tokens());
+        let request = Request { logprobs, ..self.args.decoding.request(ids, stream) };
         let told = if self.common.json {
             let told = self.decode(&request, &mut |_| ControlFlow::Continue(()))?;
             let mut line = as_json(ids, &told, self.decoding.engine_name());
             (line["index"], line["sample"]) = (stream.index.into(), stream.sample.into());
             add_names(&mut line, prompt, stream.turn);
             if let Some(count) = self.args.logprobs {
-                line["logprobs"] = self.logprobs(ids, &told.generation.new_ids, count)?;
+                line["logprobs"] = self.logprobs(ids, &told.generation, count)?;
             }
             print_json(&line)?;
             told
@@ -200,7 +201,7 @@ impl Answers<'_> {
     }
 
     /// Each new token beside the likeliest ones. Their texts are those that follow the tokens before them: with the space before a word.
-    fn logprobs(&self, prompt: &[i64], new_ids: &[i64], count: usize) -> anyhow::Result<Value> {
+    fn logprobs(&self, prompt: &[i64], generation: &Generation, count: usize) -> anyhow::Result<Value> {
         let mut stream = self.decoder.tokenizer.stream_after(&narrow(prompt));
         let scored = |token: &ScoredToken| -> anyhow::Result<Value> {
             let named = |id: i64, log_p: f64| -> anyhow::Result<Value> {
@@ -212,7 +213,10 @@ impl Answers<'_> {
             stream.push(narrow(&[token.id])[0])?;
             Ok(of_token)
         };
-        likelihood::scored(&self.decoder.backbone, prompt, new_ids, count)?.iter().map(scored).collect()
+        if self.decoding.scores_tokens() {
+            return generation.scored.iter().map(scored).collect();
+        }
+        likelihood::scored(&self.decoder.backbone, prompt, &generation.new_ids, count)?.iter().map(scored).collect()
     }
 
     fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<Told> {

@@ -1,5 +1,5 @@
-//! `medusa inspect PATH`: summarises a run, checkpoint, heads, tree, calibration, latency file or backbone. Reads headers and JSON, no
-//! weights.
+//! `medusa inspect PATH`: summarises a run, checkpoint, heads, tree, calibration, latency file, results of bench, distillation or backbone. Reads
+//! headers and JSON, no weights.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_text};
+use crate::distill::folder::{DistilledFolder, DistilledShare, ShareState};
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::draft::medusa::heads::import::{self, HeadsFile};
 use crate::draft::medusa::heads::layout::HeadsLayout;
@@ -17,8 +18,11 @@ use crate::dtype::Dtype;
 use crate::files::failed;
 use crate::formats::bench::BenchHeadline;
 use crate::formats::calibration::Calibration;
+use crate::formats::calibration_share::{CalibratedWork, CalibrationShare};
 use crate::formats::latency::{Latency, StepTime};
+use crate::formats::load::{self, LoadResult};
 use crate::formats::run_folder::is_run;
+use crate::formats::share::Share;
 use crate::formats::tree::{DynamicTree, TreeFile};
 use crate::model::config::LlamaConfig;
 use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError};
@@ -32,7 +36,7 @@ mod tensors;
 use self::run::JsonLine;
 use self::tensors::{HeadsFound, TensorsFound, WeightsFound};
 
-/// Summarise a run, checkpoint, heads, weights file, tree, calibration, latency file or backbone.
+/// Summarise a run, checkpoint, heads, weights file, tree, calibration, latency file, results of bench, distilled folder or backbone.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  medusa inspect checkpoints/first\n  medusa inspect tree.json")]
 pub struct InspectArgs {
@@ -48,9 +52,17 @@ enum Contents {
     Run(Box<run::RunContents>),
     Heads(HeadsFound),
     Calibration(Calibration),
+    #[serde(rename = "calibration share")]
+    CalibrationShare(CalibrationShareFound),
+    Distilled(DistilledFolder),
     Tree(TreeFound),
     Latency(Latency),
-    Bench { bench: JsonLine<BenchHeadline> },
+    Bench {
+        bench: JsonLine<BenchHeadline>,
+    },
+    Load {
+        load: Vec<LoadResult>,
+    },
     Tensors(TensorsFound),
     Backbone(Box<BackboneFound>),
 }
@@ -60,6 +72,14 @@ struct Inspected<'p> {
     path: &'p Path,
     #[serde(flatten)]
     contents: Contents,
+}
+
+#[derive(Debug, Serialize)]
+struct CalibrationShareFound {
+    share: Share,
+    #[serde(flatten)]
+    of: CalibratedWork,
+    tokens: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -112,6 +132,9 @@ fn folder(path: &Path) -> anyhow::Result<Contents> {
     if is_run(path) {
         return Ok(Contents::Run(Box::new(run::RunContents::read(path)?)));
     }
+    if let Some(distilled) = DistilledFolder::read(path)? {
+        return Ok(Contents::Distilled(distilled));
+    }
     if let Ok(found) = import::locate(path)
         && is_draft(&found)
     {
@@ -122,7 +145,7 @@ fn folder(path: &Path) -> anyhow::Result<Contents> {
     }
     anyhow::bail!(
         "{} holds nothing this program knows; expected a run's folder (recipe.toml and provenance.json), a checkpoint or final/ \
-         ({HEADS_FILE}), or a backbone (config.json)",
+         ({HEADS_FILE}), what medusa distill writes, or a backbone (config.json)",
         path.display()
     )
 }
@@ -173,6 +196,10 @@ fn json(path: &Path) -> anyhow::Result<Contents> {
     {
         return Ok(Contents::Tree(tree(GuessTree::load(path)?)));
     }
+    if value.get("rows_with_ranks").is_some() {
+        let CalibrationShare { share, of, tokens, .. } = CalibrationShare::load(path)?;
+        return Ok(Contents::CalibrationShare(CalibrationShareFound { share, of, tokens }));
+    }
     if value.get("heads").is_some() {
         let calibration = Calibration { exported_from: None, other: Map::new(), ..Calibration::load(path)? };
         return Ok(Contents::Calibration(calibration));
@@ -185,8 +212,12 @@ fn json(path: &Path) -> anyhow::Result<Contents> {
     {
         return Ok(Contents::Bench { bench });
     }
+    if value.get("requests_per_second").is_some() {
+        return Ok(Contents::Load { load: load::load(path)? });
+    }
     anyhow::bail!(
-        "{} is JSON of no known kind: {}; expected a tree (choices or dynamic), a calibration (heads), latencies (plain_step_ms) or a bench (acceleration_rate)",
+        "{} is JSON of no known kind: {}; expected a tree (choices or dynamic), a calibration (heads), latencies (plain_step_ms), a bench \
+         (acceleration_rate) or one under load (requests_per_second)",
         path.display(),
         keys(&value)
     )
@@ -220,9 +251,12 @@ fn text(path: &Path, contents: &Contents) -> Result<String, std::fmt::Error> {
         Contents::Run(run) => run.text(path, &mut out)?,
         Contents::Heads(heads) => heads.text(&mut out)?,
         Contents::Calibration(found) => calibration_text(found, &mut out)?,
+        Contents::CalibrationShare(found) => calibration_share_text(found, &mut out)?,
+        Contents::Distilled(found) => distilled_text(found, &mut out)?,
         Contents::Tree(found) => tree_text(found, &mut out)?,
         Contents::Latency(found) => latency_text(found, &mut out)?,
         Contents::Bench { bench } => bench.text(&mut out)?,
+        Contents::Load { load } => writeln!(out, "{}", run::load_text(load))?,
         Contents::Tensors(found) => found.text(&mut out)?,
         Contents::Backbone(found) => backbone_text(found, &mut out)?,
     }
@@ -236,6 +270,30 @@ fn calibration_text(found: &Calibration, out: &mut String) -> std::fmt::Result {
     let steps: usize = found.joint.runs.iter().map(Vec::len).sum();
     writeln!(out, "replayable   {} of {}", counted(steps, "token"), counted(found.joint.runs.len(), "text"))?;
     run::accuracy_text(&run::accuracy_of(found), out)
+}
+
+fn calibration_share_text(found: &CalibrationShareFound, out: &mut String) -> std::fmt::Result {
+    writeln!(
+        out,
+        "calibration  share {}: {} tokens of the rows of all shares ({})",
+        found.share, found.tokens, found.of.rows
+    )?;
+    writeln!(out, "backbone     {} in {}", found.of.backbone, found.of.dtype)?;
+    writeln!(out, "heads        sha256 {}", found.of.heads_sha256)?;
+    writeln!(out, "rows         sha256 {}", found.of.rows_sha256)
+}
+
+fn distilled_text(found: &DistilledFolder, out: &mut String) -> std::fmt::Result {
+    writeln!(out, "distilled    {} of {}", found.kept, counted(found.conversations, "conversation"))?;
+    for DistilledShare { share, conversations, kept, state } in &found.shares {
+        let state = match state {
+            ShareState::Whole => "whole",
+            ShareState::Unfinished => "not finished: continue with --resume",
+            ShareState::Missing => "missing",
+        };
+        writeln!(out, "share {share:<6} {kept} of {conversations}, {state}")?;
+    }
+    Ok(())
 }
 
 fn tree_text(found: &TreeFound, out: &mut String) -> std::fmt::Result {
@@ -319,8 +377,14 @@ fn backbone_text(found: &BackboneFound, out: &mut String) -> std::fmt::Result {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
+    use serde_json::json;
+
     use super::*;
+    use crate::cli::load_table;
     use crate::formats::latency::examples::latency;
+    use crate::formats::run_folder::LOAD;
 
     #[test]
     fn one_thread_is_told_in_the_singular() {
@@ -328,5 +392,28 @@ mod tests {
         latency_text(&Latency { threads: 1, ..latency(&[(1, 1, 2.5)]) }, &mut out).unwrap();
         assert!(out.starts_with("latencies    float32 on cpu, 1 CPU thread, behind 256 tokens\n"), "{out}");
         assert!(out.contains("\ntree         2.500 ms per step, 1 node over 1 head\n"), "{out}");
+    }
+
+    #[test]
+    fn results_under_load_are_shown_as_bench_shows_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let result = |concurrency: usize| {
+            json!({"concurrency": concurrency, "endpoint": "http://h/v1", "model": "m", "requests": 8, "errors": 0, "seconds": 2.0,
+                "prompt_tokens": 9, "tokens": 100, "tokens_per_second": 50.0, "requests_per_second": 4.0,
+                "e2el_ms": {"median": 250.0, "p95": 300.0}})
+        };
+        let lines = format!("{}\n{}\n", result(1), result(16));
+        for name in ["recipe.toml", "provenance.json", LOAD] {
+            let text = if name == LOAD { lines.as_bytes() } else { b"{}" };
+            crate::files::write_atomic(&dir.path().join(name), |out| out.write_all(text)).unwrap();
+        }
+        let table = load_table::table(&load::load(&dir.path().join(LOAD)).unwrap(), None);
+        assert!(table.contains("\n16 ") && table.contains("250, 300"), "{table}");
+        for path in [dir.path().to_owned(), dir.path().join(LOAD)] {
+            let contents = if path.is_dir() { folder(&path) } else { file(&path) }.unwrap();
+            let text = text(&path, &contents).unwrap();
+            assert!(text.contains(&table), "{text}");
+            assert_eq!(serde_json::to_value(&contents).unwrap()["load"][1]["concurrency"], 16);
+        }
     }
 }

@@ -24,6 +24,9 @@ use crate::torch::LIBTORCH_VERSION;
 /// The program that is linked to libtorch, in the launcher's folder.
 const PROGRAM: &str = "medusa-libtorch";
 
+/// From which level on libtorch's C++ code logs: c10d logs stacks of frames when another process is gone.
+const C10D_LOG: &str = "TORCH_CPP_LOG_LEVEL";
+
 #[cfg(not(target_os = "macos"))]
 const LIBTORCH: &str = "libtorch_cpu.so";
 #[cfg(target_os = "macos")]
@@ -74,6 +77,9 @@ fn exec(name: &str, common: &CommonFlags) -> anyhow::Result<Infallible> {
     // libtorch and libgomp read them when they are loaded.
     command.envs(library_path(&program)?.map(|path| (LIBRARY_PATH, path)));
     command.envs(threads::environment(common.threads)).envs([same_build::variable()]);
+    if env::var_os(C10D_LOG).is_none() {
+        command.env(C10D_LOG, "FATAL"); // our errors say it in one line
+    }
     Err(command.exec()).with_context(|| format!("cannot start {}", program.display()))
 }
 

@@ -2,20 +2,26 @@
 
 use std::path::Path;
 
-use super::CommonFlags;
 use super::backbone::backbone_config;
 use super::progress::Progress;
 use super::served::Served;
+use super::{CommonFlags, UsageError};
+use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::folder_of;
 use crate::dtype::Dtype;
 use crate::engine::dtype::default_dtype;
 use crate::formats::run_folder;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
+use crate::model::device_map::{DeviceMap, SharedGpus};
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
+use crate::model::quantization::Quantization;
+use crate::model::stages::Stages;
 use crate::model::weights::WeightFiles;
+use crate::train::memory_plan::StageShape;
+use crate::train::stage_memory::balanced;
 use tch::Device;
 
 /// Loads a backbone in `--dtype`, by default its weights' own (for float16 on a CPU that of `served`, else [`default_dtype`]), quantised and
@@ -30,11 +36,16 @@ pub fn load_backbone(
     common: &CommonFlags,
     purpose: Purpose,
 ) -> anyhow::Result<Llama> {
-    backbone_config(folder)?;
+    let config = backbone_config(folder)?;
     let device = common.device.resolve()?;
     let dtype = match common.dtype {
         Some(dtype) => dtype,
         None => dtype_without_flag(own_dtype(folder)?, served.dtype, device, common),
+    };
+    let (kind, quantization) = (dtype.kind(), served.quantization);
+    let stages = match &served.device_map {
+        None => Stages::one(device),
+        Some(map) => spread(map, device, &Spread { config: &config, heads, dtype, quantization })?,
     };
     let heads = heads.map(folder_of);
     if let Some(tuned) =
@@ -46,19 +57,64 @@ pub fn load_backbone(
             folder.display()
         ));
     }
-    let (kind, quantization) = (dtype.kind(), served.quantization);
     let adapter = heads.filter(|heads| heads.join(ADAPTER_CONFIG).exists());
     if let Some(adapter) = adapter {
         common.say(format_args!("merging the adapter beside the heads ({})", adapter.join(ADAPTER_FILE).display()));
     }
     let progress = Progress::waiting(format!("loading {}", folder.display()), common);
     let mut backbone = match adapter {
-        None => Llama::load_quantized(folder, kind, device, purpose, quantization)?,
-        Some(adapter) => Llama::load_merged(folder, adapter, kind, device, purpose, quantization)?,
+        None => Llama::load_on(folder, kind, stages, purpose, quantization)?,
+        Some(adapter) => {
+            Llama::load_on(folder, kind, stages, Purpose::Training, quantization)?.with_adapter(adapter, purpose)?
+        }
     };
     drop(progress);
     served.context.into_iter().for_each(|tokens| backbone.set_context(tokens));
     Ok(backbone)
+}
+
+/// What `--device-map` spreads.
+struct Spread<'s> {
+    config: &'s LlamaConfig,
+    heads: Option<&'s Path>,
+    dtype: Dtype,
+    quantization: Option<Quantization>,
+}
+
+/// The stages of `--device-map` on the GPUs of this process; `auto` spreads the weights, the heads' on the last GPU included.
+fn spread(map: &DeviceMap, device: Device, of: &Spread) -> anyhow::Result<Stages> {
+    let (gpus, layers) = (SharedGpus::of_this_process(), of.config.num_hidden_layers);
+    if let Some(expected) = map.expected_layers(layers).or_else(|| map.expected_gpus(gpus.of_each(device))) {
+        return Err(UsageError(format!("--device-map {map}: expected {expected}")).into());
+    }
+    let devices = gpus.devices(Some(map), device);
+    let counts = match map {
+        DeviceMap::Layers(counts) => counts.clone(),
+        DeviceMap::Auto => {
+            let heads = of.heads.map(|heads| Heads::check(heads, of.config)).transpose()?;
+            let heads = heads.map_or(0, |shape| numbers(shape.tensors().into_iter().map(|(_, size)| size)));
+            let element = of.dtype.kind().elt_size_in_bytes() as u64;
+            balanced(layers, devices.len(), |stage| weight_bytes(stage, of, heads * element))
+        }
+    };
+    Ok(Stages::new(devices.into_iter().zip(counts)))
+}
+
+fn weight_bytes(stage: StageShape, of: &Spread, heads: u64) -> u64 {
+    let element = of.dtype.kind().elt_size_in_bytes() as u64;
+    let of_linears = match of.quantization {
+        None => 8 * element,
+        Some(Quantization::Int8) => 8,
+        Some(Quantization::Nf4) => 4,
+    };
+    let layer = numbers(of.config.block().linears().all().map(|linear| linear.size.to_vec())) * of_linears / 8;
+    let vocabulary = numbers([vec![of.config.vocab_size, of.config.hidden_size]]) * element;
+    let of_last = if stage.is_last { vocabulary + heads } else { 0 };
+    stage.layers as u64 * layer + if stage.is_first { vocabulary } else { 0 } + of_last
+}
+
+fn numbers(sizes: impl IntoIterator<Item = Vec<i64>>) -> u64 {
+    sizes.into_iter().map(|size| size.iter().product::<i64>().unsigned_abs()).sum()
 }
 
 /// `trained`: the dtype of the heads' training.

@@ -16,6 +16,7 @@ use self::drafter::spec::DrafterSpec;
 use self::exit::{INTERRUPTED, STDOUT_CLOSED, SUCCESS, refuse, report, status};
 use crate::hub::{DataSplit, Wanted};
 
+mod api_key;
 pub mod backbone;
 mod batch_size;
 pub mod bench;
@@ -40,6 +41,7 @@ pub mod in_process;
 pub mod init;
 pub mod inspect;
 pub mod launcher;
+mod load_table;
 pub mod loading;
 mod named_files;
 mod numbers;
@@ -52,6 +54,7 @@ mod reading;
 pub mod report;
 mod run_heads;
 mod same_build;
+pub mod serve;
 pub mod served;
 mod signals;
 mod threads;
@@ -102,7 +105,8 @@ enum Verb {
     Tree(tree::TreeArgs),
     Generate(generate::GenerateArgs),
     Chat(chat::ChatArgs),
-    Bench(bench::BenchArgs),
+    Serve(serve::ServeArgs),
+    Bench(Box<bench::BenchArgs>),
     Export(export::ExportArgs),
     Push(push::PushArgs),
     Report(report::ReportArgs),
@@ -116,20 +120,29 @@ impl Verb {
     /// Arguments that may be Hub ids, in download order: the largest last, so that errors in the others come first.
     fn places(&mut self) -> Vec<HubArgument<'_>> {
         let places = match self {
-            Verb::Distill(args) => of_decoding(Some(&mut args.prompts), &mut args.heads, None, &mut args.backbone),
+            Verb::Distill(args) => {
+                let asks_server = args.server.endpoint.is_some();
+                let wanted = if asks_server { Wanted::BackboneWithoutWeights } else { Wanted::Backbone };
+                vec![
+                    Some(HubArgument::File(&mut args.prompts)),
+                    args.heads.as_mut().map(HubArgument::heads),
+                    args.backbone.as_mut().map(|backbone| HubArgument::Model(backbone, wanted)),
+                ]
+            }
             Verb::Generate(args) => {
                 of_decoding(args.prompts.as_mut(), &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone)
             }
             Verb::Chat(args) => of_decoding(None, &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone),
+            Verb::Serve(args) => of_decoding(None, &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone),
             Verb::Bench(args) => {
                 let drafters = args.drafters.iter_mut().chain(args.drafter.drafter.as_mut());
-                of_decoding(Some(&mut args.prompts), &mut args.heads, drafters, &mut args.backbone)
+                of_decoding(Some(&mut args.prompts), &mut args.heads, drafters, args.backbone.as_mut())
             }
             Verb::Calibrate(args) => vec![
                 args.prompts.as_mut().map(HubArgument::File),
                 Some(HubArgument::Data(&args.data, &mut args.fetched, DataSplit::HeldOut)),
-                Some(HubArgument::heads(&mut args.heads)),
-                Some(HubArgument::backbone(&mut args.backbone)),
+                args.heads.as_mut().map(HubArgument::heads),
+                args.backbone.as_mut().map(HubArgument::backbone),
             ],
             Verb::Data(args) => {
                 let backbone = HubArgument::Model(&mut args.backbone, Wanted::BackboneWithoutWeights);
@@ -165,6 +178,11 @@ impl Verb {
             Verb::Data(args) => Box::new(|common| data::run(args, common)),
             Verb::Inspect(args) => Box::new(|common| inspect::run(args, common)),
             Verb::Report(args) => Box::new(|common| report::run(args, common)),
+            Verb::Calibrate(args) if !args.merge.is_empty() => Box::new(|common| calibrate::merge(args, common)),
+            Verb::Distill(args) if args.server.endpoint.is_some() => {
+                Box::new(|common| distill::server::run(args, common))
+            }
+            Verb::Bench(args) if args.load.endpoint.is_some() => Box::new(|common| bench::endpoint::run(args, common)),
             Verb::Tree(args) if args.latency.is_none() => Box::new(|common| tree::run_without_latency(args, common)),
             _ => return None,
         })
@@ -182,6 +200,7 @@ impl Verb {
             Verb::Tree(args) => tree::run(args, common),
             Verb::Generate(args) => generate::run(args, common),
             Verb::Chat(args) => chat::run(args, common),
+            Verb::Serve(args) => serve::run(args, common),
             Verb::Bench(args) => bench::run(args, common),
             Verb::Export(args) => export::run(args, common),
             Verb::Push(args) => push::run(args, common),
@@ -195,12 +214,12 @@ fn of_decoding<'a>(
     prompts: Option<&'a mut PathBuf>,
     heads: &'a mut Option<PathBuf>,
     drafters: impl IntoIterator<Item = &'a mut DrafterSpec>,
-    backbone: &'a mut PathBuf,
+    backbone: impl Into<Option<&'a mut PathBuf>>,
 ) -> Vec<Option<HubArgument<'a>>> {
     let drafters = drafters.into_iter().flat_map(DrafterSpec::parts_mut).filter_map(HubArgument::of_drafter).map(Some);
     let heads = heads.as_mut().map(HubArgument::heads);
     let first = [prompts.map(HubArgument::File), heads].into_iter();
-    first.chain(drafters).chain([Some(HubArgument::backbone(backbone))]).collect()
+    first.chain(drafters).chain([backbone.into().map(HubArgument::backbone)]).collect()
 }
 
 fn medusa_arguments() -> (CommonFlags, Verb) {

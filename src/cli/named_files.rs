@@ -36,8 +36,13 @@ impl Verb {
                 ("--prompts", Some(&args.prompts)),
                 ("--heads", args.heads.as_ref()),
                 ("--tree", args.tree.as_ref()),
+                ("--api-key-file", args.server.api_key_file.as_ref()),
             ],
-            Verb::Calibrate(args) => vec![("--prompts", args.prompts.as_ref()), ("--heads", Some(&args.heads))],
+            Verb::Calibrate(args) => {
+                let mut inputs = vec![("--prompts", args.prompts.as_ref()), ("--heads", args.heads.as_ref())];
+                inputs.extend(args.merge.iter().map(|file| ("--merge", Some(file))));
+                inputs
+            }
             Verb::Tree(args) => vec![("--calibration", Some(&args.calibration)), ("--heads", args.heads.as_ref())],
             Verb::Generate(args) => {
                 let mut inputs = of_decoding(&args.heads, &args.tree, args.drafter.drafter.iter());
@@ -45,9 +50,11 @@ impl Verb {
                 inputs
             }
             Verb::Chat(args) => of_decoding(&args.heads, &args.tree, args.drafter.drafter.iter()),
+            Verb::Serve(args) => of_decoding(&args.heads, &args.tree, args.drafter.drafter.iter()),
             Verb::Bench(args) => {
                 let mut inputs = of_decoding(&args.heads, &args.tree, args.specs());
                 inputs.extend([("--prompts", Some(&args.prompts)), ("--calibration", args.calibration.as_ref())]);
+                inputs.push(("--api-key-file", args.load.api_key_file.as_ref()));
                 inputs
             }
             Verb::Export(args) => vec![

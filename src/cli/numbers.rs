@@ -3,10 +3,14 @@
 use std::str::FromStr;
 
 use crate::engine::sample::COLDEST;
-use crate::numbers::{NonNegative, Positive, Probability};
+use crate::numbers::{Finite, NonNegative, Positive, Probability};
 
 pub(super) fn probability(text: &str) -> Result<Probability, String> {
     Probability::try_from(number(text)?)
+}
+
+pub(super) fn finite(text: &str) -> Result<Finite, String> {
+    Finite::try_from(number(text)?)
 }
 
 pub(super) fn positive(text: &str) -> Result<Positive, String> {

@@ -71,7 +71,7 @@ impl FitFlags {
         common: &CommonFlags,
     ) -> anyhow::Result<Vec<IndexedPrompt>> {
         let context = usize::try_from(decoder.backbone.config.max_position_embeddings)?;
-        let lengths = first_lengths(&prompts, &decoder.tokenizer, decoder.template.as_ref())?;
+        let lengths = first_lengths(&prompts, &decoder.tokenizer, decoder.template.as_deref())?;
         let all = prompts.into_iter().zip(lengths).enumerate();
         let (fit, others): (Vec<_>, Vec<_>) = all.partition(|(_, (_, length))| *length < context);
         let too_long = others.into_iter().map(|(_, (prompt, length))| TooLong { place: prompt.place, length });

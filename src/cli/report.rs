@@ -18,7 +18,7 @@ const EXAMPLES: &str = "Example:
   medusa report checkpoints/first
   medusa report checkpoints/first checkpoints/second --out both.html
 
-Includes calibration.json, tree.json, latency.json and bench.json if they are in the run's folder.";
+Includes calibration.json, tree.json, latency.json, bench.json and load.json if they are in the run's folder.";
 
 /// Write an HTML report of one or more runs: curves, accuracies, tree, speed, recipe, provenance.
 #[derive(Debug, Args)]

@@ -8,11 +8,12 @@ use clap::{Args, ValueEnum};
 
 use super::backbone::backbone_config;
 use super::{CommonFlags, UsageError};
-use crate::data::chat_template::{ChatTemplate, TemplateChoice};
+use crate::data::chat_template::{ChatTemplate, TemplateChoice, TemplateError};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::dtype::Dtype;
 use crate::formats::heads_config::{CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE, PublishedHeadsConfig};
 use crate::model::config::LlamaConfig;
+use crate::model::device_map::DeviceMap;
 use crate::model::quantization::Quantization;
 use crate::model::weights::WeightFiles;
 
@@ -60,6 +61,8 @@ pub struct Served {
     /// The context to load the backbone with; by default its own. [`ServedFlags::resolve`] gives that of the heads' training if rotary
     /// embeddings depend on it.
     pub context: Option<i64>,
+    /// Over which GPUs the layers are spread, where a verb can do it.
+    pub device_map: Option<DeviceMap>,
     /// Compute dtype of the heads' training, which weights in float16 are decoded in on a CPU.
     pub dtype: Option<Dtype>,
 }
@@ -108,11 +111,21 @@ impl ServedFlags {
         let config = file.as_ref().and_then(HeadsFile::config);
         config.and_then(|config| other_backbone(backbone, config)).iter().for_each(|notice| common.say(notice));
         Ok(Served {
+            device_map: None,
             quantization: self.quantization(config, common)?,
             template: self.template(backbone, heads.zip(config), common)?,
             context: rope_context(heads, &of_backbone)?,
             dtype: config.and_then(PublishedHeadsConfig::backbone_dtype),
         })
+    }
+
+    /// The flag, else the backbone's own.
+    ///
+    /// # Errors
+    /// A template that cannot be read.
+    pub(super) fn template_of(&self, backbone: &Path) -> Result<Option<ChatTemplate>, TemplateError> {
+        let choice = self.chat_template.as_ref().map_or(Some(TemplateChoice::default()), |flag| flag.choice().cloned());
+        choice.map_or(Ok(None), |choice| ChatTemplate::choose(&choice, backbone))
     }
 
     fn quantization(

@@ -1,11 +1,14 @@
 //! `medusa train RECIPE.toml` and `medusa-train`: train heads from a recipe.
 
+use std::env;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Args;
 use serde::Serialize;
 use serde_json::{Value, json};
-use tch::{Device, Kind};
+use tch::Kind;
 
 use super::downloads::told;
 use super::reading::watched;
@@ -18,13 +21,19 @@ use crate::formats::run_folder::BEST;
 use crate::fused;
 use crate::plural::counted;
 use crate::recipe::{LoadedRecipe, WrittenRecipe};
+use crate::torch::collective::OneProcess;
+use crate::torch::process_group::ProcessGroup;
+use crate::torch::process_group::rendezvous::Rendezvous;
 use crate::train::checked::CheckedRun;
 use crate::train::patience::BestSoFar;
 use crate::train::plan::TrainPlan;
+use crate::train::ranks::Ranks;
 use crate::train::run::TrainRun;
 use crate::train::run_folder::check_output_dir;
+use crate::train::same_run;
 use crate::train::training_loop::RunOutcome;
 
+mod nproc;
 mod preview;
 pub(super) mod progress;
 
@@ -51,7 +60,17 @@ pub struct TrainArgs {
     /// this flag.
     #[arg(long)]
     pub skip_bad_rows: bool,
+    /// Train with N processes on this machine, which share its GPUs or its cores; with --check, plan for N. Several machines: torchrun or srun
+    /// starts the processes.
+    #[arg(long, value_name = "N")]
+    pub nproc: Option<NonZeroUsize>,
+    /// Give up on another process that takes no part in an exchange for so long; saving a checkpoint must be faster.
+    #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_TIMEOUT)]
+    pub process_timeout: NonZeroU64,
 }
+
+/// That of NCCL in PyTorch.
+const DEFAULT_TIMEOUT: NonZeroU64 = NonZeroU64::new(600).expect("a constant above 0");
 
 /// Trains, or with `--check` prints the plan.
 ///
@@ -59,32 +78,96 @@ pub struct TrainArgs {
 /// An error in the recipe, the backbone or the data, a failed run, or [`Interrupted`] with a summary of what was saved.
 pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
-    let read = if args.resume { WrittenRecipe::read_to_resume } else { WrittenRecipe::read };
-    let written = read(&args.recipe)?;
-    if !args.check {
+    let place = Rendezvous::from(&|name| env::var(name).ok()).map_err(|error| UsageError(error.to_string()))?;
+    let written = read_recipe(args)?;
+    if !args.check && place.as_ref().is_none_or(|place| place.rank == 0) {
         check_output_dir(written.output_dir(), args.resume)?; // before any download
     }
-    let device = common.device.resolve()?;
-    let loaded = told(common, |tell| written.fetch(device, tell))?;
-    let loaded = if args.check { loaded } else { told(common, |tell| loaded.with_weights(tell))? };
-    let checked = load(&loaded, device, args, common)?;
-    let preview = RunPreview::of(&checked, &loaded.recipe, args.resume)?;
-    if args.check {
-        let recipe = json!({"recipe": loaded.recipe, "defaults": loaded.default_keys()});
-        return match common.json {
-            true => print_json(&CheckedPlan { recipe, preview }),
-            false => print_text(format_args!("{}\n\n{}", preview.text(), loaded.defaults_by_table())),
+    let Some(place) = place else {
+        return match args.nproc.filter(|count| count.get() > 1 && !args.check) {
+            Some(count) => nproc::run(count, common),
+            None => run_rank(args, common, &written, Ranks::new(&OneProcess, common.device.resolve()?)),
         };
+    };
+    if args.nproc.is_some() {
+        return Err(UsageError(STARTED_BEFORE.into()).into());
     }
-    common.say(preview.finished().unwrap_or_else(|| preview.text()));
+    nproc::end_with_starter()?;
+    let group = ProcessGroup::join(&place, Duration::from_secs(args.process_timeout.get()))?;
+    let device = common.device.of_process(group.local())?.resolve()?;
+    run_rank(args, common, &written, Ranks::new(&group, device))
+}
+
+const STARTED_BEFORE: &str = "--nproc starts processes by itself, but RANK and WORLD_SIZE, or those of srun, say that this is one of several: \
+    leave out --nproc, or the variables";
+
+fn read_recipe(args: &TrainArgs) -> anyhow::Result<WrittenRecipe> {
+    let read = if args.resume { WrittenRecipe::read_to_resume } else { WrittenRecipe::read };
+    Ok(read(&args.recipe)?)
+}
+
+/// Trains as one of the processes of a run. Only rank 0 prints; an error of one ends all.
+fn run_rank(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, ranks: Ranks) -> anyhow::Result<()> {
+    let quiet = CommonFlags { quiet: true, json: false, ..common.clone() };
+    let common = if ranks.is_first() { common } else { &quiet };
+    train(args, common, written, ranks).map_err(|error| {
+        let is_told_as_it_is = ranks.is_alone() || error.is::<Interrupted>();
+        if is_told_as_it_is { error } else { OfRank { rank: ranks.rank(), error }.into() }
+    })
+}
+
+/// An error of one of several processes.
+#[derive(Debug, thiserror::Error)]
+#[error("rank {rank}: {error}")]
+struct OfRank {
+    rank: usize,
+    #[source]
+    error: anyhow::Error,
+}
+
+fn train(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, ranks: Ranks) -> anyhow::Result<()> {
+    let (loaded, checked) = ranks.first_of_machine_first(|| {
+        let loaded = told(common, |tell| written.clone().fetch(ranks.device(), tell))?;
+        let loaded = if args.check { loaded } else { told(common, |tell| loaded.with_weights(tell))? };
+        let checked = load(&loaded, ranks, args, common)?;
+        anyhow::Ok((loaded, checked))
+    })?;
+    let preview = ranks.is_first().then(|| RunPreview::of(&checked, &loaded.recipe, args.resume));
+    let preview = ranks.agree(preview.transpose().map_err(anyhow::Error::from))?;
+    if let Some(preview) = preview {
+        if args.check {
+            return print_check(&loaded, preview, common);
+        }
+        common.say(preview.finished().unwrap_or_else(|| preview.text()));
+    } else if args.check {
+        return Ok(());
+    }
     let kinds = [Kind::Float, checked.plan.backbone.dtype.kind()];
-    if let Some(why) = kinds.into_iter().find_map(|kind| fused::unavailable(device, kind)) {
+    if let Some(why) = kinds.into_iter().find_map(|kind| fused::unavailable(ranks.device(), kind)) {
         common.say(format_args!("libtorch's operations train here, and they are slower than our kernels: {why}"));
     }
     let mut progress = TrainProgress::new(common, checked.total_steps);
-    let outcome = TrainRun::load(checked)?.train(args.resume, interrupted(), &mut |event| progress.tell(&event));
+    let run = ranks.agree(TrainRun::load(checked))?;
+    let outcome = run.train(ranks, args.resume, interrupted(), &mut |event| progress.tell(&event));
     drop(progress);
-    report(outcome?, args, common)
+    let outcome = outcome?;
+    if ranks.is_first() { report(outcome, args, common) } else { report_of_other(&outcome, ranks) }
+}
+
+fn print_check(loaded: &LoadedRecipe, preview: RunPreview, common: &CommonFlags) -> anyhow::Result<()> {
+    let recipe = json!({"recipe": loaded.recipe, "defaults": loaded.default_keys()});
+    match common.json {
+        true => print_json(&CheckedPlan { recipe, preview }),
+        false => print_text(format_args!("{}\n\n{}", preview.text(), loaded.defaults_by_table())),
+    }
+}
+
+/// Of a process that is not rank 0, which tells the rest.
+fn report_of_other(outcome: &RunOutcome, ranks: Ranks) -> anyhow::Result<()> {
+    match outcome {
+        RunOutcome::Interrupted(_) => Err(Interrupted(format!("rank {}: interrupted", ranks.rank())).into()),
+        _ => Ok(()),
+    }
 }
 
 /// What `--check --json` prints.
@@ -97,8 +180,16 @@ struct CheckedPlan {
 }
 
 /// Reads and checks everything before the backbone's weights are loaded.
-fn load(loaded: &LoadedRecipe, device: Device, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<CheckedRun> {
-    let plan = TrainPlan { skip_bad_rows: args.skip_bad_rows, ..loaded.plan(device) };
+fn load(loaded: &LoadedRecipe, ranks: Ranks, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<CheckedRun> {
+    let plan = TrainPlan {
+        skip_bad_rows: args.skip_bad_rows,
+        world_size: planned_processes(args, ranks),
+        ..loaded.plan(ranks.device())
+    };
+    same_run::check_micro_batches(&plan.train, plan.world_size)?;
+    if plan.world_size > 1 && plan.device.is_cuda() && plan.backbone.device_map.is_some() {
+        return Err(UsageError(SPREAD_PROCESSES.into()).into());
+    }
     let heads = plan.heads.init_from.clone();
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     if let Some(heads) = heads {
@@ -107,6 +198,13 @@ fn load(loaded: &LoadedRecipe, device: Device, args: &TrainArgs, common: &Common
         notices.iter().filter(|notice| !is_same(notice)).for_each(|notice| common.say(notice));
     }
     Ok(checked)
+}
+
+const SPREAD_PROCESSES: &str = "backbone.device_map with several processes is not supported on GPUs yet: leave out device_map, or start one process";
+
+/// Those of the run, or with `--check` those that it is planned for.
+fn planned_processes(args: &TrainArgs, ranks: Ranks) -> usize {
+    args.nproc.filter(|_| ranks.is_alone()).map_or(ranks.world_size(), NonZeroUsize::get)
 }
 
 /// Rejects flags that would override the recipe.

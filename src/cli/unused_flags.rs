@@ -5,14 +5,19 @@ use clap::{Arg, ArgMatches, Command};
 
 use crate::torch::DeviceChoice;
 
+/// Verbs that have a use for all flags, except with a server.
+const ENDPOINTS: [(&str, &str); 2] = [("bench", "bench --endpoint"), ("distill", "distill --endpoint")];
+
 /// The common flags that are of no use in a verb.
 fn unused(verb: &str) -> &'static [&'static str] {
     match verb {
         "init" | "train" | "medusa-train" | "doctor" => &["dtype", "seed"],
         "data" => &["device", "dtype", "seed"],
         "inspect" | "push" | "report" => &["device", "dtype", "seed", "threads"],
-        "calibrate" | "tree" => &["seed"],
+        "calibrate" | "serve" | "tree" => &["seed"],
         "export" => &["device", "seed"],
+        "bench --endpoint" => &["device", "dtype", "threads"],
+        "distill --endpoint" => &["device", "dtype"],
         _ => &[],
     }
 }
@@ -43,6 +48,8 @@ pub(super) fn notice(matches: &ArgMatches) -> Option<String> {
     };
     let device = || [of_verb, matches].into_iter().find_map(|matches| matches.get_one::<DeviceChoice>("device"));
     let on_cpu = || device().is_some_and(|device| matches!(device, DeviceChoice::Auto | DeviceChoice::Cpu));
+    let asking = ENDPOINTS.iter().find(|(name, _)| *name == verb && of_verb.value_source("endpoint").is_some());
+    let verb = asking.map_or(verb, |(_, asking)| *asking);
     let flag = unused(verb).iter().find(|flag| is_typed(flag) && !(**flag == "device" && on_cpu()))?;
     Some(format!("--{flag} has no effect on `medusa {verb}`"))
 }

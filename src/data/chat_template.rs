@@ -137,7 +137,7 @@ impl TemplateError {
     }
 
     /// What a template raised, in its own words.
-    pub(super) fn words(&self) -> String {
+    pub fn words(&self) -> String {
         match self {
             Self::Render { source, .. } => source.detail().map_or_else(|| source.to_string(), str::to_owned),
             other => other.to_string(),

@@ -22,7 +22,7 @@ const TEXTS: [&str; 6] = ["text", "instruction", "input", "output", "prompt", "c
 const CONVERSATIONS: [&str; 2] = ["messages", "conversations"];
 /// Of strings, or of lists of messages.
 const PAIR: [&str; 2] = ["prompt", "completion"];
-const LISTS: [&str; 2] = ["input_ids", "labels"];
+const LISTS: [&str; 3] = ["input_ids", "labels", "loss_mask"];
 const TOOLS: &str = "tools";
 const CALLS: &str = "tool_calls";
 /// Names of a turn's parts, OpenAI's and ShareGPT's.
@@ -149,6 +149,8 @@ fn item_of(kind: &DataType) -> Option<&DataType> {
 pub(super) struct Columns {
     ids: Option<ArrayRef>,
     labels: Option<ArrayRef>,
+    /// In place of labels.
+    loss_mask: Option<ArrayRef>,
     conversations: Vec<(&'static str, Conversations)>,
     /// Prompts and completions that are messages.
     pair: Option<[Conversations; 2]>,
@@ -210,6 +212,7 @@ impl Columns {
         Ok(Self {
             ids: list("input_ids")?,
             labels: list("labels")?,
+            loss_mask: list("loss_mask")?,
             conversations: CONVERSATIONS.into_iter().filter_map(named).collect::<Result<_, _>>()?,
             pair: asked?.zip(said?).map(<[Conversations; 2]>::from),
             texts: [a?, b?, c?, d?, e?, f?],
@@ -221,7 +224,8 @@ impl Columns {
     /// Of several forms of a row the first that is not null counts, as in JSONL.
     pub(super) fn row(&self, row: usize) -> Result<RawRow, RowProblem> {
         if let Some(input_ids) = integers(self.ids.as_ref(), "input_ids", row)? {
-            return Ok(RawRow::Tokens { input_ids, labels: integers(self.labels.as_ref(), "labels", row)? });
+            let list = |column: &Option<ArrayRef>, key| integers(column.as_ref(), key, row);
+            return RawRow::of_tokens(input_ids, list(&self.labels, "labels")?, list(&self.loss_mask, "loss_mask")?);
         }
         if self.bytes(row) > ROW_LIMIT {
             return Err(RowProblem::TooLong);

@@ -9,6 +9,8 @@ use super::chat_template::{TemplateChoice, TemplateError};
 use super::report::LoadReport;
 use super::rows::RowError;
 use super::source::SourceError;
+use crate::formats::captured_states::CapturedError;
+use crate::plural::counted;
 
 /// Why data files give no rows.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +43,39 @@ pub enum DataError {
         /// What the template raises.
         words: String,
     },
+    /// A file of hidden states that is not right.
+    #[error("data.hidden_states: {0}")]
+    Captured(#[from] CapturedError),
+    #[error("data.hidden_states = {entry:?}: no file of hidden states (.safetensors) that can be read{first}")]
+    NoCapturedFile {
+        entry: String,
+        /// The first that cannot be read, as the end of the sentence.
+        first: String,
+    },
+    /// A row of `data.train` or `data.validation` without a file.
+    #[error(
+        "{} {} no hidden states in {entry}: the first is row {row} (counted from 0) of {length} tokens ({}, …), and no file has these token_ids{namesake}; let \
+         the server capture them, or leave such rows out with --skip-bad-rows; with data.hidden_states alone, rows are those of the files",
+        of_all(*without, *rows), if *without == 1 { "has" } else { "have" }, numbers(tokens)
+    )]
+    NoStatesOfRow {
+        row: usize,
+        /// Its first tokens.
+        tokens: Vec<i32>,
+        length: usize,
+        entry: String,
+        /// How the file of this number differs, if there is one.
+        namesake: String,
+        /// Rows without a file.
+        without: usize,
+        rows: usize,
+    },
+    /// Rows that the server saw whole.
+    #[error(
+        "{} longer than data.max_length = {max_length}, and rows with hidden states of a server are neither split nor cut: raise data.max_length (the longest \
+         file has {longest} tokens), or leave such rows out with data.long_rows = \"drop\"", are(*rows)
+    )]
+    LongerThanCaptured { max_length: usize, longest: usize, rows: usize },
     /// A set of `data.mix` that cannot have a share.
     #[error("data.mix: no row to use in {entry}, so it cannot have a share; remove it from data.train and data.mix")]
     EmptySet {
@@ -59,4 +94,16 @@ pub enum DataError {
         /// Rows of the largest set; the pieces of a long one count once.
         rows: usize,
     },
+}
+
+fn of_all(some: usize, all: usize) -> String {
+    format!("{some} of {}", counted(all, "row"))
+}
+
+fn are(rows: usize) -> String {
+    format!("{} {}", counted(rows, "row"), if rows == 1 { "is" } else { "are" })
+}
+
+fn numbers(tokens: &[i32]) -> String {
+    tokens.iter().map(i32::to_string).collect::<Vec<_>>().join(", ")
 }

@@ -107,6 +107,9 @@ struct JsonRow<'l> {
     /// Looked at beside `input_ids` only: data sets of texts call other things so, too.
     #[serde(borrow)]
     labels: Option<&'l RawValue>,
+    /// In place of labels, as speculators writes it; looked at as they are.
+    #[serde(borrow)]
+    loss_mask: Option<&'l RawValue>,
     messages: Option<Value>,
     conversations: Option<Value>,
     instruction: Option<Value>,
@@ -146,9 +149,11 @@ fn row(line: &[u8]) -> Result<RawRow, RowProblem> {
     let of_messages =
         |key, value, inputs| Ok(RawRow::conversation(key, conversation::of_messages(key, &value)?, inputs));
     match row {
-        JsonRow { input_ids: Some(input_ids), labels, .. } => {
-            let labels = labels.map(|labels| serde_json::from_str(labels.get())).transpose();
-            Ok(RawRow::Tokens { input_ids, labels: labels.map_err(|error| explain(line, &error))? })
+        JsonRow { input_ids: Some(input_ids), labels, loss_mask, .. } => {
+            let list = |value: Option<&RawValue>| value.map(|value| serde_json::from_str(value.get())).transpose();
+            let explained = |error| explain(line, &error);
+            let (labels, mask) = (list(labels).map_err(explained)?, list(loss_mask).map_err(explained)?);
+            RawRow::of_tokens(input_ids, labels, mask)
         }
         JsonRow { messages: Some(value), tools, chat_template_kwargs, .. } => {
             of_messages("messages", value, inputs(tools, chat_template_kwargs)?)
@@ -236,7 +241,7 @@ fn explain(line: &[u8], error: &serde_json::Error) -> RowProblem {
         Ok(object) => object,
         Err(problem) => return problem,
     };
-    let ids = ["input_ids", "labels"].iter().find_map(|key| bad_integer(key, object.get(*key)?));
+    let ids = ["input_ids", "labels", "loss_mask"].iter().find_map(|key| bad_integer(key, object.get(*key)?));
     ids.unwrap_or_else(|| broken(error)) // a key that is there twice
 }
 

@@ -30,6 +30,25 @@ struct Epoch {
     order: Vec<u32>,
 }
 
+/// Which of the micro batches of a step, or of the batches of an evaluation, a process computes: number `i` belongs to the process with rank `i`
+/// modulo the number of processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchShare {
+    pub rank: usize,
+    /// Not 0.
+    pub world_size: usize,
+}
+
+impl BatchShare {
+    /// All of them.
+    pub const WHOLE: Self = Self { rank: 0, world_size: 1 };
+
+    /// The number, among those of all processes, of the `index`-th that this process computes.
+    pub fn number(self, index: usize) -> usize {
+        index * self.world_size + self.rank
+    }
+}
+
 /// One forward pass: `rows` sequences, padded on the right to `length`. Everything is flat, row after row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
@@ -106,6 +125,14 @@ impl Loader {
     /// # Errors
     /// As [`Sequences::get`].
     pub fn step(&self, step: usize) -> Result<Vec<Batch>, CacheError> {
+        self.step_share(step, BatchShare::WHOLE)
+    }
+
+    /// As [`Loader::step`], a process's share of them: none if the last step of an epoch has fewer micro batches than there are processes.
+    ///
+    /// # Errors
+    /// As [`Sequences::get`].
+    pub fn step_share(&self, step: usize, share: BatchShare) -> Result<Vec<Batch>, CacheError> {
         let (epoch, step) = (step / self.steps_per_epoch(), step % self.steps_per_epoch());
         // The epoch is replaced as a whole: after a panic elsewhere it is still consistent.
         let mut known = self.epoch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -115,13 +142,19 @@ impl Loader {
         };
         let first = step * self.step_size();
         let ids = &known.order[first..known.order.len().min(first + self.step_size())];
-        ids.chunks(self.micro_batch_size).map(|ids| batch(&known.sequences, ids)).collect()
+        let micro_batches = ids.chunks(self.micro_batch_size).skip(share.rank).step_by(share.world_size);
+        micro_batches.map(|ids| batch(&known.sequences, ids)).collect()
     }
 
     /// All sequences once, in the order they were given; one batch is read after the other.
     pub fn eval_batches(&self) -> impl Iterator<Item = Result<Batch, CacheError>> + '_ {
+        self.eval_share(BatchShare::WHOLE)
+    }
+
+    /// As [`Loader::eval_batches`], a process's share of the batches.
+    pub fn eval_share(&self, share: BatchShare) -> impl Iterator<Item = Result<Batch, CacheError>> + '_ {
         let firsts = (0..self.sequences.len()).step_by(self.micro_batch_size);
-        firsts.map(|first| {
+        firsts.skip(share.rank).step_by(share.world_size).map(|first| {
             let last = self.sequences.len().min(first + self.micro_batch_size);
             batch(&self.sequences, &(first as u32..last as u32).collect::<Vec<_>>())
         })
@@ -354,6 +387,25 @@ mod tests {
                 seen.sort_unstable();
                 prop_assert_eq!(seen, (0..count).collect::<Vec<_>>());
             }
+        }
+
+        #[test]
+        fn processes_share_the_batches_of_steps_and_evaluations(
+            sequences in sequences(), size in 1_usize..4, accumulation in 1_usize..5, world_size in 1_usize..6, seed: u64,
+        ) {
+            let loader = Loader::new(Sequences::in_memory(sequences), size, accumulation, Some(seed));
+            let shares = || (0..world_size).map(|rank| BatchShare { rank, world_size });
+            // The batches of all processes by their number.
+            let joined = |of: &dyn Fn(BatchShare) -> Vec<Batch>| {
+                let numbered = |share: BatchShare| of(share).into_iter().enumerate().map(move |(i, batch)| (share.number(i), batch));
+                shares().flat_map(numbered).collect::<std::collections::BTreeMap<_, _>>().into_iter().collect::<Vec<_>>()
+            };
+            for step in 0..2 * loader.steps_per_epoch() {
+                let whole: Vec<_> = loader.step(step).unwrap().into_iter().enumerate().collect();
+                prop_assert_eq!(joined(&|share| loader.step_share(step, share).unwrap()), whole);
+            }
+            let whole: Vec<_> = loader.eval_batches().map(Result::unwrap).enumerate().collect();
+            prop_assert_eq!(joined(&|share| loader.eval_share(share).map(Result::unwrap).collect()), whole);
         }
 
         #[test]

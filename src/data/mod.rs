@@ -3,6 +3,7 @@
 mod arrow_ipc;
 mod best_fit;
 pub mod cache;
+pub mod captured;
 pub mod chat;
 pub mod chat_template;
 mod column_advice;

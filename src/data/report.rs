@@ -187,7 +187,7 @@ impl FileSummary {
             counts.pieces += pieces;
         }
         for row in kept {
-            let targets = row.labels.iter().skip(1).filter(|label| **label != IGNORE).count();
+            let targets = targets(row);
             counts.tokens += row.input_ids.len();
             counts.tokens_with_loss += targets;
             counts.without_targets += usize::from(targets == 0);
@@ -278,6 +278,26 @@ impl LoadReport {
         all.milliseconds += file.milliseconds;
     }
 
+    /// Counts rows as skipped that were counted as kept: `rows` with their places among those kept. `first` is the problem of the first.
+    pub(super) fn skip(&mut self, kind: &str, first: &str, rows: &[(usize, TokenRow)]) {
+        let first = BadRows { rows: 0, first: first.to_owned() };
+        self.counts.bad_rows.entry(kind.to_owned()).or_insert(first).rows += rows.len();
+        self.counts.rows -= rows.len();
+        for (_, row) in rows {
+            let targets = targets(row);
+            self.counts.tokens -= row.input_ids.len();
+            self.counts.tokens_with_loss -= targets;
+            self.counts.without_targets -= usize::from(targets == 0);
+        }
+        let (mut places, mut end) = (rows.iter().map(|(at, _)| *at).peekable(), 0);
+        for count in &mut self.rows_of_entries {
+            end += *count;
+            while places.next_if(|at| *at < end).is_some() {
+                *count -= 1;
+            }
+        }
+    }
+
     /// What to do where all rows are conversations in which the assistant says nothing.
     pub(super) fn no_answers(&self) -> Option<&'static str> {
         let unanswered = self.counts.dropped.get(&DropReason::NoAssistantTurn);
@@ -315,6 +335,11 @@ impl Tokenised {
     pub fn tokens_per_second(&self) -> f64 {
         1000.0 * self.tokens as f64 / self.milliseconds.max(1) as f64
     }
+}
+
+/// Tokens of a row that the tokens before them learn.
+fn targets(row: &TokenRow) -> usize {
+    row.labels.iter().skip(1).filter(|label| **label != IGNORE).count()
 }
 
 /// Counts rows that are left out.

@@ -118,8 +118,13 @@ pub enum RowProblem {
     #[error("{key}: expected {expected}, got {got}")]
     Value { key: String, expected: &'static str, got: String },
     /// Labels that do not fit their tokens.
-    #[error("labels: expected {ids} values, one for each of input_ids, got {labels}")]
-    LabelsLength { ids: usize, labels: usize },
+    #[error("{key}: expected {ids} values, one for each of input_ids, got {labels}")]
+    LabelsLength {
+        /// `labels` or `loss_mask`.
+        key: &'static str,
+        ids: usize,
+        labels: usize,
+    },
     /// A token the backbone does not have.
     #[error("{key}[{index}]: expected a token id from 0 to {}, the backbone's vocabulary, got {id}", vocab_size - 1)]
     TokenOutOfRange {
@@ -240,7 +245,7 @@ impl TokenRow {
             return Ok(Self { labels: input_ids.clone(), input_ids });
         };
         if labels.len() != ids.len() {
-            return Err(RowProblem::LabelsLength { ids: ids.len(), labels: labels.len() });
+            return Err(RowProblem::LabelsLength { key: "labels", ids: ids.len(), labels: labels.len() });
         }
         Ok(Self { input_ids, labels: in_vocabulary("labels", labels, vocab_size, Some(IGNORE))? })
     }

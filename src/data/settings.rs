@@ -18,15 +18,20 @@ use crate::files;
 use crate::numbers::{Fraction, Positive};
 
 /// Part of every key: raise it when the same input would give other rows, or another file.
-const CACHE_FORMAT: &str = "medusa tokens 8";
+const CACHE_FORMAT: &str = "medusa tokens 9";
 
 /// `[data]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// Files, folders or globs: JSONL, JSON arrays, CSV or text (also in gzip or zstd), Parquet, Arrow.
-    #[serde(deserialize_with = "one_or_more")]
+    /// Files, folders or globs: JSONL, JSON arrays, CSV or text (also in gzip or zstd), Parquet, Arrow. May be left out with `hidden_states`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "one_or_more")]
     pub train: Vec<String>,
+    /// Medusa-1: a folder or glob of hidden states that a server captured (`hs_*.safetensors`), one file for each row of `train` and
+    /// `validation`. Without `train`, the rows are those of the files. Of the backbone's folder only config.json, the LM head and the final
+    /// norm are read, and the embedding for sequential heads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hidden_states: Option<String>,
     /// Weights of the entries of `train`: each gives this share of the tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mix: Option<Vec<Positive>>,

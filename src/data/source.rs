@@ -181,7 +181,8 @@ fn in_folders(folder: &Path) -> String {
     if inner.is_empty() { String::new() } else { format!("; it has folders: {}", inner.join(", ")) }
 }
 
-fn matches(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
+/// The files that match a pattern.
+pub(super) fn matches(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
     let bad = |source| SourceError::BadPattern { pattern: pattern.to_owned(), source };
     let mut found = Vec::new();
     for entry in glob::glob(pattern).map_err(bad)? {

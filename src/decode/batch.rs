@@ -4,7 +4,7 @@
 //!
 //! At temperature 0, and with lossless acceptance at any, each text equals the one that [`HostLoop`](super::host_loop::HostLoop) decodes: on
 //! the CPU's kernels exactly, with libtorch up to rounding between equally probable tokens. Sampled texts do not depend on the rest of
-//! the batch.
+//! the batch. Temperatures, penalties and rules of acceptance may differ between the texts.
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
@@ -13,7 +13,7 @@ use std::ops::ControlFlow;
 use tch::no_grad;
 
 use super::error::{DecodeError, check_prompt};
-use super::request::{Generation, Request};
+use super::request::{Generation, Request, ToldTokens};
 use super::sequence::Sequence;
 use super::step::{Drafting, Stepper};
 use crate::draft::Drafter;
@@ -28,17 +28,20 @@ const TOKENS_WORTH_A_PASS: usize = 512;
 /// One of so many texts of a batch may wait for others, so that their prompts share a pass.
 const SHARE_THAT_WAITS: usize = 8;
 
-/// A text's key, and what came of it: [`DecodeError::NotFinite`] where no token could be chosen.
+/// A text's key, and what came of it: [`DecodeError::NotFinite`] where no token could be chosen, [`DecodeError::OutOfMemory`] where it does
+/// not fit even alone.
 pub type Ended = (usize, Result<Generation, DecodeError>);
 
 /// Receives each text's new tokens after a step, with its key; `Break` ends the text.
-pub type OnTokensOf<'a> = dyn FnMut(usize, &[i64]) -> ControlFlow<()> + 'a;
+pub type OnTokensOf<'a> = dyn FnMut(usize, ToldTokens) -> ControlFlow<()> + 'a;
 
 /// A batch of texts.
 #[derive(Debug)]
 pub struct SequenceBatch<'a> {
     stepper: Stepper<'a>,
     size: NonZeroUsize,
+    /// The size at the start.
+    most: NonZeroUsize,
     /// Tokens of a row that the cache is allocated for at once; otherwise it grows with its texts.
     room: Option<NonZeroUsize>,
     /// Tokens of prompts that are computed between two steps.
@@ -65,6 +68,7 @@ impl<'a> SequenceBatch<'a> {
         Self {
             stepper: Stepper::new(engine, drafter),
             size,
+            most: size,
             room: None,
             prompt_tokens: NonZeroUsize::MAX,
             sequences: vec![],
@@ -97,12 +101,22 @@ impl<'a> SequenceBatch<'a> {
         self
     }
 
+    /// Who computes, as `--engine` spells it.
+    pub fn engine_name(&self) -> &'static str {
+        self.stepper.engine().name()
+    }
+
+    /// Memory of the beginnings of texts.
+    pub fn prefix_bytes(&self) -> usize {
+        self.stepper.prefix_bytes()
+    }
+
     /// Tokens of prompts that were not computed, because earlier texts began with them.
     pub fn reused_tokens(&self) -> usize {
         self.stepper.reused()
     }
 
-    /// Most texts that are decoded together. Smaller than at the start where memory ran out.
+    /// Most texts that are decoded together. Smaller than at the start where memory ran out, until a text has ended because of that.
     pub fn size(&self) -> NonZeroUsize {
         self.size
     }
@@ -153,6 +167,13 @@ impl<'a> SequenceBatch<'a> {
         Some(self.ended.remove(at).1)
     }
 
+    /// Drops all texts, and the beginnings that are kept. After an error, too, others can enter then.
+    pub fn clear(&mut self) {
+        self.empty();
+        self.waiting.clear();
+        self.ended.clear();
+    }
+
     /// As [`SequenceBatch::step_telling`], without listening.
     ///
     /// # Errors
@@ -164,21 +185,48 @@ impl<'a> SequenceBatch<'a> {
     /// Computes prompts, then runs one step for every text whose prompt is computed. Tells the new tokens of each text, and returns the texts
     /// that ended, in the order of their keys. They leave the batch.
     ///
-    /// Where memory runs out, it halves the size of the batch instead, and the next steps go on with all texts.
+    /// Where memory runs out, the next steps go on with all texts after the cache is emptied and the beginnings of earlier texts are dropped. If
+    /// that was not enough, or there were none, the size of the batch is halved. A text that does not fit alone ends with
+    /// [`DecodeError::OutOfMemory`], and the batch has its first size again.
     ///
     /// # Errors
-    /// [`DecodeError::Torch`].
+    /// [`DecodeError::Torch`], for other reasons than memory. No text is lost: another step tries again.
     pub fn step_telling(&mut self, on_tokens: &mut OnTokensOf) -> Result<Vec<Ended>, DecodeError> {
         let stepped = self.advance();
         let tried = (self.sequences.len() + self.waiting.len()).min(self.size.get());
+        let first = self.keys.first().copied().or_else(|| self.waiting.front().map(|(key, _)| *key));
         self.tell(on_tokens);
-        match stepped {
-            Err(panic) if !(panic.out_of_memory && self.shrink(tried / 2)) => return Err(panic.into()),
-            _ => {}
+        if let Err(panic) = stepped {
+            self.recover(panic, tried, first)?;
         }
         let mut ended = std::mem::take(&mut self.ended);
         ended.sort_by_key(|(key, _)| *key);
         Ok(ended)
+    }
+
+    /// After a step of `tried` texts that failed, the first of them under the key `first`. The cache may hold part of the step.
+    fn recover(&mut self, panic: TorchPanic, tried: usize, first: Option<usize>) -> Result<(), DecodeError> {
+        // What is held besides the texts' tokens: earlier texts, or rows of texts that have left.
+        let held_more = self.stepper.prefix_bytes() > 0 || (tried == 1 && !self.stepper.is_bare());
+        self.empty();
+        match NonZeroUsize::new(tried / 2) {
+            _ if !panic.out_of_memory => return Err(panic.into()),
+            _ if held_more => {}
+            Some(half) => self.size = half,
+            None => self.end_first(first, panic),
+        }
+        Ok(())
+    }
+
+    /// Ends a text that does not fit alone, unless it has left meanwhile. The others may be as many as at the start again.
+    fn end_first(&mut self, first: Option<usize>, source: TorchPanic) {
+        self.size = self.most;
+        let at = self.waiting.iter().position(|(key, _)| Some(*key) == first);
+        if let Some((key, sequence)) = at.and_then(|at| self.waiting.remove(at)) {
+            self.left += sequence.text.new_ids().len();
+            let tokens = sequence.text.ids().len();
+            self.ended.push((key, Err(DecodeError::OutOfMemory { tokens, source })));
+        }
     }
 
     /// Tells new tokens; texts that have ended leave.
@@ -186,7 +234,7 @@ impl<'a> SequenceBatch<'a> {
         // Last row first: `swap_remove` then only moves rows that were already told.
         for row in (0..self.sequences.len()).rev() {
             let key = self.keys[row];
-            if self.sequences[row].text.tell(&mut |ids| on_tokens(key, ids)).is_break() {
+            if self.sequences[row].text.tell(&mut |told| on_tokens(key, told)).is_break() {
                 let ended = self.leave(row);
                 self.ended.push(ended);
             }
@@ -216,11 +264,13 @@ impl<'a> SequenceBatch<'a> {
 
     /// Gives rows of the cache to waiting texts.
     fn admit(&mut self) -> Result<(), TorchPanic> {
-        if self.more_will_wait() {
+        if self.waits_for_more() {
             return Ok(());
         }
         if let Some(tokens) = self.room.filter(|_| !self.waiting.is_empty()) {
-            guard("allocating the cache", || self.stepper.reserve(self.size.get(), tokens.get()))?;
+            let (most, texts) = (self.size.get(), self.sequences.len() + self.waiting.len());
+            let rows = if self.stepper.is_bare() { texts.min(most) } else { most };
+            guard("allocating the cache", || self.stepper.reserve(rows, tokens.get()))?;
         }
         while self.sequences.len() < self.size.get()
             && let Some((key, sequence)) = self.waiting.pop_front()
@@ -235,23 +285,21 @@ impl<'a> SequenceBatch<'a> {
         Ok(())
     }
 
-    /// Whether so few tokens wait that a pass over them would take as long as one over more, and others will join them: a batch without room
-    /// has a caller with more texts. Meanwhile at most one row of [`SHARE_THAT_WAITS`] is empty.
-    fn more_will_wait(&self) -> bool {
+    /// Whether waiting texts stay out of the cache for now. Where prompts run together, a pass over few tokens takes as long as one over more. So few
+    /// texts with short prompts wait for others, as long as a batch without room shows that its caller has more. Meanwhile at most one row of
+    /// [`SHARE_THAT_WAITS`] is empty.
+    fn waits_for_more(&self) -> bool {
         let is_several = matches!(self.stepper.engine().prompt_pass(), PromptPass::OfSeveral { .. });
         let few = self.waiting.len() * SHARE_THAT_WAITS < self.size.get();
         let tokens: usize = self.waiting.iter().map(|(_, sequence)| sequence.computed().len()).sum();
         is_several && few && tokens < TOKENS_WORTH_A_PASS && !self.sequences.is_empty() && !self.has_room()
     }
 
-    /// Empties the cache, which at most `size` texts share from now on; all texts wait to enter it again. Returns whether that was possible.
-    fn shrink(&mut self, size: usize) -> bool {
-        let Some(size) = NonZeroUsize::new(size) else { return false };
-        self.size = size;
+    /// Empties the cache and drops the beginnings of earlier texts; all texts wait to enter again.
+    fn empty(&mut self) {
         self.stepper.drop_rows();
         let back = self.keys.drain(..).zip(self.sequences.drain(..));
         back.rev().for_each(|text| self.waiting.push_front(text));
-        true
     }
 
     fn leave(&mut self, row: usize) -> Ended {

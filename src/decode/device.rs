@@ -14,7 +14,7 @@ use crate::engine::cuda::ops::Ops;
 use crate::engine::cuda::rule::Rule;
 use crate::engine::sample::{COLDEST, Sampler};
 use crate::model::llama::Llama;
-use crate::numbers::Positive;
+use crate::numbers::{Finite, Positive};
 use crate::nvidia::device;
 use crate::torch::guard;
 use crate::tree::accept::Acceptance;
@@ -25,6 +25,8 @@ pub struct DeviceLoop<'a> {
     backbone: &'a Llama,
     /// How the heads' guesses are accepted.
     acceptance: Option<Acceptance>,
+    /// In the heads' tree.
+    guesses: usize,
     engine: CudaEngine<'a>,
 }
 
@@ -38,7 +40,8 @@ impl<'a> DeviceLoop<'a> {
     /// [`CudaError::Unfit`] says what cannot be decoded.
     pub fn new(backbone: &'a Llama, drafts: HeadsAndRule<'_, 'a>, ops: Ops) -> Result<Self, CudaError> {
         let engine = CudaEngine::new(backbone, drafts.map(|(draft, _)| draft), ops)?;
-        Ok(Self { backbone, acceptance: drafts.map(|(_, acceptance)| acceptance), engine })
+        let acceptance = drafts.map(|(_, acceptance)| acceptance);
+        Ok(Self { backbone, acceptance, guesses: guesses(drafts), engine })
     }
 
     /// A loop on the backbone's GPU, for requests such as `request`. The cache starts with room for `tokens`.
@@ -55,7 +58,8 @@ impl<'a> DeviceLoop<'a> {
         let acceptance = drafts.map(|(_, acceptance)| acceptance);
         rule_of(request, acceptance)?;
         let draft = drafts.map(|(draft, _)| draft);
-        Ok(Self { backbone, acceptance, engine: CudaEngine::on_gpu(backbone, draft, tokens)? })
+        let engine = CudaEngine::on_gpu(backbone, draft, tokens)?;
+        Ok(Self { backbone, acceptance, guesses: guesses(drafts), engine })
     }
 
     /// The engine, with its memory plan and the length of its cache.
@@ -73,9 +77,10 @@ impl<'a> DeviceLoop<'a> {
         let (rule, engine) = (rule_of(request, acceptance)?, &mut self.engine);
         let mut draws = Sampler::new(request.sampling, request.stream);
         text.begin(engine.start(request.prompt, request.max_new_tokens, acceptance.is_some(), rule, &mut draws)?);
-        while text.tell(on_tokens).is_continue() {
+        let guesses = acceptance.map_or(0, |_| self.guesses);
+        while text.tell(&mut |told| on_tokens(told.ids)).is_continue() {
             let DeviceStep { accepted, next } = engine.step()?;
-            text.go_on(&accepted[1..], next);
+            text.go_on(&accepted[1..], next, guesses);
         }
         Ok(())
     }
@@ -84,6 +89,10 @@ impl<'a> DeviceLoop<'a> {
 impl DecodeLoop for DeviceLoop<'_> {
     fn engine_name(&self) -> &'static str {
         "cuda"
+    }
+
+    fn scores_tokens(&self) -> bool {
+        false
     }
 
     fn reset(&mut self) {
@@ -98,6 +107,7 @@ impl DecodeLoop for DeviceLoop<'_> {
     ) -> Result<Generation, DecodeError> {
         check_prompt(&self.backbone.config, request.prompt)?;
         let acceptance = self.acceptance.filter(|_| drafting == Drafting::On);
+        let acceptance = acceptance.map(|of_loop| request.acceptance.unwrap_or(of_loop));
         let mut text = Transcript::new(request, &self.backbone.config);
         let done =
             guard("decoding on the GPU", || tch::no_grad(|| self.run(acceptance, request, &mut text, on_tokens)));
@@ -109,6 +119,11 @@ impl DecodeLoop for DeviceLoop<'_> {
     }
 }
 
+/// The guesses of a step.
+fn guesses(drafts: HeadsAndRule) -> usize {
+    drafts.map_or(0, |(draft, _)| draft.shape.tree.len() - 1)
+}
+
 /// The device's rule for a request, or [`CudaError::Request`] if it has none; no acceptance means plain decoding.
 fn rule_of(request: &Request, acceptance: Option<Acceptance>) -> Result<Rule, CudaError> {
     let refused = |why| Err(CudaError::Request(why));
@@ -116,6 +131,12 @@ fn rule_of(request: &Request, acceptance: Option<Acceptance>) -> Result<Rule, Cu
     let above_0 = temperature.max(COLDEST); // as the kernels take it
     if request.repetition_penalty != Positive::ONE {
         return refused("a repetition penalty has no kernel");
+    }
+    if [request.frequency_penalty, request.presence_penalty] != [Finite::ZERO; 2] {
+        return refused("a frequency or presence penalty has no kernel");
+    }
+    if request.logprobs.is_some() {
+        return refused("log-probabilities as the text comes have no kernel");
     }
     match acceptance {
         Some(Acceptance::Forced { .. }) => refused("a forced acceptance rate has no kernel"),
@@ -139,6 +160,20 @@ mod tests {
     use crate::engine::sample::Sampling;
     use crate::numbers::NonNegative;
     use crate::tree::accept::TypicalAcceptance;
+
+    #[test]
+    fn what_needs_logits_on_the_host_is_left_to_libtorch() {
+        let penalty = Finite::new(-0.5).expect("finite");
+        let greedy = Request::greedy(&[1], 4);
+        for (request, what) in [
+            (Request { frequency_penalty: penalty, ..greedy }, "a frequency or presence penalty has no kernel"),
+            (Request { presence_penalty: penalty, ..greedy }, "a frequency or presence penalty has no kernel"),
+            (Request { logprobs: Some(0), ..greedy }, "log-probabilities as the text comes have no kernel"),
+        ] {
+            let refused = rule_of(&request, None).expect_err("there is no kernel").to_string();
+            assert!(refused.contains(what), "{refused}");
+        }
+    }
 
     #[test]
     fn top_k_above_temperature_0_is_left_to_libtorch() {

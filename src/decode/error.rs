@@ -39,6 +39,17 @@ pub enum DecodeError {
         /// 1-based.
         token: usize,
     },
+    /// A text of a batch does not fit, with no other text beside it.
+    #[error(
+        "the text does not fit the memory: it ran out at {tokens} tokens, prompt included, with no other text beside it; shorten the \
+         prompt, or ask for fewer new tokens"
+    )]
+    OutOfMemory {
+        /// Tokens of prompt and text.
+        tokens: usize,
+        /// What was computed.
+        source: TorchPanic,
+    },
     /// The CUDA engine cannot decode this request, or failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),

@@ -56,11 +56,10 @@ pub fn scored(backbone: &Llama, prompt: &[i64], text: &[i64], count: usize) -> R
     }
 }
 
-/// The next tokens of rows of logits `[N, V]`.
-fn score_tokens(logits_nv: &Tensor, next: &[i64], count: usize) -> Vec<ScoredToken> {
-    let log_p_nv = logits_nv.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
-    let next_n = Tensor::from_slice(next).to_device(logits_nv.device());
-    let log_p_n = to_host::<f64>(&log_p_nv.gather(1, &next_n.unsqueeze(1), false).to_kind(Kind::Double));
+/// The next tokens of rows of logits `[N, V]`, scored as [`scored`] does.
+pub(super) fn score_tokens(logits_nv: &Tensor, next: &[i64], count: usize) -> Vec<ScoredToken> {
+    let log_p_nv = log_probabilities(logits_nv);
+    let log_p_n = to_host::<f64>(&of_tokens(&log_p_nv, next).to_kind(Kind::Double));
     let count = count.min(log_p_nv.size()[1].unsigned_abs() as usize);
     let (best_nk, ids_nk) = log_p_nv.topk(count as i64, -1, true, true);
     let (best, ids) = (to_host::<f64>(&best_nk.to_kind(Kind::Double)), to_host::<i64>(&ids_nk));
@@ -79,7 +78,7 @@ fn to_host<T: tch::kind::Element + Copy>(tensor: &Tensor) -> Vec<T> {
 
 fn score(engine: &dyn Engine, prompt: &[i64], text: &[i64]) -> Result<f64, DecodeError> {
     let mut log_p = vec![];
-    read(engine, prompt, text, &mut |logits_nv, next| log_p.push(score_piece(logits_nv, next)));
+    read(engine, prompt, text, &mut |logits_nv, next| log_p.push(of_tokens(&log_probabilities(logits_nv), next)));
     let log_p_n = Tensor::cat(&log_p, 0);
     match log_p_n.sum(Kind::Double).double_value(&[]) {
         sum if sum.is_nan() => {
@@ -107,10 +106,14 @@ fn read(engine: &dyn Engine, prompt: &[i64], text: &[i64], take: &mut dyn FnMut(
     });
 }
 
-/// `[N]`: log p of the next token of each row of logits `[N, V]`.
-fn score_piece(logits_nv: &Tensor, next: &[i64]) -> Tensor {
-    let log_p_nv = logits_nv.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
-    let next_n = Tensor::from_slice(next).to_device(logits_nv.device());
+/// Of logits `[N, V]`, in float32.
+fn log_probabilities(logits_nv: &Tensor) -> Tensor {
+    logits_nv.to_kind(Kind::Float).log_softmax(-1, Kind::Float)
+}
+
+/// `[N]`: of log-probabilities `[N, V]`, that of the next token of each row.
+fn of_tokens(log_p_nv: &Tensor, next: &[i64]) -> Tensor {
+    let next_n = Tensor::from_slice(next).to_device(log_p_nv.device());
     log_p_nv.gather(1, &next_n.unsqueeze(1), false).squeeze_dim(1)
 }
 

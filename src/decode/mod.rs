@@ -32,6 +32,11 @@ pub trait DecodeLoop: fmt::Debug {
     /// Who computes, as `--engine` spells it.
     fn engine_name(&self) -> &'static str;
 
+    /// Whether [`Request::logprobs`] is answered. Otherwise a request with it is refused.
+    fn scores_tokens(&self) -> bool {
+        true
+    }
+
     /// Decodes a prompt; a prefix that is in the cache is not computed again.
     ///
     /// # Errors

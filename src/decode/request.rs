@@ -3,9 +3,11 @@
 use std::ops::ControlFlow;
 use std::time::Duration;
 
+use super::likelihood::ScoredToken;
 use super::stats::Tally;
 use crate::engine::sample::{Sampling, Stream};
-use crate::numbers::{NonNegative, Positive};
+use crate::numbers::{Finite, NonNegative, Positive};
+use crate::tree::accept::Acceptance;
 
 /// A text to decode.
 #[derive(Debug, Clone, Copy)]
@@ -18,6 +20,15 @@ pub struct Request<'a> {
     pub sampling: Sampling,
     /// Repetition penalty (see [`Penalty`](super::penalty::Penalty)); 1 is off.
     pub repetition_penalty: Positive,
+    /// Frequency penalty (as above); 0 is off.
+    pub frequency_penalty: Finite,
+    /// Presence penalty (as above); 0 is off.
+    pub presence_penalty: Finite,
+    /// Which guesses are accepted, where a drafter guesses; `None` leaves it to the loop.
+    pub acceptance: Option<Acceptance>,
+    /// Asks for the log-probability of each new token, beside those of so many of the likeliest at its place. They are the backbone's at
+    /// temperature 1, without penalties, top-k and top-p.
+    pub logprobs: Option<usize>,
     /// Selects the random numbers.
     pub stream: Stream,
     /// A token sequence that ends the text as an EOS does; empty for none.
@@ -34,6 +45,10 @@ impl<'a> Request<'a> {
             max_new_tokens,
             sampling: Sampling::of_temperature(NonNegative::ZERO),
             repetition_penalty: Positive::ONE,
+            frequency_penalty: Finite::ZERO,
+            presence_penalty: Finite::ZERO,
+            acceptance: None,
+            logprobs: None,
             stream: Stream::default(),
             end_mark: &[],
             ends_at_eos: true,
@@ -71,8 +86,14 @@ impl FinishReason {
 pub struct Generation {
     /// The new tokens, without the EOS or end mark.
     pub new_ids: Vec<i64>,
+    /// The new tokens' log-probabilities, if the request asks for them; else empty.
+    pub scored: Vec<ScoredToken>,
     /// Tokens committed by each step.
     pub accept_lengths: Vec<usize>,
+    /// Tokens of the prompt that were not computed, because an earlier text in the same batch began with them.
+    pub cached: usize,
+    /// Guesses that its steps verified, those of a step whose tokens were cut off among them; 0 without a drafter.
+    pub proposed: usize,
     /// Why it ended.
     pub finish_reason: FinishReason,
     /// The EOS or the end mark that ended it; else empty.
@@ -84,11 +105,26 @@ pub struct Generation {
 }
 
 impl Generation {
+    /// Guesses that became text.
+    pub fn accepted(&self) -> usize {
+        // Each step also commits a token that the backbone chose without a guess.
+        self.accept_lengths.iter().sum::<usize>() - self.accept_lengths.len()
+    }
+
     /// Its counts and times.
     pub fn tally(&self) -> Tally {
         let (tokens, steps) = (self.new_ids.len(), self.accept_lengths.len());
         Tally { tokens, steps, decoding: self.decoding, prefill: self.prefill }
     }
+}
+
+/// New tokens of a text that is being decoded.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ToldTokens<'t> {
+    /// Token ids.
+    pub ids: &'t [i64],
+    /// Their log-probabilities, if the request asks for them; else empty.
+    pub scored: &'t [ScoredToken],
 }
 
 /// Receives new tokens as they are chosen; `Break` stops the generation.

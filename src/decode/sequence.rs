@@ -4,12 +4,30 @@
 use tch::Tensor;
 
 use super::error::DecodeError;
+use super::likelihood::{ScoredToken, score_tokens};
 use super::penalty::Penalty;
 use super::request::{Generation, Request};
 use super::transcript::Transcript;
 use crate::draft::TextSoFar;
 use crate::engine::sample::{Chosen, Sampler, Stream};
 use crate::model::config::LlamaConfig;
+use crate::model::llama::NO_TOKEN;
+use crate::tree::accept::Acceptance;
+
+/// What a step adds to a text.
+#[derive(Debug)]
+pub(super) struct SequenceStep {
+    /// The accepted tokens, root first.
+    pub(super) accepted: Vec<i64>,
+    /// The token after them.
+    pub(super) next: Chosen,
+    /// `[1, H]`: what it was chosen from, where a drafter may ask for it.
+    pub(super) hidden_1h: Option<Tensor>,
+    /// Guesses that were verified.
+    pub(super) proposed: usize,
+    /// The accepted tokens below the root and the one after them, if that is asked for.
+    pub(super) scored: Vec<ScoredToken>,
+}
 
 /// A text between two steps.
 #[derive(Debug)]
@@ -18,8 +36,12 @@ pub struct Sequence {
     pub(super) text: Transcript,
     /// Draws the text's tokens.
     pub(super) sampler: Sampler,
-    /// Repetition penalty on tokens of prompt and text.
+    /// Penalties on tokens of prompt and text, the root not among them.
     pub(super) penalty: Penalty,
+    /// Which guesses are accepted, unless the loop decides.
+    acceptance: Option<Acceptance>,
+    /// Of so many of the likeliest tokens, log-probabilities are asked for beside those of the text's own; `None` if of none.
+    logprobs: Option<usize>,
     /// Selects the text's random numbers.
     stream: Stream,
     /// The last token, which no engine has seen yet; `None` before the prompt is computed.
@@ -36,7 +58,9 @@ impl Sequence {
         Self {
             text: Transcript::new(request, config),
             sampler: Sampler::new(request.sampling, request.stream),
-            penalty: Penalty::new(request.repetition_penalty, request.prompt),
+            penalty: Penalty::new(request),
+            acceptance: request.acceptance,
+            logprobs: request.logprobs,
             stream: request.stream,
             root: None,
             hidden_1h: None,
@@ -65,29 +89,52 @@ impl Sequence {
         self.root.as_ref().expect("the prompt is computed")
     }
 
-    /// Adds the root to the penalised tokens, before the next token is chosen.
-    pub(super) fn see_root(&mut self) {
-        self.penalty.see(&[self.root().id]);
+    /// Which guesses are accepted; `of_loop` where the text has no rule of its own.
+    pub(super) fn acceptance(&self, of_loop: Acceptance) -> Acceptance {
+        self.acceptance.unwrap_or(of_loop)
+    }
+
+    /// Whether its rule chooses a token without guesses as plain decoding does.
+    pub(super) fn chooses_as_plain(&self, of_loop: Acceptance) -> bool {
+        self.acceptance(of_loop).draws() || self.sampler.sampling().temperature.get() == 0.0
+    }
+
+    /// Logits `[1, V]` after the last token, penalised.
+    pub(super) fn penalised(&self, logits_1v: &Tensor) -> Tensor {
+        let root = self.root.as_ref().map(|root| root.id);
+        self.penalty.of_text(logits_1v, root.as_slice())
+    }
+
+    /// `tokens` after rows of logits `[N, V]`, scored if the request asks for it.
+    pub(super) fn scored(&self, tokens: &[i64], logits_nv: impl FnOnce() -> Tensor) -> Vec<ScoredToken> {
+        let chosen = tokens.iter().take_while(|&&token| token != NO_TOKEN).count();
+        match self.logprobs.filter(|_| chosen > 0) {
+            Some(count) => score_tokens(&logits_nv().narrow(0, 0, chosen as i64), &tokens[..chosen], count),
+            None => vec![],
+        }
     }
 
     /// The drafter's view of the text in a row.
-    pub(super) fn text_so_far(&self, row: usize) -> TextSoFar<'_> {
+    pub(super) fn text_so_far(&self, row: usize, of_loop: Acceptance) -> TextSoFar<'_> {
         let hidden_1h = self.hidden_1h.as_ref().expect("a drafted text keeps it");
-        let sampling = self.sampler.sampling();
-        TextSoFar { row, ids: self.text.ids(), root: self.root(), hidden_1h, sampling, stream: self.stream }
+        let (sampling, may_draw) = (self.sampler.sampling(), self.acceptance(of_loop) == Acceptance::Rejection);
+        TextSoFar { row, ids: self.text.ids(), root: self.root(), hidden_1h, sampling, stream: self.stream, may_draw }
     }
 
     /// The token after the prompt, chosen from `hidden_1h` `[1, H]`.
-    pub(super) fn begin(&mut self, root: Chosen, hidden_1h: Tensor) {
+    pub(super) fn begin(&mut self, root: Chosen, hidden_1h: Tensor, scored: Vec<ScoredToken>) {
         self.text.begin(root.id);
+        self.text.score(scored);
         (self.root, self.hidden_1h) = (Some(root), Some(hidden_1h));
     }
 
-    /// A step's accepted tokens, root first, and the token after them.
-    pub(super) fn go_on(&mut self, accepted: &[i64], next: Chosen, hidden_1h: Option<Tensor>) {
-        self.penalty.see(accepted);
+    /// What a step came to.
+    pub(super) fn go_on(&mut self, step: SequenceStep) {
+        let SequenceStep { accepted, next, hidden_1h, proposed, scored } = step;
+        self.penalty.see(&accepted);
         self.steps += 1;
-        self.text.go_on(&accepted[1..], next.id);
+        self.text.go_on(&accepted[1..], next.id, proposed);
+        self.text.score(scored);
         (self.root, self.hidden_1h) = (Some(next), hidden_1h);
     }
 }

@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::sequence::Sequence;
+use super::sequence::{Sequence, SequenceStep};
 use super::verify::together::verify_all;
 use super::verify::{Verdict, first_root};
 use crate::draft::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
@@ -48,6 +48,8 @@ pub struct Stepper<'a> {
     prefixes: Option<PrefixCache>,
     /// Tokens of prompts that were taken from there.
     reused: usize,
+    /// Whether no step succeeded since all rows were dropped. Until then nothing is kept: whoever dropped them lacks memory.
+    is_bare: bool,
 }
 
 impl<'a> Stepper<'a> {
@@ -56,7 +58,7 @@ impl<'a> Stepper<'a> {
         let backbone = engine.backbone();
         let one = NewTokens::chain(1, &backbone.config, backbone.kind(), backbone.device());
         let cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
-        Self { engine, cache, drafter, seen: vec![], one, chain: None, prefixes: None, reused: 0 }
+        Self { engine, cache, drafter, seen: vec![], one, chain: None, prefixes: None, reused: 0, is_bare: false }
     }
 
     /// Keeps the beginnings of texts, in at most so many bytes, for [`Stepper::run_prompts`]. A drafter that follows the rows needs the hidden
@@ -69,6 +71,11 @@ impl<'a> Stepper<'a> {
     /// Tokens of prompts that were not computed, because earlier texts began with them.
     pub(super) fn reused(&self) -> usize {
         self.reused
+    }
+
+    /// Memory of the beginnings of texts.
+    pub(super) fn prefix_bytes(&self) -> usize {
+        self.prefixes.as_ref().map_or(0, PrefixCache::bytes)
     }
 
     /// Who computes.
@@ -92,13 +99,22 @@ impl<'a> Stepper<'a> {
         self.cache.reserve(rows as i64, tokens as i64);
     }
 
-    /// Drops all rows and beginnings of texts, and returns their memory to the device.
+    /// Drops all rows and beginnings of texts, and returns their memory to the device. Allocates nothing, and is right after any error: even if
+    /// the cache has a row that the drafter lacks.
     pub(super) fn drop_rows(&mut self) {
-        (0..self.seen.len()).rev().for_each(|row| self.swap_remove(row));
+        self.seen.clear();
+        self.drafter.iter_mut().for_each(|(drafter, _)| drafter.drop_rows());
         self.prefixes.iter_mut().for_each(PrefixCache::clear);
+        self.chain = None;
         let backbone = self.engine.backbone();
         self.cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
-        memory::release_cached(self.engine.backbone().device());
+        memory::release_cached(backbone.device());
+        self.is_bare = true;
+    }
+
+    /// Whether no step succeeded since all rows were dropped.
+    pub(super) fn is_bare(&self) -> bool {
+        self.is_bare
     }
 
     /// The drafter forgets what the texts so far have taught it.
@@ -106,7 +122,7 @@ impl<'a> Stepper<'a> {
         self.drafter.iter_mut().for_each(|(drafter, _)| drafter.forget());
     }
 
-    /// Adds an empty row; returns its index.
+    /// Adds an empty row; returns its index. After an error here, only [`Stepper::drop_rows`] brings cache and drafter together again.
     pub(super) fn push_row(&mut self) -> usize {
         let row = self.cache.push();
         self.seen.push(0);
@@ -144,13 +160,22 @@ impl<'a> Stepper<'a> {
         };
         let rows: Vec<usize> = sequences.iter().enumerate().filter_map(is_in).collect();
         match drafting {
-            _ if rows.is_empty() => {}
-            Drafting::On if self.drafter.is_some() => self.drafted_step(sequences, &rows),
-            _ => self.plain_step(sequences, &rows),
+            _ if rows.is_empty() => return,
+            Drafting::On if self.guesses(sequences, &rows) => self.drafted_step(sequences, &rows),
+            _ => self.plain_step(sequences, &rows, drafting),
         }
+        self.is_bare = false;
     }
 
-    fn plain_step(&mut self, sequences: &mut [Sequence], rows: &[usize]) {
+    /// Whether a step of these rows is more than one of plain decoding: the drafter guesses, or a text chooses its tokens in another way.
+    fn guesses(&self, sequences: &[Sequence], rows: &[usize]) -> bool {
+        let Some((drafter, of_loop)) = &self.drafter else { return false };
+        !drafter.rests(rows.len()) || !rows.iter().all(|&row| sequences[row].chooses_as_plain(*of_loop))
+    }
+
+    fn plain_step(&mut self, sequences: &mut [Sequence], rows: &[usize], drafting: Drafting) {
+        // A drafter that rests now may guess from them at the next step.
+        let keeps_hidden = drafting == Drafting::On && self.drafter.is_some();
         let mut stepping = at_rows(sequences, rows);
         let roots_b = match &stepping[..] {
             [one] => one.root().on_device(self.engine.backbone().device()),
@@ -161,22 +186,25 @@ impl<'a> Stepper<'a> {
         };
         let hidden_bh = self.engine.extend_each(&mut self.cache, &roots_b, rows, &self.one);
         let logits_bv = self.engine.logits(&hidden_bh);
-        stepping.iter_mut().for_each(|sequence| sequence.see_root());
         let next = next_roots(&logits_bv, &mut stepping);
+        let of_text = |((sequence, next), at): ((&&mut Sequence, Chosen), i64)| {
+            let scored = sequence.scored(&[next.id], || logits_bv.narrow(0, at, 1));
+            let hidden_1h = keeps_hidden.then(|| hidden_bh.narrow(0, at, 1));
+            SequenceStep { accepted: vec![sequence.root().id], next, hidden_1h, proposed: 0, scored }
+        };
+        let steps: Vec<SequenceStep> = stepping.iter().zip(next).zip(0..).map(of_text).collect();
         // Only now: a step that runs out of memory before can be repeated.
-        for ((sequence, next), &row) in stepping.into_iter().zip(next).zip(rows) {
+        for ((sequence, step), &row) in stepping.into_iter().zip(steps).zip(rows) {
             self.cache.commit(row, 1);
-            sequence.go_on(&[sequence.root().id], next, None);
+            sequence.go_on(step);
         }
     }
 
     fn drafted_step(&mut self, sequences: &mut [Sequence], rows: &[usize]) {
-        let texts: Vec<TextSoFar> = rows.iter().map(|&row| sequences[row].text_so_far(row)).collect();
-        let (drafter, _) = self.drafter.as_mut().expect("asked before");
+        let (drafter, of_loop) = self.drafter.as_mut().expect("asked before");
+        let texts: Vec<TextSoFar> = rows.iter().map(|&row| sequences[row].text_so_far(row, *of_loop)).collect();
         let proposals = drafter.propose(&texts);
-        let batch: Vec<RowTokens> =
-            proposals.iter().zip(rows).map(|(proposal, &row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();
-        let hidden_nh = self.engine.extend(&mut self.cache, &tokens_of(&proposals), &batch);
+        let hidden_nh = self.extend(&proposals, rows);
         let logits_nv = self.engine.logits(&read_of(&hidden_nh, &proposals));
         let mut stepping = at_rows(sequences, rows);
         let samplers: Vec<Sampler> = stepping.iter().map(|sequence| sequence.sampler.clone()).collect();
@@ -188,14 +216,26 @@ impl<'a> Stepper<'a> {
             let logits_nv = read.next(proposal.tree.read().count() as i64);
             if verdict.next.id == NO_TOKEN {
                 sequence.sampler = sampler;
-                self.step_alone(row, sequence);
+                self.step_alone(row, sequence, proposal.guesses());
             } else {
                 self.settle(row, sequence, (proposal, verdict), [&hidden_nh, &logits_nv]);
             }
         }
     }
 
-    /// How guesses are accepted.
+    /// Runs the backbone over proposals: `[N, H]`. Roots alone are a step of plain decoding, with its speed.
+    fn extend(&mut self, proposals: &[Proposal], rows: &[usize]) -> Tensor {
+        let tokens_n = tokens_of(proposals);
+        if proposals.iter().all(|proposal| proposal.tree.nodes.len() == 1) {
+            let hidden_bh = self.engine.extend_each(&mut self.cache, &tokens_n, rows, &self.one);
+            return hidden_bh.narrow(0, 0, rows.len() as i64); // spare rows may follow
+        }
+        let batch: Vec<RowTokens> =
+            proposals.iter().zip(rows).map(|(proposal, &row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();
+        self.engine.extend(&mut self.cache, &tokens_n, &batch)
+    }
+
+    /// How guesses are accepted where a text has no rule of its own.
     fn acceptance(&self) -> Acceptance {
         self.drafter.as_ref().expect("asked before").1
     }
@@ -210,20 +250,22 @@ impl<'a> Stepper<'a> {
     ) {
         let (drafter, _) = self.drafter.as_mut().expect("asked before");
         let Verdict { path, accepted, next } = verdict;
+        let scored = sequence.scored(&[&accepted[1..], &[next.id]].concat(), || rows_of(logits_nv, &path));
         self.cache.commit_path(row, &path);
         if drafter.follows() {
-            let accepted = CommittedTokens { ids: &accepted, hidden_nh: rows_of(hidden_nh, &path) };
-            drafter.verified(row, &VerifiedTree { proposal, logits_nv, path: &path, accepted });
+            let committed = CommittedTokens { ids: &accepted, hidden_nh: rows_of(hidden_nh, &path) };
+            drafter.verified(row, &VerifiedTree { proposal, logits_nv, path: &path, accepted: committed });
             self.seen[row] += path.len();
         }
         let last = path.last().map_or(0, |&node| node as i64);
-        sequence.go_on(&accepted, next, Some(hidden_nh.narrow(0, last, 1)));
+        let hidden_1h = Some(hidden_nh.narrow(0, last, 1));
+        sequence.go_on(SequenceStep { accepted, next, hidden_1h, proposed: proposal.guesses(), scored });
     }
 
-    /// One step of a sequence without guesses. A guess with NaN among its keys or values spoils its whole tree, and may be one that plain
+    /// One step of a sequence without its `refused` guesses. A guess with NaN among its keys or values spoils its whole tree, and may be one that plain
     /// decoding never comes to.
-    fn step_alone(&mut self, row: usize, sequence: &mut Sequence) {
-        let (drafter, acceptance) = self.drafter.as_mut().expect("asked before");
+    fn step_alone(&mut self, row: usize, sequence: &mut Sequence, refused: usize) {
+        let (drafter, of_loop) = self.drafter.as_mut().expect("asked before");
         let root_1 = sequence.root().on_device(self.engine.backbone().device());
         let hidden_nh = self.engine.extend(&mut self.cache, &root_1, &[RowTokens { row, nodes: &self.one }]);
         let hidden_1h = hidden_nh.narrow(0, 0, 1);
@@ -234,9 +276,10 @@ impl<'a> Stepper<'a> {
             drafter.committed(row, &tokens);
             self.seen[row] += 1;
         }
-        sequence.see_root();
-        let next = first_root(*acceptance, &logits_1v, sequence);
-        sequence.go_on(&[sequence.root().id], next, Some(hidden_1h));
+        let next = first_root(*of_loop, &logits_1v, sequence);
+        let scored = sequence.scored(&[next.id], || logits_1v);
+        let accepted = vec![sequence.root().id];
+        sequence.go_on(SequenceStep { accepted, next, hidden_1h: Some(hidden_1h), proposed: refused, scored });
     }
 }
 
@@ -294,15 +337,16 @@ fn at_rows<'s>(sequences: &'s mut [Sequence], rows: &[usize]) -> Vec<&'s mut Seq
 
 /// The token after each sequence's last, of logits `[B, V]`; spare rows may follow.
 fn next_roots(logits_bv: &Tensor, sequences: &mut [&mut Sequence]) -> Vec<Chosen> {
-    let samplings_differ = sequences.windows(2).any(|two| two[0].sampler.sampling() != two[1].sampler.sampling());
-    let any_penalty = sequences.iter().any(|sequence| !sequence.penalty.is_off());
-    if sequences.len() == 1 || samplings_differ || any_penalty {
-        let next = |(sequence, row): (&mut &mut Sequence, i64)| {
-            sequence.sampler.next(&sequence.penalty.of_text(&logits_bv.narrow(0, row, 1)))
-        };
-        return sequences.iter_mut().zip(0..).map(next).collect();
+    if let [one] = sequences {
+        let logits_1v = one.penalised(&logits_bv.narrow(0, 0, 1));
+        return vec![one.sampler.next(&logits_1v)];
     }
-    let logits_bv = logits_bv.narrow(0, 0, sequences.len() as i64);
+    let logits_bv = if sequences.iter().all(|sequence| sequence.penalty.is_off()) {
+        logits_bv.narrow(0, 0, sequences.len() as i64)
+    } else {
+        let penalised = |(sequence, row): (&&mut Sequence, i64)| sequence.penalised(&logits_bv.narrow(0, row, 1));
+        Tensor::cat(&sequences.iter().zip(0..).map(penalised).collect::<Vec<_>>(), 0)
+    };
     let mut samplers: Vec<&mut Sampler> = sequences.iter_mut().map(|sequence| &mut sequence.sampler).collect();
     next_of_each(&logits_bv, &mut samplers).into_iter().map(Chosen::on_host).collect()
 }

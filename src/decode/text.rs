@@ -39,6 +39,8 @@ pub struct Told {
     pub text: String,
     /// The same as the tokenizer has it without a prompt: a Llama tokenizer drops the space before the first word.
     pub text_alone: String,
+    /// The end of `text` that was told last, once no more tokens came.
+    pub last: String,
 }
 
 /// Hears the text, and may end it.
@@ -54,13 +56,13 @@ pub fn tell(
     on_text: &mut OnText,
     decode: impl FnOnce(&mut OnTokens) -> Result<Generation, DecodeError>,
 ) -> Result<Told, TextError> {
-    let mut words = Words::new(wording);
+    let mut text = StreamedText::new(wording.tokenizer, wording.prompt, wording.stop.to_vec());
     let mut trouble = None;
-    let mut generation = decode(&mut |ids| {
+    let generation = decode(&mut |ids| {
         let told =
-            words.take(ids).map(|piece| if piece.is_empty() { ControlFlow::Continue(()) } else { on_text(&piece) });
+            text.take(ids).map(|piece| if piece.is_empty() { ControlFlow::Continue(()) } else { on_text(&piece) });
         match told {
-            Ok(_) if words.is_stopped() => ControlFlow::Break(()),
+            Ok(_) if text.is_stopped() => ControlFlow::Break(()),
             Ok(go_on) => go_on,
             Err(error) => {
                 trouble = Some(error);
@@ -71,99 +73,124 @@ pub fn tell(
     if let Some(error) = trouble {
         return Err(error.into());
     }
-    let last = words.end()?;
-    if !last.is_empty() {
-        let _ = on_text(&last); // it is over anyway
+    let told = text.finish(generation)?;
+    if !told.last.is_empty() {
+        let _ = on_text(&told.last); // it is over anyway
     }
-    if words.is_stopped() {
-        end_after(&mut generation, words.whole_tokens());
-    }
-    let text_alone = words.alone(wording.tokenizer, &generation)?;
-    Ok(Told { generation, text: words.text, text_alone })
+    Ok(told)
 }
 
 /// Of a generation only the first `tokens` stay: a stop string ended it.
 fn end_after(generation: &mut Generation, tokens: usize) {
     generation.new_ids.truncate(tokens);
+    generation.scored.truncate(tokens);
     keep_tokens(&mut generation.accept_lengths, tokens);
     generation.finish_reason = FinishReason::Stop;
     generation.end.clear();
 }
 
-/// The text so far.
-struct Words<'a> {
-    /// `None` once all is said.
-    stream: Option<TextStream<'a>>,
-    stop: &'a [String],
+/// The text of a generation that is under way, for a caller that follows several at a time; [`tell`] follows one.
+#[derive(Debug)]
+pub struct StreamedText<'t> {
+    tokenizer: &'t TextTokenizer,
+    stream: TextStream<'t>,
+    words: Words,
+    /// Up to the token that completes a stop string.
+    ids: Vec<i32>,
+}
+
+impl<'t> StreamedText<'t> {
+    /// Of a text that goes on from `prompt`, up to the first of the strings `stop` that is complete, none of which is empty.
+    pub fn new(tokenizer: &'t TextTokenizer, prompt: &[i64], stop: Vec<String>) -> Self {
+        Self { tokenizer, stream: tokenizer.stream_after(&narrow(prompt)), words: Words::new(stop), ids: vec![] }
+    }
+
+    /// Whether a stop string came: the generation is to end here, and tokens that follow are not taken.
+    pub fn is_stopped(&self) -> bool {
+        self.words.stopped
+    }
+
+    /// Takes new tokens, up to a stop string; returns what can be told now: whole characters, and nothing of a stop string.
+    ///
+    /// # Errors
+    /// The tokenizer's.
+    pub fn take(&mut self, ids: &[i64]) -> Result<String, TokenizeError> {
+        let from = self.words.told;
+        for id in narrow(ids) {
+            if self.words.stopped {
+                break;
+            }
+            self.ids.push(id);
+            if let Some(piece) = self.stream.push(id)? {
+                self.words.add(&piece, self.ids.len());
+            }
+        }
+        Ok(self.words.text[from..self.words.told].to_owned())
+    }
+
+    /// The tokens whose text is told whole, from the first one on. At a stop string, those that stay.
+    pub fn told_tokens(&self) -> usize {
+        self.words.told_tokens()
+    }
+
+    /// The end: the generation, cut where a stop string came, with its text.
+    ///
+    /// # Errors
+    /// The tokenizer's.
+    pub fn finish(self, mut generation: Generation) -> Result<Told, TokenizeError> {
+        let Self { tokenizer, stream, mut words, ids } = self;
+        let from = words.told;
+        if !words.stopped {
+            words.add(&stream.finish()?.unwrap_or_default(), ids.len());
+            words.told = words.text.len();
+        }
+        let last = words.text[from..].to_owned();
+        let text_alone = if words.stopped {
+            end_after(&mut generation, words.told_tokens());
+            let drops_space = !tokenizer.decode(&ids, true)?.starts_with(' ');
+            words.text.strip_prefix(' ').filter(|_| drops_space).unwrap_or(&words.text).to_owned()
+        } else {
+            tokenizer.decode(&narrow(&generation.new_ids), true)?
+        };
+        Ok(Told { generation, text: words.text, text_alone, last })
+    }
+}
+
+/// The text so far, without its tokens.
+#[derive(Debug)]
+struct Words {
+    stop: Vec<String>,
     /// Up to the stop string, if there was one.
     text: String,
     /// Bytes of `text` that are told; the others could be the beginning of a stop string.
     told: usize,
-    ids: Vec<i32>,
     /// For each token, how many bytes of text there are when it is complete. A token that completes no character, or has no text,
     /// goes with the next one that does.
     ends: Vec<usize>,
     stopped: bool,
 }
 
-impl<'a> Words<'a> {
-    fn new(wording: Wording<'a>) -> Self {
-        let stream = Some(wording.tokenizer.stream_after(&narrow(wording.prompt)));
-        Self { stream, stop: wording.stop, text: String::new(), told: 0, ids: vec![], ends: vec![], stopped: false }
+impl Words {
+    fn new(stop: Vec<String>) -> Self {
+        Self { stop, text: String::new(), told: 0, ends: vec![], stopped: false }
     }
 
-    fn is_stopped(&self) -> bool {
-        self.stopped
-    }
-
-    /// Takes tokens, up to a stop string; returns what can be told now.
-    fn take(&mut self, ids: &[i64]) -> Result<String, TokenizeError> {
-        let from = self.told;
-        for id in narrow(ids) {
-            let Some(stream) = self.stream.as_mut().filter(|_| !self.stopped) else { break };
-            self.ids.push(id);
-            if let Some(piece) = stream.push(id)? {
-                self.add(&piece);
-            }
-        }
-        Ok(self.text[from..self.told].to_owned())
-    }
-
-    /// Nothing comes any more; returns what is left to tell.
-    fn end(&mut self) -> Result<String, TokenizeError> {
-        let from = self.told;
-        if let Some(stream) = self.stream.take().filter(|_| !self.stopped) {
-            self.add(&stream.finish()?.unwrap_or_default());
-            self.told = self.text.len();
-        }
-        Ok(self.text[from..self.told].to_owned())
-    }
-
-    fn add(&mut self, piece: &str) {
+    /// Adds the text that token `tokens` (1-based) completes.
+    fn add(&mut self, piece: &str, tokens: usize) {
         self.text.push_str(piece);
-        self.ends.resize(self.ids.len(), self.text.len());
+        self.ends.resize(tokens, self.text.len());
         let untold = &self.text[self.told..];
-        if let Some(at) = first_stop(untold, self.stop) {
+        if let Some(at) = first_stop(untold, &self.stop) {
             self.text.truncate(self.told + at);
             self.told = self.text.len();
             self.stopped = true;
         } else {
-            self.told = self.text.len() - possible_beginning(untold, self.stop);
+            self.told = self.text.len() - possible_beginning(untold, &self.stop);
         }
     }
 
-    /// Tokens whose text is all before the stop string.
-    fn whole_tokens(&self) -> usize {
-        self.ends.iter().take_while(|&&end| end <= self.text.len()).count()
-    }
-
-    fn alone(&self, tokenizer: &TextTokenizer, generation: &Generation) -> Result<String, TokenizeError> {
-        if !self.stopped {
-            return tokenizer.decode(&narrow(&generation.new_ids), true);
-        }
-        let drops_space = !tokenizer.decode(&self.ids, true)?.starts_with(' ');
-        let without = self.text.strip_prefix(' ').filter(|_| drops_space);
-        Ok(without.unwrap_or(&self.text).to_owned())
+    fn told_tokens(&self) -> usize {
+        self.ends.partition_point(|&end| end <= self.told)
     }
 }
 
@@ -205,14 +232,13 @@ mod tests {
 
     /// Characters one by one, as tokens of one character would bring them.
     fn by_characters(text: &str, stop: &[String]) -> (Vec<String>, String, bool) {
-        let mut words =
-            Words { stream: None, stop, text: String::new(), told: 0, ids: vec![], ends: vec![], stopped: false };
+        let mut words = Words::new(stop.to_vec());
         let mut told = vec![];
-        for character in text.chars().map(String::from) {
+        for (character, tokens) in text.chars().map(String::from).zip(1..) {
             let from = words.told;
-            words.ids.push(0);
-            words.add(&character);
+            words.add(&character, tokens);
             told.push(words.text[from..words.told].to_owned());
+            assert_eq!(words.told_tokens(), words.text[..words.told].chars().count());
             if words.stopped {
                 break;
             }
@@ -238,10 +264,10 @@ mod tests {
             let mut ends: Vec<usize> = cuts.iter().map(|cut| cut.index(text.len() + 1)).filter(|&at| text.is_char_boundary(at)).collect();
             ends.extend([0, text.len()]);
             ends.sort_unstable();
-            let mut words = Words { stream: None, stop: &stop, text: String::new(), told: 0, ids: vec![], ends: vec![], stopped: false };
-            for piece in ends.windows(2).map(|pair| &text[pair[0]..pair[1]]) {
+            let mut words = Words::new(stop.clone());
+            for (piece, tokens) in ends.windows(2).map(|pair| &text[pair[0]..pair[1]]).zip(1..) {
                 if !words.stopped && !piece.is_empty() {
-                    words.add(piece);
+                    words.add(piece, tokens);
                     prop_assert!(expected.starts_with(&words.text[..words.told]));
                 }
             }

@@ -4,7 +4,8 @@ use std::ops::ControlFlow;
 use std::time::Instant;
 
 use super::error::DecodeError;
-use super::request::{FinishReason, Generation, OnTokens, Request};
+use super::likelihood::ScoredToken;
+use super::request::{FinishReason, Generation, Request, ToldTokens};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::NO_TOKEN;
 
@@ -14,9 +15,15 @@ pub struct Transcript {
     /// Prompt and new tokens; after each step the last one is the next step's root.
     ids: Vec<i64>,
     prompt: usize,
+    /// Of the new tokens, if asked for.
+    scored: Vec<ScoredToken>,
     /// New tokens that were passed to `on_tokens`.
     told: usize,
     accept_lengths: Vec<usize>,
+    /// Tokens of the prompt that the prefix cache had.
+    cached: usize,
+    /// Guesses that were verified.
+    proposed: usize,
     /// Most new tokens: `max_new_tokens`, or what fits the context.
     limit: usize,
     eos_token_ids: Vec<i64>,
@@ -35,8 +42,11 @@ impl Transcript {
         Self {
             ids: request.prompt.to_vec(),
             prompt: request.prompt.len(),
+            scored: vec![],
             told: 0,
             accept_lengths: vec![],
+            cached: 0,
+            proposed: 0,
             limit: request.max_new_tokens.min(context.saturating_sub(request.prompt.len())),
             eos_token_ids: if request.ends_at_eos { config.eos_token_ids.clone() } else { vec![] },
             end_mark: request.end_mark.to_vec(),
@@ -74,10 +84,11 @@ impl Transcript {
     }
 
     /// Passes new tokens to `on_tokens`; `Break` if the text has ended or `on_tokens` stops it.
-    pub(super) fn tell(&mut self, on_tokens: &mut OnTokens) -> ControlFlow<()> {
-        let new = &self.ids[self.prompt + self.told..];
-        self.told += new.len();
-        if !new.is_empty() && on_tokens(new).is_break() {
+    pub(super) fn tell(&mut self, on_tokens: &mut dyn FnMut(ToldTokens) -> ControlFlow<()>) -> ControlFlow<()> {
+        let scored = self.scored.get(self.told..).unwrap_or_default();
+        let new = ToldTokens { ids: &self.ids[self.prompt + self.told..], scored };
+        self.told += new.ids.len();
+        if !new.ids.is_empty() && on_tokens(new).is_break() {
             self.finish_reason.get_or_insert(FinishReason::Stopped);
         }
         if self.has_ended() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
@@ -89,14 +100,26 @@ impl Transcript {
         self.root(root);
     }
 
-    /// A step's accepted tokens below its root, and the token after them: the next step's root.
-    pub(super) fn go_on(&mut self, below_root: &[i64], next: i64) {
+    /// A step that verified `proposed` guesses: its accepted tokens below its root, and the token after them, the next step's root.
+    pub(super) fn go_on(&mut self, below_root: &[i64], next: i64, proposed: usize) {
+        self.proposed += proposed;
         for &token in below_root {
             if self.take(token) {
                 *self.accept_lengths.last_mut().expect("a step has a root") += 1;
             }
         }
         self.root(next);
+    }
+
+    /// The prefix cache had so many tokens of the prompt, or of a text that had left its row.
+    pub(super) fn came_with(&mut self, tokens: usize) {
+        self.cached = tokens.min(self.prompt);
+    }
+
+    /// The log-probabilities of the tokens that were just added; those behind the text's end are dropped.
+    pub(super) fn score(&mut self, scored: Vec<ScoredToken>) {
+        self.scored.extend(scored);
+        self.scored.truncate(self.new_ids().len());
     }
 
     /// Appends the root of a new step.
@@ -146,7 +169,9 @@ impl Transcript {
         let mut accept_lengths = self.accept_lengths;
         keep_tokens(&mut accept_lengths, new_ids.len());
         let (prefill, decoding) = (first_token - self.started, first_token.elapsed());
-        Ok(Generation { new_ids, accept_lengths, finish_reason, end, prefill, decoding })
+        let (mut scored, cached, proposed) = (self.scored, self.cached, self.proposed);
+        scored.truncate(new_ids.len());
+        Ok(Generation { new_ids, scored, accept_lengths, cached, proposed, finish_reason, end, prefill, decoding })
     }
 }
 

@@ -35,22 +35,17 @@ impl Verdict {
 
 /// The first root, of logits `[1, V]` after the prompt: drawn where the rule draws its roots, else the most probable token, at any
 /// temperature (it is unconditionally accepted, paper section 2.3.1).
-pub(super) fn first_root(acceptance: Acceptance, logits_1v: &Tensor, sequence: &mut Sequence) -> Chosen {
-    let logits_1v = sequence.penalty.of_text(logits_1v);
-    if acceptance.draws() { sequence.sampler.next(&logits_1v) } else { Chosen::best(&logits_1v) }
+pub(super) fn first_root(of_loop: Acceptance, logits_1v: &Tensor, sequence: &mut Sequence) -> Chosen {
+    let logits_1v = sequence.penalised(logits_1v);
+    if sequence.acceptance(of_loop).draws() { sequence.sampler.next(&logits_1v) } else { Chosen::best(&logits_1v) }
 }
 
 /// Decides at the tree's nodes, from logits `[N, V]` after each; those of a window may follow. At temperature 0 every rule but a
 /// forced one is greedy.
-pub(super) fn verify(
-    acceptance: Acceptance,
-    proposal: &Proposal,
-    logits_nv: &Tensor,
-    sequence: &mut Sequence,
-) -> Verdict {
+pub(super) fn verify(of_loop: Acceptance, proposal: &Proposal, logits_nv: &Tensor, sequence: &mut Sequence) -> Verdict {
     let nodes = VerifiedNodes::new(proposal, logits_nv, sequence);
     let above_0 = sequence.sampler.sampling().temperature.get() > 0.0;
-    match acceptance {
+    match sequence.acceptance(of_loop) {
         Acceptance::Forced { rate } => {
             let path = accept::forced(nodes.tree(), rate, sequence.steps);
             nodes.best_after(|_, _| path)
@@ -62,7 +57,7 @@ pub(super) fn verify(
     }
 }
 
-/// The nodes of a tree without its window, with the repetition penalty applied to their logits.
+/// The nodes of a tree without its window, with the penalties applied to their logits.
 struct VerifiedNodes<'s> {
     proposal: &'s Proposal,
     tokens_n: Tensor,

@@ -4,13 +4,13 @@ use std::num::NonZeroUsize;
 
 use serde::{Deserialize, Serialize};
 
-use super::answer::Question;
+use super::answer::{Question, WrittenAnswer};
 use super::render::{self, OpenQuestion, Rendered, Renderer, WrittenTurn};
 use crate::data::IGNORE;
 use crate::data::chat_template::Message;
-use crate::data::prompts::{Dialogue, PromptError, Questions};
+use crate::data::prompts::{Dialogue, PromptError, PromptInput, Questions};
 use crate::data::tokenize::narrow;
-use crate::decode::request::{FinishReason, Generation};
+use crate::decode::request::FinishReason;
 use crate::engine::sample::Stream;
 
 /// Settings of the conversations.
@@ -24,7 +24,7 @@ pub struct DistillSettings {
     pub self_talk: bool,
     /// Seed of sampling.
     pub seed: u64,
-    /// The backbone's `max_position_embeddings`.
+    /// Most tokens of prompt and answer: the backbone's `max_position_embeddings`, or a server's limit.
     pub context: usize,
 }
 
@@ -78,7 +78,7 @@ pub struct Finished {
     pub category: Option<String>,
     /// Its turns in ShareGPT's format.
     pub conversations: Vec<Said>,
-    /// Tokens that the backbone read and wrote.
+    /// Tokens that the backbone read and wrote; empty, like `labels`, where a server answered and no backbone was given.
     pub input_ids: Vec<i32>,
     /// The token itself if the backbone wrote it, else [`IGNORE`].
     pub labels: Vec<i32>,
@@ -112,13 +112,13 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// The next prompt for the backbone; `None` at the end of the conversation.
+    /// The next prompt for the backbone; `None` at the end of the conversation. Without a renderer it has no tokens.
     ///
     /// # Errors
     /// An error of the template or the tokenizer.
     pub fn next_question(
         &mut self,
-        renderer: &Renderer,
+        renderer: Option<&Renderer>,
         settings: &DistillSettings,
     ) -> Result<Option<Question>, PromptError> {
         let Some(OpenQuestion { prompt, end_mark }) = self.next_prompt(renderer, settings)? else { return Ok(None) };
@@ -130,16 +130,26 @@ impl<'a> Conversation<'a> {
         self.asked += 1;
         Ok(Some(Question {
             conversation: self.id,
-            prompt: self.prompt.ids.clone(),
+            input: self.input(),
+            prompt: self.prompt.clone(),
             max_new_tokens: settings.max_new_tokens,
             end_mark,
             stream: Stream { seed: settings.seed, index: self.dialogue.index as u64, turn: self.asked, sample: 0 },
         }))
     }
 
+    /// As it is asked, without a template.
+    fn input(&self) -> PromptInput {
+        match &self.dialogue.questions {
+            Questions::Text(text) => PromptInput::Text(text.clone()),
+            Questions::Ids(ids) => PromptInput::Ids(ids.clone()),
+            Questions::Turns { .. } => PromptInput::Chat(self.messages.clone()),
+        }
+    }
+
     fn next_prompt(
         &mut self,
-        renderer: &Renderer,
+        renderer: Option<&Renderer>,
         settings: &DistillSettings,
     ) -> Result<Option<OpenQuestion>, PromptError> {
         let was_written_by = std::mem::replace(&mut self.writer, Writer::Assistant);
@@ -148,27 +158,30 @@ impl<'a> Conversation<'a> {
             return render::first(&self.dialogue.questions, renderer, &mut self.messages).map(of_answer);
         }
         if was_written_by == Writer::User && !self.is_over {
-            return renderer.answer(&self.messages).map(of_answer);
+            return render::answer(renderer, &self.messages).map(of_answer);
         }
         let Questions::Turns { user, .. } = &self.dialogue.questions else { return Ok(None) };
         if self.is_over || self.answers >= settings.turns.get() {
             return Ok(None);
         }
-        if settings.self_talk {
+        if let Some(renderer) = renderer.filter(|_| settings.self_talk) {
             self.writer = Writer::User;
             return renderer.question(&self.messages);
         }
         let Some(question) = user.get(self.answers) else { return Ok(None) };
         self.messages.push(Message::new("user", question));
-        renderer.answer(&self.messages).map(of_answer)
+        render::answer(renderer, &self.messages).map(of_answer)
     }
 
     /// Takes the backbone's turn. A user turn that is empty or unfinished is dropped and ends the conversation.
     ///
     /// # Errors
     /// An error of the tokenizer.
-    pub fn hear(&mut self, said: Generation, renderer: &Renderer) -> Result<(), PromptError> {
-        let content = renderer.text(&said.new_ids)?;
+    pub fn hear(&mut self, said: WrittenAnswer, renderer: Option<&Renderer>) -> Result<(), PromptError> {
+        let content = match (&said.text, renderer) {
+            (None, Some(renderer)) => renderer.text(&said.new_ids)?,
+            (told, _) => told.clone().unwrap_or_default(),
+        };
         let is_question = self.writer == Writer::User;
         if is_question && (said.end.is_empty() || content.trim().is_empty()) {
             self.is_over = true;
@@ -177,12 +190,11 @@ impl<'a> Conversation<'a> {
             }
             return Ok(());
         }
-        self.row = self.row_with(&said, renderer)?;
-        self.written.push(WrittenTurn {
-            opened: std::mem::take(&mut self.prompt.text),
-            content: content.clone(),
-            end: renderer.end_text(&said.end)?,
-        });
+        if let Some(renderer) = renderer {
+            self.row = self.row_with(&said, renderer)?;
+            let (opened, end) = (std::mem::take(&mut self.prompt.text), renderer.end_text(&said.end)?);
+            self.written.push(WrittenTurn { opened, content: content.clone(), end });
+        }
         self.messages.push(Message::new(if is_question { "user" } else { "assistant" }, content));
         if !is_question {
             self.answers += 1;
@@ -201,7 +213,7 @@ impl<'a> Conversation<'a> {
 
     /// The prompt as the backbone read it, then its turn. Labels of earlier turns are copied if the prompt begins with
     /// exactly their tokens; otherwise they are found in its text (see [`Renderer::labels`]).
-    fn row_with(&self, said: &Generation, renderer: &Renderer) -> Result<Row, PromptError> {
+    fn row_with(&self, said: &WrittenAnswer, renderer: &Renderer) -> Result<Row, PromptError> {
         let mut ids = self.prompt.ids.clone();
         let mut labels = if ids.starts_with(&self.row.ids) {
             let mut labels = self.row.labels.clone();
@@ -249,8 +261,6 @@ impl<'a> Conversation<'a> {
 mod tests {
     use std::io::Write;
     use std::path::Path;
-
-    use std::time::Duration;
 
     use super::*;
     use crate::data::chat_template::ChatTemplate;
@@ -320,16 +330,9 @@ mod tests {
         Dialogue { place, index: 0, id: None, category: None, questions: Questions::Turns { system: None, user } }
     }
 
-    fn said(new_ids: Vec<i64>, end: Vec<i64>) -> Generation {
+    fn said(new_ids: Vec<i64>, end: Vec<i64>) -> WrittenAnswer {
         let finish_reason = if end.is_empty() { FinishReason::Length } else { FinishReason::Eos };
-        Generation {
-            new_ids,
-            end,
-            finish_reason,
-            accept_lengths: vec![],
-            prefill: Duration::ZERO,
-            decoding: Duration::ZERO,
-        }
+        WrittenAnswer { text: None, new_ids, end, finish_reason }
     }
 
     const EOS: i64 = 1;
@@ -339,19 +342,19 @@ mod tests {
         let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3.", "never asked"]));
         let (renderer, settings) = (world.renderer(), settings(2, true, 500));
         let mut talk = Conversation::new(0, &dialogue);
-        let first = talk.next_question(&renderer, &settings).unwrap().unwrap();
-        assert_eq!((first.prompt, first.end_mark), (world.ids("USER: Count to 3. ASSISTANT:"), vec![]));
-        talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), &renderer).unwrap();
-        let asks = talk.next_question(&renderer, &settings).unwrap().unwrap();
-        assert_eq!(asks.prompt, world.ids("USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER:"));
+        let first = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
+        assert_eq!((first.prompt.ids, first.end_mark), (world.ids("USER: Count to 3. ASSISTANT:"), vec![]));
+        talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), Some(&renderer)).unwrap();
+        let asks = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
+        assert_eq!(asks.prompt.ids, world.ids("USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER:"));
         let mark = world.ids("ASSISTANT:");
         assert_eq!((asks.end_mark, asks.stream), (mark.clone(), Stream { seed: 1, index: 0, turn: 2, sample: 0 }));
-        talk.hear(said(world.ids("And to 4?"), mark), &renderer).unwrap();
-        let answers = talk.next_question(&renderer, &settings).unwrap().unwrap();
+        talk.hear(said(world.ids("And to 4?"), mark), Some(&renderer)).unwrap();
+        let answers = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
         let seen = "USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER: And to 4? ASSISTANT:";
-        assert_eq!(answers.prompt, world.ids(seen));
-        talk.hear(said(world.ids("1, 2, 3, 4."), vec![]), &renderer).unwrap();
-        assert!(talk.next_question(&renderer, &settings).unwrap().is_none(), "two answers were asked for");
+        assert_eq!(answers.prompt.ids, world.ids(seen));
+        talk.hear(said(world.ids("1, 2, 3, 4."), vec![]), Some(&renderer)).unwrap();
+        assert!(talk.next_question(Some(&renderer), &settings).unwrap().is_none(), "two answers were asked for");
         let row = talk.finish();
         assert_eq!(world.learnt(&row), [" 1, 2, 3.<|end|>", " And to 4? ASSISTANT:1, 2, 3, 4."]);
         assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (4, "length"));
@@ -363,11 +366,11 @@ mod tests {
         let (renderer, settings) = (world.renderer(), settings(3, true, 500));
         for (question, reason) in [(said(world.ids(" And"), vec![]), "length"), (said(vec![], vec![EOS]), "eos")] {
             let mut talk = Conversation::new(0, &dialogue);
-            let _ = talk.next_question(&renderer, &settings).unwrap();
-            talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), &renderer).unwrap();
-            let _ = talk.next_question(&renderer, &settings).unwrap();
-            talk.hear(question, &renderer).unwrap();
-            assert!(talk.next_question(&renderer, &settings).unwrap().is_none());
+            let _ = talk.next_question(Some(&renderer), &settings).unwrap();
+            talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), Some(&renderer)).unwrap();
+            let _ = talk.next_question(Some(&renderer), &settings).unwrap();
+            talk.hear(question, Some(&renderer)).unwrap();
+            assert!(talk.next_question(Some(&renderer), &settings).unwrap().is_none());
             let row = talk.finish();
             assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (2, reason));
             assert_eq!(row.input_ids.last(), Some(&1));
@@ -380,10 +383,10 @@ mod tests {
         let (renderer, settings) = (world.renderer(), settings(9, false, 500));
         let mut talk = Conversation::new(0, &dialogue);
         for answer in ["1, 2, 3.", "Count to 3.", "omelette"] {
-            let _ = talk.next_question(&renderer, &settings).unwrap().unwrap();
-            talk.hear(said(world.spelt(answer), vec![EOS]), &renderer).unwrap();
+            let _ = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
+            talk.hear(said(world.spelt(answer), vec![EOS]), Some(&renderer)).unwrap();
         }
-        assert!(talk.next_question(&renderer, &settings).unwrap().is_none(), "all is asked");
+        assert!(talk.next_question(Some(&renderer), &settings).unwrap().is_none(), "all is asked");
         let row = talk.finish();
         let last = "omelette<|end|>";
         assert_eq!(world.learnt(&row), [" 1, 2, 3.<|end|>", " Count to 3.<|end|>", last]);
@@ -397,8 +400,8 @@ mod tests {
         let (renderer, settings) = (world.renderer(), settings(9, false, 500));
         let mut talk = Conversation::new(0, &dialogue);
         for answer in ["1, 2, 3.", "omelette"] {
-            let _ = talk.next_question(&renderer, &settings).unwrap().unwrap();
-            talk.hear(said(world.ids(answer), vec![EOS]), &renderer).unwrap();
+            let _ = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
+            talk.hear(said(world.ids(answer), vec![EOS]), Some(&renderer)).unwrap();
         }
         let row = talk.finish();
         assert_eq!(world.learnt(&row), ["omelette<|end|>"]);
@@ -411,9 +414,9 @@ mod tests {
         let renderer = world.renderer();
         let mut talk = Conversation::new(0, &dialogue);
         let settings = settings(9, false, world.ids("USER: Count to 3. ASSISTANT: 1<|end|>").len() + 2);
-        let _ = talk.next_question(&renderer, &settings).unwrap().unwrap();
-        talk.hear(said(world.ids(" 1"), vec![EOS]), &renderer).unwrap();
-        assert!(talk.next_question(&renderer, &settings).unwrap().is_none());
+        let _ = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
+        talk.hear(said(world.ids(" 1"), vec![EOS]), Some(&renderer)).unwrap();
+        assert!(talk.next_question(Some(&renderer), &settings).unwrap().is_none());
         let row = talk.finish();
         assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (2, "length"));
         assert_eq!(row.input_ids.last(), Some(&1));

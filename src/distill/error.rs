@@ -7,6 +7,7 @@ use crate::data::prompts::PromptError;
 use crate::data::rows::RowLocation;
 use crate::decode::error::DecodeError;
 use crate::formats::FormatError;
+use crate::http::EndpointError;
 
 /// Why a distillation stopped.
 #[derive(Debug, thiserror::Error)]
@@ -43,16 +44,6 @@ pub enum DistillError {
         /// This run's value.
         got: String,
     },
-    /// A damaged journal line before the last one.
-    #[error(
-        "{}, line {line}: the journal is damaged; remove it to generate its conversations again (the shards stay)",
-        path.display()
-    )]
-    Damaged {
-        path: PathBuf,
-        /// Counted from 1.
-        line: usize,
-    },
     /// An invalid distill.json.
     #[error(transparent)]
     Provenance(#[from] FormatError),
@@ -72,7 +63,93 @@ pub enum DistillError {
          this prompt or choose another --dtype, and another --out"
     )]
     NotFinite { place: RowLocation, id: usize, source: Box<DecodeError> },
+    /// A question that the server does not answer as it should.
+    #[error("{place}: conversation {id} is not answered; conversations finished before are kept")]
+    Server { place: RowLocation, id: usize, source: Box<ServerError> },
+    /// A folder whose files are of several distillations.
+    #[error("{}: {key}: expected {expected} as in {}, got {got}; a folder holds the shares of one distillation", path.display(), first.display())]
+    OtherDistillation { path: PathBuf, first: PathBuf, key: String, expected: String, got: String },
+    /// A conversation in two shards.
+    #[error("conversation {index} is there twice: {} and {}", first.display(), second.display())]
+    DoubleConversation {
+        /// Of its prompt in the prompt file.
+        index: i64,
+        first: PathBuf,
+        second: PathBuf,
+    },
+    /// A shard that is no Parquet file of this program.
+    #[error("{} is no shard of medusa distill: {problem}", path.display())]
+    Shard { path: PathBuf, problem: String },
+    /// Raw prompts are no conversations: training reads only their tokens.
+    #[error(
+        "{place}: a prompt without messages or turns; its answer is kept as tokens, which --endpoint makes only with --backbone B, the \
+         folder or Hub id of the server's model"
+    )]
+    RawPromptWithoutBackbone { place: RowLocation },
     /// A step of the whole batch failed.
     #[error(transparent)]
     Step(#[from] DecodeError),
+}
+
+/// Why a question has no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum AnswerError {
+    /// The backbone cannot decode it.
+    #[error(transparent)]
+    Decode(#[from] DecodeError),
+    /// The server does not answer as it should.
+    #[error(transparent)]
+    Server(#[from] ServerError),
+}
+
+/// What is wrong with a server's answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// No further attempt would help, or all failed.
+    #[error("{}", given_up(*attempts, source))]
+    GaveUp {
+        /// How often the question was asked.
+        attempts: u32,
+        source: EndpointError,
+    },
+    /// A reasoning parser took a part of the text away.
+    #[error(
+        "the server tells the model's reasoning apart from its answer (reasoning_content), and no token ids (return_token_ids) that would \
+         tell how both were written; start it without a reasoning parser, so that the reasoning is a part of the text, or use a server \
+         with return_token_ids and give --backbone"
+    )]
+    Reasoning,
+    /// Only with `--strict`.
+    #[error("--strict: {what}: expected {expected}, got {got}")]
+    TokensDiffer {
+        /// Of which text.
+        what: &'static str,
+        /// Of the backbone's tokenizer.
+        expected: String,
+        /// Of the server.
+        got: String,
+    },
+    /// Only with `--strict`.
+    #[error("--strict: the answer is from model {got:?}, not from {expected:?}")]
+    OtherModel { expected: String, got: String },
+    /// The tokenizer or the template fails.
+    #[error(transparent)]
+    Tokens(#[from] PromptError),
+}
+
+/// What can be done about it.
+fn given_up(attempts: u32, error: &EndpointError) -> String {
+    let advice = match error.status() {
+        Some(400 | 413 | 422) => {
+            "; the server refuses this request: --max-context N keeps prompts and answers within the server's context, \
+             --max-new-tokens N shortens answers"
+        }
+        Some(401 | 403) => "; the server refuses the API key: set MEDUSA_API_KEY, or give --api-key-file",
+        Some(404 | 405) => "; --endpoint is the address up to /v1, and --model a name that the server lists",
+        _ => "; continue with --resume",
+    };
+    match attempts {
+        1 => format!("{error}{advice}"),
+        _ => format!("{error}, after {attempts} attempts{advice}"),
+    }
 }

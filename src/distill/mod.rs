@@ -9,23 +9,24 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::data::chat_template::Message;
 use crate::data::prompts::{Dialogue, PromptError, Questions};
-use crate::decode::batch::Ended;
 use crate::decode::error::DecodeError;
-use crate::decode::request::Generation;
 
 pub mod answer;
 pub mod conversation;
 mod error;
+pub mod folder;
 mod journal;
+pub mod local;
 pub mod output;
 pub mod provenance;
 pub mod render;
+pub mod server;
 mod shards;
 
-use answer::{Answerer, Question};
+use answer::{Answered, Answerer, Question, WrittenAnswer};
 pub use conversation::DistillSettings;
 use conversation::{Conversation, Finished};
-pub use error::DistillError;
+pub use error::{AnswerError, DistillError, ServerError};
 use output::Output;
 use render::Renderer;
 
@@ -61,13 +62,13 @@ pub struct DialogueTokens {
     pub most: usize,
 }
 
-/// Checks before any work that every prompt can be rendered. Returns the tokens of each one.
+/// Checks before any work that every prompt can be rendered, or without a renderer that each is a conversation. Returns the tokens of each one.
 ///
 /// # Errors
 /// The first invalid prompt, with file and line.
 pub fn check(
     dialogues: &[Dialogue],
-    renderer: &Renderer,
+    renderer: Option<&Renderer>,
     settings: &DistillSettings,
 ) -> Result<Vec<DialogueTokens>, DistillError> {
     let tokens = |dialogue: &Dialogue| check_one(dialogue, renderer, settings);
@@ -77,17 +78,21 @@ pub fn check(
 
 fn check_one(
     dialogue: &Dialogue,
-    renderer: &Renderer,
+    renderer: Option<&Renderer>,
     settings: &DistillSettings,
 ) -> Result<DialogueTokens, DistillError> {
     let place = || dialogue.place.clone();
     let is_raw = !matches!(dialogue.questions, Questions::Turns { .. });
+    let Some(renderer) = renderer else {
+        let tokens = DialogueTokens { first: 0, most: 0 };
+        return if is_raw { Err(DistillError::RawPromptWithoutBackbone { place: place() }) } else { Ok(tokens) };
+    };
     if settings.self_talk && is_raw {
         return Err(DistillError::SelfTalkOfRawPrompt { place: place() });
     }
     let failed = |source| DistillError::Prompt { place: place(), source: Box::new(source) };
     let mut messages = vec![];
-    let first = render::first(&dialogue.questions, renderer, &mut messages).map_err(failed)?;
+    let first = render::first(&dialogue.questions, Some(renderer), &mut messages).map_err(failed)?;
     if settings.self_talk {
         messages.push(Message::new("assistant", "a"));
         renderer.question(&messages).map_err(failed)?.ok_or(DistillError::NoPlaceForQuestions)?;
@@ -127,15 +132,16 @@ fn answered(later: &[usize], is_self_talk: bool, settings: &DistillSettings) -> 
     written.saturating_add(later)
 }
 
-/// Answers every prompt that the output lacks. `on_step` receives the progress and may stop the run.
+/// Answers every prompt that the output lacks. Without a `renderer` conversations have no tokens. `on_step` receives the progress and may
+/// stop the run.
 ///
 /// # Errors
 /// A decoding or I/O error; conversations finished by then are kept.
 pub fn run(
     dialogues: &[Dialogue],
-    renderer: &Renderer,
+    renderer: Option<&Renderer>,
     settings: &DistillSettings,
-    mut answerer: Answerer,
+    mut answerer: impl Answerer,
     output: &mut Output,
     on_step: &mut dyn FnMut(DistillProgress) -> ControlFlow<()>,
 ) -> Result<DistillEnd, DistillError> {
@@ -145,7 +151,7 @@ pub fn run(
         while answerer.has_room() {
             let Some(question) = talk.next_question()? else { break };
             let id = question.conversation;
-            answerer.enter(&question).map_err(|source| talk.undecoded(id, source))?;
+            answerer.enter(question).map_err(|source| talk.unanswered(id, source))?;
         }
         if answerer.is_idle() {
             output.finish()?;
@@ -156,6 +162,7 @@ pub fn run(
         heard?;
         let (conversations, tokens, batch_size) = (output.kept(), answerer.tokens(), answerer.batch_size());
         if on_step(DistillProgress { conversations, tokens, batch_size }).is_break() {
+            output.sync()?;
             return Ok(DistillEnd::Stopped);
         }
     }
@@ -164,7 +171,7 @@ pub fn run(
 /// The conversations in progress.
 struct Talk<'a> {
     dialogues: &'a [Dialogue],
-    renderer: &'a Renderer<'a>,
+    renderer: Option<&'a Renderer<'a>>,
     settings: &'a DistillSettings,
     /// Indices of conversations that have not begun.
     waiting: std::vec::IntoIter<usize>,
@@ -187,7 +194,7 @@ impl Talk<'_> {
     }
 
     /// Takes answers; returns the conversations that they finish, and the first error among them.
-    fn hear(&mut self, answers: Vec<Ended>) -> (Vec<Finished>, Result<(), DistillError>) {
+    fn hear(&mut self, answers: Vec<Answered>) -> (Vec<Finished>, Result<(), DistillError>) {
         let (mut finished, mut outcome) = (vec![], Ok(()));
         for (id, answer) in answers {
             match self.hear_one(id, answer) {
@@ -201,10 +208,10 @@ impl Talk<'_> {
     fn hear_one(
         &mut self,
         id: usize,
-        answer: Result<Generation, DecodeError>,
+        answer: Result<WrittenAnswer, AnswerError>,
     ) -> Result<Option<Finished>, DistillError> {
         let mut conversation = self.open.remove(&id).expect("only open conversations are answered");
-        let answer = answer.map_err(|source| self.undecoded(id, source))?;
+        let answer = answer.map_err(|source| self.unanswered(id, source))?;
         let next = conversation.hear(answer, self.renderer);
         let next = next.and_then(|()| conversation.next_question(self.renderer, self.settings));
         let Some(question) = next.map_err(|source| self.failed(id, source))? else {
@@ -215,11 +222,14 @@ impl Talk<'_> {
         Ok(None)
     }
 
-    fn undecoded(&self, id: usize, source: DecodeError) -> DistillError {
-        let (place, source) = (self.dialogues[id].place.clone(), Box::new(source));
-        match *source {
-            DecodeError::NotFinite { .. } => DistillError::NotFinite { place, id, source },
-            _ => DistillError::Decode { place, id, source },
+    fn unanswered(&self, id: usize, source: AnswerError) -> DistillError {
+        let place = self.dialogues[id].place.clone();
+        match source {
+            AnswerError::Decode(source @ DecodeError::NotFinite { .. }) => {
+                DistillError::NotFinite { place, id, source: Box::new(source) }
+            }
+            AnswerError::Decode(source) => DistillError::Decode { place, id, source: Box::new(source) },
+            AnswerError::Server(source) => DistillError::Server { place, id, source: Box::new(source) },
         }
     }
 
@@ -280,7 +290,7 @@ mod tests {
         let questions = Questions::Turns { system: None, user: vec![turn.clone(); 2] };
         let dialogue = Dialogue { place, index: 0, id: None, category: None, questions };
         let settings = settings(100, usize::MAX, false);
-        let DialogueTokens { first, most } = check(&[dialogue], &renderer, &settings).expect("a prompt")[0];
+        let DialogueTokens { first, most } = check(&[dialogue], Some(&renderer), &settings).expect("a prompt")[0];
         let tokens = tokenizer.encode(&turn, false).expect("tokens").len();
         assert!(tokens < turn.len() / 2 && first > tokens, "{tokens} of {} bytes, {first}", turn.len());
         assert_eq!(most, first + 100 + 100 + tokens + OF_TEMPLATE);

@@ -1,12 +1,11 @@
 //! The output folder of a distillation: distill.json, write-once shards, and a journal of conversations that are in no
 //! shard yet.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
 use serde_json::{Map, Value};
 
@@ -16,62 +15,27 @@ use super::journal::Journal;
 use super::shards;
 use crate::files;
 use crate::formats::provenance::DistillProvenance;
+use crate::formats::share::Share;
 
 /// Conversations per shard.
 pub const CONVERSATIONS_PER_SHARD: usize = 256;
 
-/// The part of the prompts that one machine answers: indices with the remainder `index` - 1 modulo `of`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Share {
-    /// Counted from 1.
-    index: usize,
-    of: usize,
-}
-
-impl Share {
-    /// All prompts.
-    pub const WHOLE: Self = Self { index: 1, of: 1 };
-
-    /// Indices of this share among `total` prompts.
-    fn ids(self, total: usize) -> impl Iterator<Item = usize> {
-        (self.index - 1..total).step_by(self.of)
-    }
-
-    /// The name of a file of this share, so that several machines can write to one folder.
-    fn file(self, stem: &str, rest: &str) -> String {
-        if self == Self::WHOLE {
-            format!("{stem}{rest}")
-        } else {
-            format!("{stem}-{}-of-{}{rest}", self.index, self.of)
-        }
-    }
-
-    /// Whether a file belongs to another machine's share of the same prompts.
-    fn is_anothers(self, name: &str) -> bool {
-        let name = name.strip_prefix('.').unwrap_or(name); // a file being written
-        let others = (1..=self.of).filter(|&index| index != self.index).map(|index| Self { index, ..self });
-        others
-            .flat_map(|other| ["distill", "journal", "shard"].map(|stem| other.file(stem, "")))
-            .any(|stem| name.strip_prefix(&stem).is_some_and(|rest| rest.starts_with(['-', '.'])))
+/// The name of a file of a share, so that several machines can write to one folder.
+fn file_of(share: Share, stem: &str, rest: &str) -> String {
+    if share == Share::WHOLE {
+        format!("{stem}{rest}")
+    } else {
+        format!("{stem}-{}-of-{}{rest}", share.index(), share.of())
     }
 }
 
-impl std::fmt::Display for Share {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(out, "{}/{}", self.index, self.of)
-    }
-}
-
-impl FromStr for Share {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let parts = text.split_once('/').and_then(|(index, of)| Some((index.parse().ok()?, of.parse().ok()?)));
-        match parts {
-            Some((index, of)) if (1..=of).contains(&index) => Ok(Self { index, of }),
-            _ => Err(format!("expected i/n with i from 1 to n, such as 2/4, got {text:?}")),
-        }
-    }
+/// Whether a file belongs to another machine's share of the same prompts.
+fn is_anothers(share: Share, name: &str) -> bool {
+    let name = name.strip_prefix('.').unwrap_or(name); // a file being written
+    let others = share.all().filter(|&other| other != share);
+    others
+        .flat_map(|other| ["distill", "journal", "shard"].map(|stem| file_of(other, stem, "")))
+        .any(|stem| name.strip_prefix(&stem).is_some_and(|rest| rest.starts_with(['-', '.'])))
 }
 
 /// An open output folder.
@@ -87,20 +51,22 @@ pub struct Output {
     pending: BTreeMap<usize, Finished>,
     /// Shards written so far.
     shards: usize,
+    /// Lines of the journal that could not be read.
+    damaged: usize,
 }
 
 impl Output {
     /// Starts in an empty folder, or resumes one with the same provenance.
     ///
     /// # Errors
-    /// A folder that is not empty (without `resume`) or has another provenance, or a damaged journal.
+    /// A folder that is not empty (without `resume`) or has another provenance.
     pub fn open(
         folder: &Path,
         share: Share,
         provenance: &DistillProvenance,
         resume: bool,
     ) -> Result<Self, DistillError> {
-        let begun_with = folder.join(share.file("distill", ".json"));
+        let begun_with = folder.join(file_of(share, "distill", ".json"));
         fs::create_dir_all(folder).map_err(|source| DistillError::Io { path: folder.into(), source })?;
         let provenance_map = if resume && begun_with.exists() {
             let begun = DistillProvenance::entries(&begun_with)?;
@@ -112,16 +78,16 @@ impl Output {
                 .map_err(|source| DistillError::Io { path: begun_with, source })?;
             provenance.as_map()
         };
-        let shard = |number: usize| folder.join(shard_name(share, number));
-        let shards = (0..).find(|&number| !shard(number).exists()).expect("a folder has a last file");
+        let shards = shard_files(folder, share).count();
         let total = provenance.conversations;
         let in_shards: Vec<usize> = share.ids(total).take(shards * CONVERSATIONS_PER_SHARD).collect();
-        let path = folder.join(share.file("journal", ".jsonl"));
+        let path = folder.join(file_of(share, "journal", ".jsonl"));
+        let (finished, damaged) = Journal::read(&path)?;
         let mut pending: BTreeMap<usize, Finished> =
-            Journal::read(&path)?.into_iter().map(|finished| (finished.id, finished)).collect();
+            finished.into_iter().map(|finished| (finished.id, finished)).collect();
         pending.retain(|id, _| in_shards.binary_search(id).is_err());
         let journal = Journal::start(&path, pending.values())?;
-        Ok(Self { folder: folder.into(), share, total, provenance: provenance_map, journal, pending, shards })
+        Ok(Self { folder: folder.into(), share, total, provenance: provenance_map, journal, pending, shards, damaged })
     }
 
     /// Indices of the unanswered prompts, in order.
@@ -145,7 +111,12 @@ impl Output {
         self.shards
     }
 
-    /// Keeps conversations; they are on disk when this returns.
+    /// Lines of the journal that could not be read: their conversations are among the missing ones.
+    pub fn damaged(&self) -> usize {
+        self.damaged
+    }
+
+    /// Keeps conversations: a process that is killed after this has not lost them.
     pub(super) fn keep(&mut self, finished: Vec<Finished>) -> Result<(), DistillError> {
         if finished.is_empty() {
             return Ok(());
@@ -153,6 +124,11 @@ impl Output {
         self.journal.append(&finished)?;
         self.pending.extend(finished.into_iter().map(|finished| (finished.id, finished)));
         self.write_shards()
+    }
+
+    /// What was kept is on the disk when this returns.
+    pub(super) fn sync(&mut self) -> Result<(), DistillError> {
+        self.journal.sync()
     }
 
     /// Writes the last shards and removes the journal.
@@ -177,14 +153,36 @@ impl Output {
         }
         if self.shards > before {
             self.journal =
-                Journal::start(&self.folder.join(self.share.file("journal", ".jsonl")), self.pending.values())?;
+                Journal::start(&self.folder.join(file_of(self.share, "journal", ".jsonl")), self.pending.values())?;
         }
         Ok(())
     }
 }
 
+/// The share whose distill.json has this name.
+pub(super) fn share_of_provenance(name: &str) -> Option<Share> {
+    if name == file_of(Share::WHOLE, "distill", ".json") {
+        return Some(Share::WHOLE);
+    }
+    let numbers = name.strip_prefix("distill-")?.strip_suffix(".json")?;
+    let share: Share = numbers.replacen("-of-", "/", 1).parse().ok()?;
+    (file_of(share, "distill", ".json") == name).then_some(share)
+}
+
+/// A share's shards, in order.
+pub(super) fn shard_files(folder: &Path, share: Share) -> impl Iterator<Item = PathBuf> {
+    (0..).map(move |number| folder.join(shard_name(share, number))).take_while(|path| path.exists())
+}
+
+/// How many conversations of a share are in its journal, and not among the first `in_shards`.
+pub(super) fn journalled(folder: &Path, share: Share, in_shards: usize) -> Result<usize, DistillError> {
+    let (lines, _) = Journal::read(&folder.join(file_of(share, "journal", ".jsonl")))?;
+    let ids: BTreeSet<usize> = lines.iter().map(|line| line.id).collect();
+    Ok(ids.iter().filter(|id| **id / share.of() >= in_shards).count())
+}
+
 fn shard_name(share: Share, number: usize) -> String {
-    share.file("shard", &format!("-{number:05}.parquet"))
+    file_of(share, "shard", &format!("-{number:05}.parquet"))
 }
 
 /// Refuses a folder that holds anything except other machines' shares.
@@ -199,7 +197,7 @@ pub fn check_is_free(folder: &Path, share: Share) -> Result<(), DistillError> {
     };
     for entry in entries {
         let found = entry.map_err(failed)?.file_name().to_string_lossy().into_owned();
-        if !share.is_anothers(&found) && !files::is_partial(&found) {
+        if !is_anothers(share, &found) && !files::is_partial(&found) {
             return Err(DistillError::Occupied { folder: folder.into(), found });
         }
     }
@@ -211,25 +209,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_disjoint_and_together_the_whole() {
-        let mut all: Vec<usize> = (1..=4).flat_map(|index| Share { index, of: 4 }.ids(10)).collect();
-        all.sort_unstable();
-        assert_eq!(all, (0..10).collect::<Vec<_>>());
-        assert_eq!("2/4".parse::<Share>().unwrap().ids(10).collect::<Vec<_>>(), [1, 5, 9]);
-        for wrong in ["0/4", "5/4", "4", "a/b", "1/0", "-1/2"] {
-            assert!(wrong.parse::<Share>().is_err(), "{wrong}");
-        }
-    }
-
-    #[test]
     fn only_files_of_other_shares_are_anothers() {
-        let share = Share { index: 2, of: 4 };
+        let share: Share = "2/4".parse().unwrap();
         for name in ["shard-1-of-4-00000.parquet", "journal-3-of-4.jsonl", ".distill-4-of-4.json.partial"] {
-            assert!(share.is_anothers(name), "{name}");
+            assert!(is_anothers(share, name), "{name}");
         }
         for name in ["shard-2-of-4-00000.parquet", "shard-1-of-3-00000.parquet", "shard-00000.parquet", "notes.txt"] {
-            assert!(!share.is_anothers(name), "{name}");
+            assert!(!is_anothers(share, name), "{name}");
         }
-        assert!(!Share::WHOLE.is_anothers("shard-1-of-2-00000.parquet"));
+        assert!(!is_anothers(Share::WHOLE, "shard-1-of-2-00000.parquet"));
     }
 }

@@ -15,13 +15,17 @@ use crate::model::weights;
 
 /// Keys with paths and names, which may change: hashes identify the files. `too_long` is missing in folders of 0.1.0, which refused
 /// such prompts; `conversations` changes with it.
-const NOT_COMPARED: [&str; 5] = ["backbone", "backbone_revision", "prompts", "heads", "too_long"];
+pub(super) const NOT_COMPARED: [&str; 6] =
+    ["endpoint", "backbone", "backbone_revision", "prompts", "heads", "too_long"];
+/// Missing in folders of earlier versions.
+const ENGINE: &str = "engine";
 
 impl DistillProvenance {
     /// Refuses to resume a run with other inputs.
     pub(super) fn check(&self, path: &Path, begun: &Map<String, Value>) -> Result<(), DistillError> {
         let own = self.as_map();
-        let keys = own.iter().filter(|(key, _)| !NOT_COMPARED.contains(&key.as_str()));
+        let is_known = |key: &str| key != ENGINE || begun.contains_key(ENGINE);
+        let keys = own.iter().filter(|(key, _)| !NOT_COMPARED.contains(&key.as_str()) && is_known(key));
         for (key, got) in keys {
             let expected = begun.get(key).unwrap_or(&Value::Null);
             if expected != got {

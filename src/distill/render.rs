@@ -45,20 +45,25 @@ pub struct WrittenTurn {
     pub end: String,
 }
 
-/// Renders the first question of a conversation and appends its messages to `messages`.
+/// Renders the first question of a conversation and appends its messages to `messages`. Without a renderer only conversations can be asked.
 ///
 /// # Errors
 /// A conversation without a template, an error of the template, or ids outside the tokenizer's vocabulary.
-pub fn first(questions: &Questions, renderer: &Renderer, messages: &mut Vec<Message>) -> Result<Rendered, PromptError> {
+pub fn first(
+    questions: &Questions,
+    renderer: Option<&Renderer>,
+    messages: &mut Vec<Message>,
+) -> Result<Rendered, PromptError> {
     let input = match questions {
         Questions::Text(text) => PromptInput::Text(text.clone()),
         Questions::Ids(ids) => PromptInput::Ids(ids.clone()),
         Questions::Turns { system, user } => {
             messages.extend(system.iter().map(|system| Message::new("system", system)));
             messages.extend(user.first().map(|first| Message::new("user", first)));
-            return renderer.answer(messages);
+            return answer(renderer, messages);
         }
     };
+    let Some(renderer) = renderer else { return Err(PromptError::NoTokens) };
     let ids = prompts::to_ids(&input, renderer.tokenizer, renderer.template)?;
     let text = match input {
         PromptInput::Text(text) => text,
@@ -66,6 +71,14 @@ pub fn first(questions: &Questions, renderer: &Renderer, messages: &mut Vec<Mess
     };
     messages.push(Message::new("user", &text));
     Ok(Rendered { text, ids: wide(&ids) })
+}
+
+/// Renders a conversation up to the start of the assistant's text; nothing without a renderer.
+///
+/// # Errors
+/// No template, or an error of the template.
+pub fn answer(renderer: Option<&Renderer>, messages: &[Message]) -> Result<Rendered, PromptError> {
+    renderer.map_or_else(|| Ok(Rendered::default()), |renderer| renderer.answer(messages))
 }
 
 impl Renderer<'_> {
@@ -87,12 +100,30 @@ impl Renderer<'_> {
         let Some((before, behind)) = whole.split_once(PLACEHOLDER) else { return Ok(None) };
         // A space before the first word belongs to the word's token, which the backbone writes.
         let prompt = self.rendered(before.trim_end_matches(' ').to_owned())?;
+        Ok(Some(OpenQuestion { prompt, end_mark: self.end_mark(behind)? }))
+    }
+
+    /// What the template puts around the assistant's next turn: the text between the `prompt` and the turn's first letter, and the tokens
+    /// that end the turn. `None` if the template changes the turn, or renders the conversation in another way than in the prompt.
+    ///
+    /// # Errors
+    /// No template, an error of the template or the tokenizer.
+    pub fn around_answer(&self, messages: &[Message], prompt: &str) -> Result<Option<(String, Vec<i64>)>, PromptError> {
+        let answered: Vec<Message> = messages.iter().cloned().chain([Message::new("assistant", PLACEHOLDER)]).collect();
+        let whole = self.template()?.render(&answered, false)?;
+        let Some((before, behind)) = whole.split_once(PLACEHOLDER) else { return Ok(None) };
+        let Some(lead) = before.strip_prefix(prompt) else { return Ok(None) };
+        Ok(Some((lead.to_owned(), self.end_mark(behind)?)))
+    }
+
+    /// The tokens at the start of what the template puts behind a turn.
+    fn end_mark(&self, behind: &str) -> Result<Vec<i64>, PromptError> {
         let mut end_mark = wide(&self.tokenizer.encode(behind.trim(), false)?);
         let is_special = |id: &i64| i32::try_from(*id).is_ok_and(|id| self.tokenizer.is_special(id));
         if end_mark.first().is_some_and(is_special) {
             end_mark.truncate(1); // a special token such as "<|im_end|>" suffices; the rest belongs to the template
         }
-        Ok(Some(OpenQuestion { prompt, end_mark }))
+        Ok(end_mark)
     }
 
     /// The text of new tokens without special tokens.

@@ -1,4 +1,5 @@
-//! Parquet shards: `index`, `id`, `category`, `conversations` in ShareGPT's format, `input_ids`, `labels`, `finish_reason`.
+//! Parquet shards: `index`, `id`, `category`, `conversations` in ShareGPT's format, `input_ids`, `labels`, `finish_reason`; without
+//! `input_ids` and `labels` where a server answered and no backbone was given.
 
 use std::io;
 use std::path::Path;
@@ -19,7 +20,8 @@ use crate::files;
 
 /// Writes a file atomically. Its bytes depend only on the conversations and `provenance`.
 pub(super) fn write(path: &Path, rows: &[&Finished], provenance: &Map<String, Value>) -> Result<(), DistillError> {
-    let batch = record_batch(rows);
+    let has_tokens = provenance.get("backbone").is_none_or(|backbone| !backbone.is_null());
+    let batch = record_batch(rows, if has_tokens { ShardColumns::All } else { ShardColumns::WithoutTokens });
     let written = files::write_atomic(path, |out| {
         let mut writer =
             ArrowWriter::try_new(out, batch.schema(), Some(properties(provenance))).map_err(io::Error::other)?;
@@ -36,7 +38,14 @@ fn properties(provenance: &Map<String, Value>) -> WriterProperties {
     WriterProperties::builder().set_compression(Compression::SNAPPY).set_key_value_metadata(Some(metadata)).build()
 }
 
-fn record_batch(rows: &[&Finished]) -> RecordBatch {
+/// Which columns a shard has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ShardColumns {
+    All,
+    WithoutTokens,
+}
+
+fn record_batch(rows: &[&Finished], wanted: ShardColumns) -> RecordBatch {
     let indices = Int64Array::from_iter_values(rows.iter().map(|row| row.index.unwrap_or(row.id) as i64));
     let ids: StringArray = rows.iter().map(|row| row.prompt_id.as_deref()).collect();
     let categories: StringArray = rows.iter().map(|row| row.category.as_deref()).collect();
@@ -45,7 +54,7 @@ fn record_batch(rows: &[&Finished]) -> RecordBatch {
         let lists = rows.iter().map(|row| Some(of(row).iter().copied().map(Some)));
         Arc::new(ListArray::from_iter_primitive::<Int32Type, _, _>(lists))
     };
-    let columns: [(&str, ArrayRef); 7] = [
+    let all: [(&str, ArrayRef); 7] = [
         ("index", Arc::new(indices)),
         ("id", Arc::new(ids)),
         ("category", Arc::new(categories)),
@@ -54,6 +63,8 @@ fn record_batch(rows: &[&Finished]) -> RecordBatch {
         ("labels", tokens(|row| &row.labels)),
         ("finish_reason", Arc::new(reasons)),
     ];
+    let is_wanted = |name: &str| wanted == ShardColumns::All || !["input_ids", "labels"].contains(&name);
+    let columns: Vec<_> = all.into_iter().filter(|(name, _)| is_wanted(name)).collect();
     let field = |(name, column): &(&str, ArrayRef)| {
         Field::new(*name, column.data_type().clone(), ["id", "category"].contains(name))
     };

@@ -120,6 +120,12 @@ impl Drafter for JoinedDrafter<'_> {
         self.guessed.swap_remove(row);
         self.parts.iter_mut().for_each(|part| part.swap_remove(row));
     }
+
+    fn drop_rows(&mut self) {
+        self.hits.drop_rows();
+        self.guessed.clear();
+        self.parts.iter_mut().for_each(|part| part.drop_rows());
+    }
 }
 
 /// A proposal's guesses on the host.
@@ -161,7 +167,15 @@ mod tests {
         let hidden_1h = Tensor::zeros([1, 1], (Kind::Float, Device::Cpu));
         let root = Chosen::on_host(1);
         let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
-        let text = TextSoFar { row: 0, ids: &[1, 2, 1], root: &root, hidden_1h: &hidden_1h, sampling, stream };
+        let text = TextSoFar {
+            row: 0,
+            ids: &[1, 2, 1],
+            root: &root,
+            hidden_1h: &hidden_1h,
+            sampling,
+            stream,
+            may_draw: false,
+        };
         let _ = drafter.propose(&[text]);
         assert_eq!(drafter.guessed[0].len(), 1);
         drafter.committed(0, &CommittedTokens { ids: &[2, 1, 2], hidden_nh: hidden_1h.shallow_clone() });

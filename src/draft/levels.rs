@@ -61,6 +61,9 @@ pub trait LevelGuesser: fmt::Debug {
 
     /// As [`Drafter::swap_remove`].
     fn swap_remove(&mut self, _row: usize) {}
+
+    /// As [`Drafter::drop_rows`].
+    fn drop_rows(&mut self) {}
 }
 
 /// A drafter that fills trees level by level.
@@ -141,6 +144,10 @@ impl Drafter for LevelDrafter<'_> {
 
     fn swap_remove(&mut self, row: usize) {
         self.guesser.swap_remove(row);
+    }
+
+    fn drop_rows(&mut self) {
+        self.guesser.drop_rows();
     }
 }
 

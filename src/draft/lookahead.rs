@@ -128,6 +128,10 @@ impl Drafter for LookaheadDrafter<'_> {
     fn swap_remove(&mut self, row: usize) {
         self.rows.swap_remove(row);
     }
+
+    fn drop_rows(&mut self) {
+        self.rows.clear();
+    }
 }
 
 impl LookaheadRow {
@@ -276,7 +280,15 @@ mod tests {
         drafter.committed(0, &tokens(&[1, 2, 3]));
         let (root, hidden_1h) = (Chosen::on_host(4), Tensor::zeros([1, 1], (Kind::Float, Device::Cpu)));
         let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
-        let text = TextSoFar { row: 0, ids: &[1, 2, 3, 4], root: &root, hidden_1h: &hidden_1h, sampling, stream };
+        let text = TextSoFar {
+            row: 0,
+            ids: &[1, 2, 3, 4],
+            root: &root,
+            hidden_1h: &hidden_1h,
+            sampling,
+            stream,
+            may_draw: false,
+        };
         let proposal = drafter.propose(&[text]).remove(0);
         let logits_nv = Tensor::zeros([3, 50], (Kind::Float, Device::Cpu));
         let verified = VerifiedTree { proposal: &proposal, logits_nv: &logits_nv, path: &[0], accepted: tokens(&[4]) };

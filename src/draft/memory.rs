@@ -48,4 +48,9 @@ impl<T: Clone> Remembered<T> {
     pub fn swap_remove(&mut self, row: usize) {
         self.rows.swap_remove(row);
     }
+
+    /// Removes all rows; what is remembered in common stays.
+    pub fn drop_rows(&mut self) {
+        self.rows.clear();
+    }
 }

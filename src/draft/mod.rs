@@ -41,6 +41,11 @@ pub trait Drafter: fmt::Debug {
     /// prompts are not computed yet.
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal>;
 
+    /// Whether a step of so many texts has no guesses, and nothing to learn from it: then it is one of plain decoding.
+    fn rests(&self, _texts: usize) -> bool {
+        false
+    }
+
     /// Whether [`Drafter::committed`] and [`Drafter::verified`] are called.
     fn follows(&self) -> bool {
         false
@@ -75,6 +80,10 @@ pub trait Drafter: fmt::Debug {
 
     /// A row was removed, and the last row took its place.
     fn swap_remove(&mut self, _row: usize) {}
+
+    /// All rows were removed, and give back their memory. A drafter that ran out of memory in [`Drafter::push_row`] may have one row less than the
+    /// backbone, or its parts may.
+    fn drop_rows(&mut self) {}
 }
 
 /// Tokens that were committed to a row.
@@ -112,6 +121,8 @@ pub struct TextSoFar<'s> {
     pub sampling: Sampling,
     /// Selects the text's random numbers.
     pub stream: Stream,
+    /// Whether the rule that verifies the guesses accounts for [`Proposal::drawn`]; other rules accept most of the most probable guesses.
+    pub may_draw: bool,
 }
 
 /// A tree filled with tokens, to be verified in one pass.
@@ -124,6 +135,13 @@ pub struct Proposal {
     /// For guesses that were drawn at random: those below each node, with the distributions that they were drawn from.
     /// [`Acceptance::Rejection`](crate::tree::accept::Acceptance::Rejection) needs them.
     pub drawn: Option<Vec<DrawnChildren>>,
+}
+
+impl Proposal {
+    /// The number of nodes that may be accepted: the tree's without its root.
+    pub fn guesses(&self) -> usize {
+        self.tree.tree.len() - 1
+    }
 }
 
 /// Nodes that are computed in the same pass as a tree and are never accepted. The drafter learns from their logits.

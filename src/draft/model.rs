@@ -257,6 +257,12 @@ impl LevelGuesser for ModelGuesser<'_> {
         self.cache.swap_remove(row);
         self.rows.swap_remove(row);
     }
+
+    fn drop_rows(&mut self) {
+        let model = self.engine.backbone();
+        self.cache = KvCache::new(&model.config, model.kind(), model.device());
+        self.rows.clear();
+    }
 }
 
 /// Of a pass over all parts, the rows whose guesses are asked for.

@@ -96,6 +96,10 @@ impl Drafter for RecyclingDrafter<'_> {
     fn swap_remove(&mut self, row: usize) {
         self.successors.swap_remove(row);
     }
+
+    fn drop_rows(&mut self) {
+        self.successors.drop_rows();
+    }
 }
 
 /// The adjacency matrix: of each token, its most probable successors.

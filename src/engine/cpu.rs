@@ -288,6 +288,10 @@ impl Engine for CpuEngine<'_> {
         if self.number == Number::Float32 { hidden_nh } else { hidden_nh.to_kind(self.backbone.kind()) }
     }
 
+    fn same_bits_in_any_pass(&self) -> bool {
+        true
+    }
+
     /// Computes in float32, like the kernels.
     fn logits(&self, hidden_nh: &Tensor) -> Tensor {
         self.backbone.logits(&hidden_nh.to_kind(Kind::Float), Adapters::Off)

@@ -42,6 +42,11 @@ pub trait Engine: fmt::Debug {
         self.extend(cache, tokens_b, &batch)
     }
 
+    /// Whether a token's bits are the same in any pass, whatever else is computed there.
+    fn same_bits_in_any_pass(&self) -> bool {
+        false
+    }
+
     /// How many prompts run together.
     fn prompt_pass(&self) -> PromptPass {
         PromptPass::OfOne

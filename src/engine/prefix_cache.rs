@@ -1,11 +1,14 @@
 //! Keys and values of the beginnings of texts, so that a prompt that begins like an earlier text is not computed again. They are kept in
-//! blocks of tokens; texts with a common beginning share its blocks. Memory is bounded: the least recently used blocks go first.
+//! blocks of tokens; texts with a common beginning share its blocks. Memory is bounded: the least recently used blocks go first. A memory of
+//! texts only saves time, so it never takes a device's last bytes.
 
 // L layers, G key/value heads, D head size
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 
 use tch::Tensor;
+
+use crate::torch::{guard, raise};
 
 /// Tokens of a block.
 pub const BLOCK_TOKENS: usize = 32;
@@ -60,21 +63,41 @@ impl PrefixCache {
         found
     }
 
-    /// Keeps the whole blocks of a text. `copy` is called for each that is not known yet, with its first token's place in the text.
-    pub fn keep(&mut self, ids: &[i64], mut copy: impl FnMut(usize) -> Tensor) {
+    /// Keeps the whole blocks of a text, the first ones if not all fit. `copy` is called for each that is not known yet, with its first token's
+    /// place in the text. Where that runs out of memory, all texts are forgotten.
+    pub fn keep(&mut self, ids: &[i64], copy: impl FnMut(usize) -> Tensor) {
+        match guard("keeping the beginning of a text", || self.keep_blocks(ids, copy)) {
+            Ok(()) => {}
+            Err(panic) if panic.out_of_memory => self.clear(),
+            Err(panic) => raise(&panic.reason),
+        }
+    }
+
+    fn keep_blocks(&mut self, ids: &[i64], mut copy: impl FnMut(usize) -> Tensor) {
         self.clock += 1;
         let mut before = 0;
         for (at, tokens) in ids.chunks_exact(BLOCK_TOKENS).enumerate() {
             before = match self.use_block(before, at, tokens) {
                 Some((number, _)) => number,
-                None => self.add(before, at, tokens, copy(at * BLOCK_TOKENS)),
+                None => {
+                    let keys_values = copy(at * BLOCK_TOKENS);
+                    if !self.make_room(bytes_of(&keys_values)) {
+                        return;
+                    }
+                    self.add(before, at, tokens, keys_values)
+                }
             };
         }
-        while self.bytes > self.most_bytes {
-            let Some((_, name)) = self.order.pop_first() else { return };
-            let gone = self.blocks.remove(&name);
+    }
+
+    /// Lets blocks go until so many bytes fit; `false` if only blocks of the present text are left.
+    fn make_room(&mut self, bytes: usize) -> bool {
+        while self.bytes + bytes > self.most_bytes {
+            let Some(first) = self.order.first_entry().filter(|first| first.key().0 < self.clock) else { return false };
+            let gone = self.blocks.remove(&first.remove());
             self.bytes -= gone.map_or(0, |block| bytes_of(&block.keys_values));
         }
+        true
     }
 
     /// Forgets all texts.
@@ -177,5 +200,30 @@ mod tests {
         let mut none = PrefixCache::new(0);
         none.keep(&text(1, 9 * BLOCK_TOKENS), |at| block(1, at));
         assert_eq!(none.bytes(), 0);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_not_copied() {
+        let (mut cache, mut copies) = (PrefixCache::new(2 * OF_BLOCK), vec![]);
+        cache.keep(&text(1, BLOCK_TOKENS), |at| block(1, at));
+        cache.keep(&text(2, 90 * BLOCK_TOKENS), |at| {
+            copies.push(at);
+            block(2, at)
+        });
+        assert_eq!(copies, [32, 64], "the first block is known, and the third is one too many");
+        assert_eq!(found(&mut cache, &text(2, 90 * BLOCK_TOKENS), usize::MAX), [1000, 2032]);
+    }
+
+    #[test]
+    fn memory_that_runs_out_while_a_text_is_kept_forgets_all_texts() {
+        let mut cache = PrefixCache::new(1 << 20);
+        cache.keep(&text(1, 3 * BLOCK_TOKENS), |at| block(1, at));
+        cache.keep(&text(2, 4 * BLOCK_TOKENS), |at| match at {
+            96 => Tensor::ones([1 << 55], (Kind::Float, Device::Cpu)), // libtorch's own error
+            _ => block(2, at),
+        });
+        assert_eq!(cache.bytes(), 0);
+        cache.keep(&text(2, 4 * BLOCK_TOKENS), |at| block(2, at));
+        assert_eq!(found(&mut cache, &text(2, 4 * BLOCK_TOKENS), usize::MAX), [2000, 2032, 2064, 2096]);
     }
 }

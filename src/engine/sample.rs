@@ -182,8 +182,13 @@ pub(crate) const COLDEST: f64 = f32::MIN_POSITIVE as f64;
 
 /// Logits `[…, V]` in float32, divided by a temperature above 0. The largest of each row becomes 0, so that none overflows.
 pub(crate) fn tempered(logits: &Tensor, temperature: f64) -> Tensor {
+    below_largest(logits) / temperature.max(COLDEST)
+}
+
+/// Logits `[…, V]` in float32, the largest of each row subtracted.
+fn below_largest(logits: &Tensor) -> Tensor {
     let logits = logits.to_kind(Kind::Float);
-    (&logits - logits.amax([-1].as_slice(), true)) / temperature.max(COLDEST)
+    &logits - logits.amax([-1].as_slice(), true)
 }
 
 /// The entropy of each row of log-probabilities `[N, V]`: `[N]` float64. A token of probability 0 adds nothing.
@@ -192,33 +197,78 @@ pub(crate) fn entropies(log_p_nv: &Tensor) -> Tensor {
     -terms_nv.sum_dim_intlist(-1, false, Kind::Double)
 }
 
-/// The next token for each row of logits `[B, V]`, each row with its own sampler; all samplers have the same temperature, top-k and
-/// top-p. A row's token does not depend on the other rows.
+/// The next token for each row of logits `[B, V]`, each row with its own sampler. A row's token does not depend on the other rows.
 pub fn next_of_each(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Vec<i64> {
-    let Some(sampling) = samplers.first().map(|sampler| sampler.sampling) else { return vec![] };
-    let ids_b = if sampling.temperature.get() == 0.0 {
-        most_probable(logits_bv)
-    } else if logits_bv.device() == Device::Cpu {
-        return drawn_on_host(logits_bv, sampling, samplers);
+    let is_greedy = |sampler: &Sampler| sampler.sampling.temperature.get() == 0.0;
+    let greedy = samplers.iter().filter(|sampler| is_greedy(sampler)).count();
+    if greedy == samplers.len() {
+        return if greedy == 0 { vec![] } else { on_host(&most_probable(logits_bv)) };
+    }
+    if greedy == 0 {
+        return drawn_of_each(logits_bv, samplers);
+    }
+    let best = on_host(&most_probable(logits_bv));
+    let mut drawing: Vec<(i64, &mut Sampler)> = vec![];
+    for (row, sampler) in (0..).zip(samplers.iter_mut()).filter(|(_, sampler)| !is_greedy(sampler)) {
+        drawing.push((row, sampler));
+    }
+    let (rows, mut drawing): (Vec<i64>, Vec<&mut Sampler>) = drawing.into_iter().unzip();
+    let tokens = drawn_of_each(&logits_bv.index_select(0, &upload(&rows, logits_bv.device())), &mut drawing);
+    let mut next = best;
+    rows.into_iter().zip(tokens).for_each(|(row, token)| next[row.unsigned_abs() as usize] = token);
+    next
+}
+
+/// As [`next_of_each`] where all temperatures are above 0.
+fn drawn_of_each(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Vec<i64> {
+    if logits_bv.device() == Device::Cpu {
+        drawn_on_host(logits_bv, samplers)
     } else {
-        drawn_in_place(logits_bv, sampling, samplers)
-    };
-    Vec::try_from(ids_b).expect("one axis of int64")
+        on_host(&drawn_in_place(logits_bv, samplers))
+    }
 }
 
-/// As [`next_of_each`] above temperature 0, on the device of the logits: `[B]`, int64.
-fn drawn_in_place(logits_bv: &Tensor, sampling: Sampling, samplers: &mut [&mut Sampler]) -> Tensor {
+/// As [`drawn_of_each`], on the device of the logits: `[B]`, int64. Rows of the same top-k and top-p share a pass.
+fn drawn_in_place(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Tensor {
+    let device = logits_bv.device();
     let uniforms: Vec<f64> = samplers.iter_mut().map(|sampler| sampler.uniform()).collect();
-    let p_bv = tempered(logits_bv, sampling.temperature.get()).softmax(-1, Kind::Float);
-    draw(&p_bv, sampling.top_k, sampling.top_p.get(), &upload(&uniforms, logits_bv.device()))
+    let (p_bv, uniforms_b) = (probabilities(logits_bv, samplers), upload(&uniforms, device));
+    let kept = |row: usize| (samplers[row].sampling.top_k, samplers[row].sampling.top_p.get());
+    let mut left: Vec<usize> = (0..samplers.len()).collect();
+    let ids_b = uniforms_b.empty_like().to_kind(Kind::Int64);
+    while let Some(&first) = left.first() {
+        let (top_k, top_p) = kept(first);
+        let (same, others): (Vec<usize>, Vec<usize>) = left.into_iter().partition(|&row| kept(row) == (top_k, top_p));
+        if same.len() == samplers.len() {
+            return draw(&p_bv, top_k, top_p, &uniforms_b);
+        }
+        let rows_s = upload(&same.iter().map(|&row| row as i64).collect::<Vec<_>>(), device);
+        let [p_sv, uniforms_s] = [&p_bv, &uniforms_b].map(|of_all| of_all.index_select(0, &rows_s));
+        let _ = ids_b.shallow_clone().index_copy_(0, &rows_s, &draw(&p_sv, top_k, top_p, &uniforms_s));
+        left = others;
+    }
+    ids_b
 }
 
-/// As [`next_of_each`] above temperature 0: the oracle of [`drawn_in_place`], and faster on a CPU.
-fn drawn_on_host(logits_bv: &Tensor, sampling: Sampling, samplers: &mut [&mut Sampler]) -> Vec<i64> {
-    let p_bv = tempered(logits_bv, sampling.temperature.get()).softmax(-1, Kind::Float);
+/// As [`drawn_of_each`]: the oracle of [`drawn_in_place`], and faster on a CPU.
+fn drawn_on_host(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Vec<i64> {
+    let p_bv = probabilities(logits_bv, samplers);
     let vocabulary = p_bv.size()[1].unsigned_abs() as usize;
     let p: Vec<f32> = Vec::try_from(p_bv.reshape([-1])).expect("one axis of float32");
     p.chunks_exact(vocabulary).zip(samplers).map(|(p_v, sampler)| sampler.draw(p_v)).collect()
+}
+
+/// Probabilities of logits `[B, V]`, each row at its sampler's temperature.
+fn probabilities(logits_bv: &Tensor, samplers: &[&mut Sampler]) -> Tensor {
+    let divisor = |sampler: &&mut Sampler| sampler.sampling.temperature.get().max(COLDEST) as f32;
+    let divisors: Vec<f32> = samplers.iter().map(divisor).collect();
+    let logits_bv = below_largest(logits_bv);
+    // Not by `tempered`, even for one temperature: a GPU divides by a number and by a tensor with different rounding.
+    (&logits_bv / upload(&divisors, logits_bv.device()).unsqueeze(1)).softmax(-1, Kind::Float)
+}
+
+fn on_host(ids_b: &Tensor) -> Vec<i64> {
+    Vec::try_from(ids_b).expect("one axis of int64")
 }
 
 /// More probable tokens first; ties go to the lower id.
@@ -350,6 +400,26 @@ mod tests {
         assert!(drawn[0] != drawn[1] || drawn[1] != drawn[2], "five rows never draw the same three times");
     }
 
+    #[test]
+    fn rows_of_different_settings_draw_what_each_draws_alone() {
+        let all: Vec<Sampling> = settings().chain([sampling(0.0, 1.0), sampling(0.0, 0.5)]).collect();
+        let rows = all.len() as i64;
+        let logits_bv = Generator::seeded(2).normal(&[rows, 60], (Kind::Float, Device::Cpu)) * 3.0;
+        let of_rows = || -> Vec<Sampler> {
+            let of_row = |(index, &sampling)| Sampler::new(sampling, Stream { index, ..Stream::default() });
+            (0..).zip(&all).map(of_row).collect()
+        };
+        let mut alone = of_rows();
+        let expected: Vec<Vec<i64>> = (0..20)
+            .map(|_| (0..).zip(&mut alone).map(|(row, one)| one.next(&logits_bv.narrow(0, row, 1)).id).collect())
+            .collect();
+        assert_eq!(drawn(&logits_bv, of_rows(), 20, next_of_each), expected);
+        let above_0 = logits_bv.narrow(0, 0, rows - 2);
+        let drawing: Vec<Sampler> = of_rows().into_iter().take(all.len() - 2).collect();
+        let expected: Vec<&[i64]> = expected.iter().map(|row| &row[..all.len() - 2]).collect();
+        assert_eq!(ids(drawn(&above_0, drawing, 20, drawn_in_place)), expected, "in place");
+    }
+
     /// Probabilities of five rows, and the settings of the tests below.
     fn settings() -> impl Iterator<Item = Sampling> {
         let of =
@@ -377,11 +447,10 @@ mod tests {
         logits_bv: &Tensor,
         mut of_rows: Vec<Sampler>,
         count: usize,
-        draw: impl Fn(&Tensor, Sampling, &mut [&mut Sampler]) -> T,
+        draw: impl Fn(&Tensor, &mut [&mut Sampler]) -> T,
     ) -> Vec<T> {
-        let sampling = of_rows[0].sampling;
         let mut of_rows: Vec<&mut Sampler> = of_rows.iter_mut().collect();
-        (0..count).map(|_| draw(logits_bv, sampling, &mut of_rows)).collect()
+        (0..count).map(|_| draw(logits_bv, &mut of_rows)).collect()
     }
 
     fn ids(ids_b: Vec<Tensor>) -> Vec<Vec<i64>> {

@@ -5,14 +5,13 @@ use tch::{Kind, Tensor};
 
 use super::error::ExportError;
 use crate::dtype::Dtype;
-use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 
 /// Checks that a backbone, with its adapter merged, computes finite logits for a few tokens.
 pub(super) fn finite_backbone(backbone: &Llama) -> Result<(), ExportError> {
     let tokens: Vec<i64> = (0..8).map(|t| (t * t * 31 + 1) % backbone.config.vocab_size).collect();
-    let rows = RowMask::causal(8, &backbone.config, backbone.device());
+    let rows = backbone.causal_rows(8);
     let hidden = || backbone.hidden_states(&Tensor::from_slice(&tokens).unsqueeze(0), &rows, Adapters::Off);
     let logits_tv = tch::no_grad(|| backbone.logits(&hidden(), Adapters::Off)).to_kind(Kind::Float);
     finite(&logits_tv, Dtype::of(backbone.kind()), || "the backbone, with what was trained of it,".into())

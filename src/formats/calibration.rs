@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::error::{self, FormatError};
+use super::share::Share;
 
 const WHAT: &str = "calibration";
 const EXPECTED: &str = "is no calibration; expected {\"heads\":[{\"counts\":…,\"total\":…,\"accuracy\":…}], …} as `medusa calibrate` writes it";
@@ -101,7 +102,7 @@ impl Calibration {
     /// # Errors
     /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
-        let calibration: Self = error::read(path, WHAT, EXPECTED)?;
+        let calibration: Self = error::read(path, WHAT, EXPECTED).map_err(|error| of_share(path).unwrap_or(error))?;
         match calibration.heads.iter().position(|head| head.total == 0) {
             Some(at) => Err(FormatError::NoTargets { path: path.into(), head: at + 1 }),
             None => Ok(calibration),
@@ -159,6 +160,16 @@ impl Calibration {
             right.iter_mut().enumerate().for_each(|(depth, ranks)| ranks.truncate(heads - depth));
         }
     }
+}
+
+/// The error of a file that holds only a share.
+fn of_share(path: &Path) -> Option<FormatError> {
+    #[derive(Deserialize)]
+    struct ShareKey {
+        share: Share,
+    }
+    let ShareKey { share } = error::read(path, WHAT, EXPECTED).ok()?;
+    Some(FormatError::IsShare { path: path.into(), share })
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
+use super::share::Share;
 use crate::files;
 
 /// Why a file cannot be read or written, or does not fit.
@@ -43,6 +44,9 @@ pub enum FormatError {
         /// 1-based.
         head: usize,
     },
+    /// A part of the file that a command needs.
+    #[error("{} is share {share} of a calibration; merge all shares: medusa calibrate --merge FILE… --out calibration.json", path.display())]
+    IsShare { path: PathBuf, share: Share },
     /// A measurement that is not above 0.
     #[error("{}: {what} is {value}; expected a number above 0; remove the file to measure anew", path.display())]
     Damaged { path: PathBuf, what: &'static str, value: f64 },

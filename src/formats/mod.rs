@@ -5,11 +5,14 @@
 //! | --- | --- |
 //! | metrics.jsonl | [`metrics::MetricsLine`] |
 //! | calibration.json | [`calibration::Calibration`] |
+//! | a share of calibration.json | [`calibration_share::CalibrationShare`] |
 //! | tree.json | [`tree::TreeFile`] |
 //! | latency.json | [`latency::Latency`] |
 //! | bench.json | [`bench::BenchResult`] |
+//! | load.json | [`load::LoadResult`] |
 //! | provenance.json | [`provenance::Provenance`] |
 //! | distill.json | [`provenance::DistillProvenance`] |
+//! | hs_0.safetensors, … of a server | [`captured_states::CapturedFile`], read only |
 //! | config.json of heads | [`heads_config::HeadsFolderConfig`], [`heads_config::PublishedHeadsConfig`] |
 //!
 //! The names of these files in a run's folder are in [`run_folder`].
@@ -17,12 +20,16 @@
 pub mod bench;
 pub mod best;
 pub mod calibration;
+pub mod calibration_share;
+pub mod captured_states;
 mod error;
 pub mod heads_config;
 pub mod latency;
+pub mod load;
 pub mod metrics;
 pub mod provenance;
 pub mod run_folder;
+pub mod share;
 pub mod tree;
 
 pub use error::FormatError;

@@ -56,6 +56,9 @@ pub struct Provenance {
     /// Files of the initial heads and adapters.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub init_from_files: Vec<HashedFile>,
+    /// The files of `data.hidden_states`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hidden_states: Option<StampedFiles>,
     /// Data files, and the files that determine their tokens.
     pub data: Vec<HashedFile>,
     /// The resolved recipe that the run was last started with: recipe.toml may have been edited since. Absent in runs of 0.1.0.
@@ -74,6 +77,15 @@ pub struct Provenance {
 pub struct HashedFile {
     /// Path when it was hashed.
     pub path: PathBuf,
+    pub sha256: String,
+}
+
+/// Files that are too large to be hashed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StampedFiles {
+    pub files: usize,
+    pub bytes: u64,
+    /// Of their names, sizes and times of change.
     pub sha256: String,
 }
 
@@ -124,12 +136,18 @@ pub struct DistillProvenance {
     pub shard_format: u32,
     /// Version of medusa-train.
     pub program_version: &'static str,
-    /// Path or Hub id.
-    pub backbone: String,
+    /// The model's name on the server that answered; `null`, and absent in older folders: the backbone did.
+    pub model: Option<String>,
+    /// The server's address, up to `/v1`.
+    pub endpoint: Option<String>,
+    /// Path or Hub id; `null` only with a server: then the conversations have no tokens.
+    pub backbone: Option<String>,
     /// Commit, if the folder is a snapshot in the Hub's cache.
     pub backbone_revision: Option<String>,
-    /// Hash of everything that affects the backbone's output.
-    pub backbone_sha256: String,
+    /// Hash of everything that affects the backbone's output; `null` with a server.
+    pub backbone_sha256: Option<String>,
+    /// Hash of the backbone's tokenizer, where a server answered.
+    pub tokenizer_sha256: Option<String>,
     /// Hash of the chat template, if there is one.
     pub chat_template_sha256: Option<String>,
     /// Path or Hub id.
@@ -143,10 +161,10 @@ pub struct DistillProvenance {
     pub share: String,
     /// The last file may have fewer.
     pub conversations_per_file: usize,
-    /// Recorded because another device may round differently.
-    pub device: String,
-    /// Compute dtype of the backbone.
-    pub dtype: String,
+    /// Recorded because another device may round differently; `null` with a server.
+    pub device: Option<String>,
+    /// Compute dtype of the backbone; `null` with a server.
+    pub dtype: Option<String>,
     /// `nf4` or `int8`; `null`, and absent in older folders: not quantised.
     pub quantization: Option<String>,
     /// 0 is greedy.
@@ -155,7 +173,7 @@ pub struct DistillProvenance {
     pub top_p: f64,
     /// Per answer.
     pub max_new_tokens: usize,
-    /// Maximum number of tokens of a conversation (`--max-context`). `null`, or absent in older folders: the backbone's
+    /// Maximum number of tokens of a conversation (`--max-context`, or the server's limit). `null`, or absent in older folders: the backbone's
     /// own context.
     pub max_context: Option<u32>,
     /// `null`: all turns of the prompts.
@@ -172,6 +190,9 @@ pub struct DistillProvenance {
     pub tree_sha256: Option<String>,
     /// The rule that accepts the heads' guesses above temperature 0; absent in older folders, whose rule was typical acceptance.
     pub acceptance: Option<&'static str>,
+    /// As `--engine` spells it: another one rounds differently. Absent in older folders, `null` with a server. The last key, because the
+    /// engine follows from others and a resumed run names the first key that has changed.
+    pub engine: Option<String>,
 }
 
 impl DistillProvenance {

@@ -26,6 +26,8 @@ pub const TREE: &str = "tree.json";
 pub const LATENCY: &str = "latency.json";
 /// Output of `medusa bench --json`.
 pub const BENCH: &str = "bench.json";
+/// Output of `medusa bench --json` with `--concurrency` or `--endpoint`.
+pub const LOAD: &str = "load.json";
 
 /// Name of the checkpoint folder of a step, such as `step-000100`.
 pub fn step_folder(step: usize) -> String {

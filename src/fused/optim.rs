@@ -31,15 +31,43 @@ pub struct TableWork {
 
 /// Updates all parameters as [`AdamW::step`] does.
 pub fn step(optimizer: &mut AdamW, parameters: &mut [&mut Parameter], rate: f64, scale: f64) {
-    match on_device(parameters.first().map(|parameter| &**parameter)) {
-        Some(kernels) => {
-            let parameters: Vec<&Parameter> = parameters.iter().map(|parameter| &**parameter).collect();
-            run(kernels, &update(optimizer, &parameters, rate, scale));
+    optimizer.count_update();
+    let devices = parameters.iter().map(|parameter| parameter.value.device());
+    for places in places_by(devices) {
+        let first = &*parameters[places[0]];
+        match kernels(first.value.device(), first.value.kind()) {
+            Some(kernels) => {
+                let of_device: Vec<(usize, &Parameter)> = places.iter().map(|&at| (at, &*parameters[at])).collect();
+                run(kernels, &launches(optimizer, &of_device, rate, scale));
+            }
+            None => rehearsal::in_place_of(of_update(optimizer), || {
+                let all = parameters.iter_mut().map(|parameter| &mut **parameter).enumerate();
+                optimizer.apply(all.filter(|(at, _)| places.contains(at)), rate, scale);
+            }),
         }
-        None => rehearsal::in_place_of(of_update(optimizer), || {
-            optimizer.step(parameters.iter_mut().map(|parameter| &mut **parameter), rate, scale);
-        }),
     }
+}
+
+/// The places of equal items, those of the first item first.
+fn places_by<K: PartialEq>(items: impl Iterator<Item = K>) -> Vec<Vec<usize>> {
+    let mut groups: Vec<(K, Vec<usize>)> = vec![];
+    for (at, item) in items.enumerate() {
+        match groups.iter_mut().find(|(other, _)| *other == item) {
+            Some((_, places)) => places.push(at),
+            None => groups.push((item, vec![at])),
+        }
+    }
+    groups.into_iter().map(|(_, places)| places).collect()
+}
+
+/// The parameters of each device, with their places; those of the first parameter's device first.
+fn by_device<'p>(parameters: &[&'p Parameter]) -> Vec<(Vec<usize>, Vec<&'p Parameter>)> {
+    let groups = places_by(parameters.iter().map(|parameter| parameter.value.device()));
+    let with_parameters = |places: Vec<usize>| {
+        let of_device = places.iter().map(|&at| parameters[at]).collect();
+        (places, of_device)
+    };
+    groups.into_iter().map(with_parameters).collect()
 }
 
 /// What [`update`] launches, with the copies of its tables.
@@ -50,11 +78,29 @@ pub fn of_update(optimizer: &AdamW) -> &'static [&'static str] {
     }
 }
 
-/// The Euclidean norm over all gradients, as [`adamw::gradient_norm`], `[1]` float64 on their device.
+/// The Euclidean norm over all gradients, as [`adamw::gradient_norm`], `[1]` float64 on the device of the first.
 pub fn gradient_norm(parameters: &[&Parameter]) -> Tensor {
+    joined_norm(by_device(parameters).iter().map(|(_, of_device)| norm_on_device(of_device)).collect())
+}
+
+/// The norm of all from the norms `[1]` of some, on the device of the first.
+fn joined_norm(norms: Vec<Tensor>) -> Tensor {
+    match &norms[..] {
+        [] => Tensor::from_slice(&[0_f64]),
+        [norm] => norm.shallow_clone(),
+        [first, ..] => {
+            let here: Vec<Tensor> = norms.iter().map(|norm| norm.to_device(first.device())).collect();
+            Tensor::cat(&here, 0).norm().view([1])
+        }
+    }
+}
+
+/// Of parameters on one device.
+fn norm_on_device(parameters: &[&Parameter]) -> Tensor {
     let Some(kernels) = on_device(parameters.first().copied()) else {
         let norm = rehearsal::in_place_of(&OF_NORM, || adamw::gradient_norm(parameters.iter().copied()));
-        return Tensor::from_slice(&[norm]);
+        let device = parameters.first().map_or(Device::Cpu, |parameter| parameter.gradient.device());
+        return Tensor::from_slice(&[norm]).to_device(device); // losses on the device are read with it
     };
     let (work, norm) = norm(parameters);
     run(kernels, &work);
@@ -63,6 +109,12 @@ pub fn gradient_norm(parameters: &[&Parameter]) -> Tensor {
 
 /// The first parameter with a value that is not finite, as [`adamw::first_not_finite`].
 pub fn first_not_finite(parameters: &[&Parameter]) -> Option<usize> {
+    let on_each = by_device(parameters).into_iter();
+    on_each.filter_map(|(places, of_device)| Some(places[not_finite_on_device(&of_device)?])).min()
+}
+
+/// Of parameters on one device.
+fn not_finite_on_device(parameters: &[&Parameter]) -> Option<usize> {
     let Some(kernels) = on_device(parameters.first().copied()) else {
         return rehearsal::in_place_of(&OF_FINITE, || adamw::first_not_finite(parameters));
     };
@@ -83,10 +135,16 @@ fn run(kernels: &TensorKernels, work: &TableWork) {
 /// The launches of an update, which is counted: one for parameters with float32 moments, and one for those with 8-bit moments.
 pub fn update(optimizer: &mut AdamW, parameters: &[&Parameter], rate: f64, scale: f64) -> TableWork {
     optimizer.count_update();
+    launches(optimizer, &parameters.iter().copied().enumerate().collect::<Vec<_>>(), rate, scale)
+}
+
+/// Those of the update that was counted last, for parameters on one device with their places among the optimizer's.
+fn launches(optimizer: &AdamW, parameters: &[(usize, &Parameter)], rate: f64, scale: f64) -> TableWork {
     let mut work = TableWork { launches: vec![], tensors: vec![] };
     let (mut wide, mut narrow, mut maps) = (vec![], vec![], None);
-    for (&parameter, moments) in parameters.iter().zip(optimizer.moments()) {
-        let entry = TableRow::of(parameter, Some(&optimizer.update_of(parameter, rate, scale)));
+    for &(at, parameter) in parameters {
+        let (moments, update) = (&optimizer.moments()[at], optimizer.update_of(parameter, rate, scale));
+        let entry = TableRow::of(parameter, Some(&update));
         match [&moments.first, &moments.second] {
             [Moment::EightBit(first), Moment::EightBit(second)] => {
                 maps.get_or_insert([&first.map, &second.map]);
@@ -101,10 +159,8 @@ pub fn update(optimizer: &mut AdamW, parameters: &[&Parameter], rate: f64, scale
             _ => unreachable!("both moments of a parameter have as many bits"),
         }
     }
-    let device = parameters.first().map_or(Device::Cpu, |parameter| parameter.value.device());
-    let Some(constants) = parameters.first().map(|first| constants(&optimizer.update_of(first, rate, scale))) else {
-        return work;
-    };
+    let Some((_, first)) = parameters.first() else { return work };
+    let (device, constants) = (first.value.device(), constants(&optimizer.update_of(first, rate, scale)));
     work.add("adamw", &Table::of(wide, device), &constants);
     if let Some(maps) = maps {
         let arguments = [maps_of(maps), constants.to_vec()].concat();
@@ -219,5 +275,24 @@ impl TableRow {
         let floats = u64::from(self.decay.to_bits()) | u64::from(self.step_size.to_bits()) << 32;
         [self.value, self.gradient, first, second, first_absmax, second_absmax, self.count, first_chunk, floats]
             .map(u64::cast_signed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_are_grouped_in_their_order() {
+        assert_eq!(places_by("abacb".chars()), [vec![0, 2], vec![1, 4], vec![3]]);
+        assert!(places_by("".chars()).is_empty());
+    }
+
+    #[test]
+    fn the_norm_of_all_is_that_of_the_devices_norms() {
+        let norms = |norms: &[f64]| norms.iter().map(|norm| Tensor::from_slice(&[*norm])).collect();
+        let joined = |of: &[f64]| Vec::<f64>::try_from(joined_norm(norms(of))).expect("one norm");
+        assert_eq!((joined(&[]), joined(&[0.1]), joined(&[2.0, 3.0, 6.0])), (vec![0.0], vec![0.1], vec![7.0]));
+        assert!(joined(&[1.0, f64::NAN])[0].is_nan(), "a step with it is refused");
     }
 }

@@ -1,6 +1,5 @@
 //! HTTP client of the Hub: sends the token only to the Hub itself and never to redirects, and waits when asked to.
 
-mod connection;
 mod refusal;
 
 use std::fs::File;
@@ -14,10 +13,10 @@ use serde_json::Value;
 use ureq::{Agent, ErrorKind, OrAnyStatus, Response, Transport};
 use url::Url;
 
-use self::connection::{proxy, trusted};
 use super::id::{Repo, RepoKind};
 use super::token::Token;
 use super::{HubError, Observer, TransferEvent};
+use crate::http::connection::{proxy, trusted};
 
 const TRIES: u32 = 5;
 /// Tries of a host that cannot be reached: an unknown name will still be unknown in a minute.

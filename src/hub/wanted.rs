@@ -9,13 +9,17 @@ use serde::Deserialize;
 use super::HubError;
 use super::id::{DataPart, Id};
 use crate::data::source;
+use crate::model::config::LlamaConfig;
 use crate::model::folder::COMPANIONS;
+use crate::model::loading::OutputPart;
 
 /// The purpose of a download.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wanted {
     /// Config, tokenizer, chat template and weights.
     Backbone,
+    /// As [`Wanted::Backbone`], of the shards those with this part.
+    BackboneOutput(OutputPart),
     /// A backbone without its weights, to check a recipe.
     BackboneWithoutWeights,
     /// Heads, with the adapter or the trained backbone beside them.
@@ -57,7 +61,7 @@ impl Wanted {
     /// The files to fetch first; [`Wanted::weights`] names the others.
     pub(super) fn choose(self, id: &Id, names: &[String]) -> Result<Vec<String>, HubError> {
         let chosen: Vec<String> = match self {
-            Self::Backbone | Self::BackboneWithoutWeights => {
+            Self::Backbone | Self::BackboneOutput(_) | Self::BackboneWithoutWeights => {
                 names.iter().filter(|name| of_backbone(name)).cloned().collect()
             }
             Self::Heads => heads(names),
@@ -87,19 +91,31 @@ impl Wanted {
         has(names, index).then_some(index)
     }
 
+    fn has_weights(self) -> bool {
+        matches!(self, Self::Backbone | Self::BackboneOutput(_))
+    }
+
+    /// The tensors whose shards are needed; empty: all. The config must be in `folder`, else all are needed.
+    fn tensors(self, folder: &Path) -> Vec<&'static str> {
+        match (self, LlamaConfig::load(folder)) {
+            (Self::BackboneOutput(part), Ok(config)) => part.tensors(&config),
+            _ => vec![],
+        }
+    }
+
     /// Index and single file of the format that is used.
     fn of_weights(self, names: &[String]) -> Option<[&'static str; 2]> {
         let is_there = |files: &[&str; 2]| files.iter().any(|file| has(names, file));
-        WEIGHTS.into_iter().filter(|_| self == Self::Backbone).find(is_there)
+        WEIGHTS.into_iter().filter(|_| self.has_weights()).find(is_there)
     }
 
     /// A backbone's weights: the index and its shards, or the single file. The index must be in `folder` by now.
     pub(super) fn weights(self, id: &Id, folder: &Path, names: &[String]) -> Result<Vec<String>, HubError> {
-        if self != Self::Backbone {
+        if !self.has_weights() {
             return Ok(Vec::new());
         }
         if let Some(index) = self.index(names) {
-            return shards(id, folder, index, names);
+            return shards(id, folder, index, names, &self.tensors(folder));
         }
         if let Some([_, single]) = self.of_weights(names) {
             return Ok(vec![single.into()]);
@@ -120,13 +136,14 @@ fn of_backbone(name: &str) -> bool {
     !name.contains('/') && (name == CONFIG || COMPANIONS.iter().any(|begin| name.starts_with(begin)))
 }
 
-fn shards(id: &Id, folder: &Path, index: &str, names: &[String]) -> Result<Vec<String>, HubError> {
+fn shards(id: &Id, folder: &Path, index: &str, names: &[String], tensors: &[&str]) -> Result<Vec<String>, HubError> {
     let path = folder.join(index);
     let bytes = std::fs::read(&path).map_err(HubError::io("read", &path))?;
     let read: WeightsIndex =
         serde_json::from_slice(&bytes).map_err(|error| HubError::io("read", &path)(error.into()))?;
-    let files: BTreeSet<String> =
-        read.weight_map.values().filter_map(|file| file.as_str().map(str::to_owned)).collect();
+    let is_needed = |tensor: &String| tensors.is_empty() || tensors.contains(&tensor.as_str());
+    let files = read.weight_map.iter().filter(|(tensor, _)| is_needed(tensor));
+    let files: BTreeSet<String> = files.filter_map(|(_, file)| file.as_str().map(str::to_owned)).collect();
     match files.iter().find(|file| !names.contains(file)) {
         Some(file) => Err(HubError::NoFile { id: id.to_string(), file: file.clone(), holds: names.to_vec() }),
         None => Ok([index.to_owned()].into_iter().chain(files).collect()),
@@ -311,6 +328,15 @@ mod tests {
         );
         let weights = Wanted::Backbone.weights(&id(), folder.path(), &all).unwrap();
         assert_eq!(weights.join(" "), "model.safetensors.index.json consolidated.safetensors model.safetensors");
+        let path = folder.path().join(CONFIG);
+        let config = r#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "vocab_size": 8, "max_position_embeddings": 16, "tie_word_embeddings": false}"#;
+        crate::files::write_atomic(&path, |out| std::io::Write::write_all(out, config.as_bytes())).unwrap();
+        write(
+            r#"{"weight_map": {"model.norm.weight": "model.safetensors", "model.layers.0": "consolidated.safetensors"}}"#,
+        );
+        let output = Wanted::BackboneOutput(OutputPart::NormAndLmHead).weights(&id(), folder.path(), &all).unwrap();
+        assert_eq!(output.join(" "), "model.safetensors.index.json model.safetensors", "without decoder layers");
         write(r#"{"weight_map": {"a": "../../x.safetensors"}}"#);
         assert!(matches!(Wanted::Backbone.weights(&id(), folder.path(), &all), Err(HubError::NoFile { .. })));
         let of = |text| Wanted::Backbone.weights(&id(), folder.path(), &names(text));

@@ -45,11 +45,12 @@ impl Llama {
 
 /// Attaches new adapters, initialised from `seed`, to the layers that `config` names. The backbone must be loaded for training.
 pub fn attach_new(backbone: &mut Llama, config: &LoraConfig, seed: u64) {
-    let mut generator = Generator::seeded(seed);
+    // Each GPU has a generator of its own with the same seed: all are drawn on one, so that no two layers draw the same.
+    let (mut generator, draws_on) = (Generator::seeded(seed), backbone.stages().first());
     for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
         if config.target_modules.includes(&name) {
             let (size, options) = linear.shape();
-            linear.adapt(Adapter::new(size, options, config, stream, &mut generator));
+            linear.adapt(Adapter::new(size, options, config, stream, (&mut generator, draws_on)));
         }
     }
 }
@@ -65,6 +66,7 @@ mod tests {
     use crate::model::backward::Keep;
     use crate::model::config::LlamaConfig;
     use crate::model::lora::{Adapters, TargetModules};
+    use crate::model::stages::Stages;
     use crate::numbers::{Fraction, Positive};
 
     fn adapted(dropout: f64, kind: Kind) -> Llama {
@@ -93,7 +95,16 @@ mod tests {
 
     /// Given a gradient of the hidden states up to `size`.
     fn gradients_of(size: f64, llama: &Llama, keep: Keep, adapters: Adapters) -> (Tensor, Vec<Vec<Tensor>>) {
-        let rows = RowMask::causal(11, &llama.config, Device::Cpu);
+        gradients_on(llama.causal_rows(11), size, llama, keep, adapters)
+    }
+
+    fn gradients_on(
+        rows: RowMask,
+        size: f64,
+        llama: &Llama,
+        keep: Keep,
+        adapters: Adapters,
+    ) -> (Tensor, Vec<Vec<Tensor>>) {
         let (hidden, tape) = llama.forward_kept(&tokens(), rows, adapters, keep);
         let kind = if hidden.kind() == Kind::Double { Kind::Double } else { Kind::Float };
         let dhidden = Tensor::arange(hidden.numel() as i64, (kind, Device::Cpu)).sin().view_as(&hidden) * size;
@@ -153,6 +164,30 @@ mod tests {
         let (kept, recomputed) = (of(Keep::Everything, 5), of(Keep::Inputs, 5));
         assert_eq!(kept, recomputed);
         assert_ne!(kept.0, of(Keep::Everything, 6).0, "another seed drops other inputs");
+    }
+
+    #[test]
+    fn a_pass_has_one_copy_at_each_border_each_way_and_the_same_bits() {
+        let five = || LlamaConfig { num_hidden_layers: 5, ..LlamaConfig::tiny() };
+        let on = |counts: &[usize], adapts: bool| {
+            let stages = counts.iter().map(|&count| (Device::Cpu, NonZeroUsize::new(count).unwrap()));
+            let llama = Llama::random_on(five(), Kind::Float, Stages::new(stages), 0);
+            if adapts { adapt(llama, 0.3, 0.3) } else { llama.for_fine_tuning(Kind::Float) }
+        };
+        for (adapts, keep) in [(true, Keep::Everything), (true, Keep::Inputs), (false, Keep::Everything)] {
+            let of = |counts: &[usize]| {
+                let llama = on(counts, adapts);
+                let rows = llama.packed_rows(&[vec![11], vec![7, 3]], 11);
+                let computed = gradients_on(rows, 1.0, &llama, keep, Adapters::Training { seed: 5 });
+                (computed, llama.borders().copies())
+            };
+            let (expected, [0, 0]) = of(&[5]) else { panic!("one stage has no border") };
+            for counts in [&[2, 3][..], &[1, 1, 3], &[1, 1, 1, 1, 1]] {
+                let (got, copies) = of(counts);
+                assert_eq!(copies, [counts.len() as u64 - 1; 2], "{counts:?}");
+                assert!(got == expected, "{counts:?}, adapters: {adapts}, {keep:?}");
+            }
+        }
     }
 
     #[test]

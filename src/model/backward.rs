@@ -36,7 +36,8 @@ pub struct Tape<'l> {
 struct RowsPass<'l> {
     backbone: &'l Llama,
     rows: RowMask,
-    rotations: RotationsByKind,
+    /// Of each stage.
+    rotations: Vec<RotationsByKind>,
     adapters: Adapters,
 }
 
@@ -62,6 +63,7 @@ impl Llama {
         let mut x = tokens_bt.shallow_clone();
         let mut kept = vec![];
         for index in 0..self.parts() {
+            x = self.borders.forward(&self.stages, index, x);
             if index < first_trained {
                 x = tch::no_grad(|| pass.run(index, &x));
                 continue;
@@ -94,6 +96,7 @@ impl Tape<'_> {
             let mut of_inputs = Tensor::run_backward(&[(&y * scale.cast(&dy)).sum(Kind::Float)], &inputs, false, false);
             if input.requires_grad() {
                 dy = scale.undo(of_inputs.pop().expect("one for each input"));
+                dy = self.pass.backbone.borders.backward(&self.pass.backbone.stages, index, dy);
             }
             for (sum, gradient) in gradients[index].iter().zip(of_inputs) {
                 let _ = sum.shallow_clone().g_add_(&scale.undo(gradient).to_kind(sum.kind()));

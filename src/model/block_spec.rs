@@ -13,6 +13,8 @@ pub mod names {
     pub const NORM: &str = "model.norm.weight";
     /// `[V, H]`, absent when tied.
     pub const LM_HEAD: &str = "lm_head";
+    /// The tensor of [`LM_HEAD`], which has no bias.
+    pub const LM_HEAD_WEIGHT: &str = "lm_head.weight";
     /// Linear layers of a block, in the order of a file.
     pub const LINEARS: [&str; 7] = [
         "self_attn.q_proj",

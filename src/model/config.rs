@@ -187,7 +187,7 @@ impl LlamaConfig {
         }
         all.push((names::NORM.to_owned(), vec![h]));
         if !self.tie_word_embeddings {
-            all.push((format!("{}.weight", names::LM_HEAD), vec![v, h]));
+            all.push((names::LM_HEAD_WEIGHT.to_owned(), vec![v, h]));
         }
         all
     }

@@ -64,11 +64,10 @@ pub struct RowCache {
 }
 
 impl KvCache {
-    /// Without rows; room comes as it is needed.
+    /// Without rows and without memory, which comes as it is needed.
     pub fn new(config: &LlamaConfig, kind: Kind, device: Device) -> Self {
         let (layers, planes) = (config.num_hidden_layers.cast_signed() as i64, 2 * config.num_key_value_heads);
-        // Zeros everywhere: what a mask hides is still multiplied, and must be finite.
-        let all = Tensor::zeros([layers, 1, planes, BLOCK, config.head_dim], (kind, device));
+        let all = Tensor::zeros([layers, 0, planes, BLOCK, config.head_dim], (kind, device));
         let windows = config.layer_kinds().windows();
         let context = config.max_position_embeddings;
         Self { sizes: sizes(&all), layers: layer_views(&all), all, lengths: vec![], windows, context }
@@ -225,6 +224,7 @@ impl KvCache {
             false => room_for(tokens.max((has_tokens + has_tokens / 2).min(self.context))),
         };
         let b = if rows <= has_rows { has_rows } else { rows.max(2 * has_rows) };
+        // Zeros everywhere: what a mask hides is still multiplied, and must be finite.
         let all = Tensor::zeros([l, b, planes, s, d], (self.all.kind(), self.all.device()));
         all.narrow(1, 0, has_rows).narrow(3, 0, has_tokens).copy_(&self.all);
         (self.sizes, self.layers) = (sizes(&all), layer_views(&all));
@@ -280,7 +280,7 @@ fn sizes(all: &Tensor) -> [usize; 5] {
 }
 
 fn layer_views(all: &Tensor) -> Vec<LayerCache> {
-    let [l, b, planes, _, d] = all.size()[..] else { panic!("[L, B, 2G, S, D]") };
+    let [l, b, planes, s, d] = all.size()[..] else { panic!("[L, B, 2G, S, D]") };
     let layer = |at: i64| {
         let both_bgsd = all.select(0, at);
         let keys_bgsd = both_bgsd.narrow(1, 0, planes / 2);
@@ -290,7 +290,7 @@ fn layer_views(all: &Tensor) -> Vec<LayerCache> {
             keys_1gsd: keys_bgsd.narrow(0, row, 1),
             values_1gsd: values_bgsd.narrow(0, row, 1),
         };
-        let (rows, flat_nd) = ((0..b).map(row).collect(), both_bgsd.view([-1, d]));
+        let (rows, flat_nd) = ((0..b).map(row).collect(), both_bgsd.view([b * planes * s, d]));
         LayerCache { rows, both_bgsd, flat_nd, keys_bgsd, values_bgsd }
     };
     (0..l).map(layer).collect()
@@ -347,6 +347,14 @@ mod tests {
         let hidden_ph = llama.extend_rows(&Tensor::from_slice(tokens), batch);
         (0..batch.rows()).for_each(|row| batch.commit(row, 1));
         llama.logits(&hidden_ph, Adapters::Off)
+    }
+
+    /// Where memory ran out, a new cache takes the old one's place.
+    #[test]
+    fn a_cache_without_rows_takes_no_memory() {
+        let mut cache = KvCache::new(&LlamaConfig::tiny(), Kind::Float, Device::Cpu);
+        assert_eq!((cache.all.numel(), cache.rows()), (0, 0));
+        assert_eq!((cache.push(), cache.push(), cache.all.size()[1]), (0, 1, 2));
     }
 
     #[test]

@@ -19,6 +19,7 @@ use crate::model::new_tokens::{CacheMask, NewTokens};
 use crate::model::norm::norm;
 use crate::model::quantization::{Quantization, QuantizedWeight};
 use crate::model::rope::{Ropes, RotationsByKind};
+use crate::model::stages::{StageBorders, Stages};
 use crate::torch::{bytes, upload};
 
 mod dense;
@@ -37,10 +38,12 @@ pub struct Llama {
     pub(super) lm_head: Linear,
     /// The LM head as loaded: a view of its file where there is one. It stays readable when `lm_head` is packed.
     pub(super) lm_head_vh: Tensor,
-    pub(super) ropes: Ropes,
+    /// Of each stage.
+    pub(super) ropes: Vec<Ropes>,
     pub(super) kind: Kind,
     pub(super) quantization: Option<Quantization>,
-    pub(super) device: Device,
+    pub(super) stages: Stages,
+    pub(super) borders: StageBorders,
 }
 
 impl Llama {
@@ -67,15 +70,44 @@ impl Llama {
         if tokens != self.config.max_position_embeddings {
             self.config.max_position_embeddings = tokens;
             self.block = self.config.block();
-            self.ropes = Ropes::new(&self.block.layers, self.kind, self.device);
+            self.ropes = self.stages.ropes(&self.block.layers, self.kind);
         }
     }
 
+    /// The final norm over hidden states of the last decoder layer, `[…, H]` of any dtype, in the backbone's dtype.
+    pub fn final_norm(&self, last_layer: &Tensor) -> Tensor {
+        norm(&last_layer.to_kind(self.kind), &self.norm_h, self.block.norms)
+    }
+
     /// Whole rows: `tokens_bt` `[B, T]` int64 to hidden states after the final norm, `[B, T, H]`.
+    ///
+    /// # Panics
+    /// For a part of a backbone ([`Llama::load_output`]).
     pub fn hidden_states(&self, tokens_bt: &Tensor, rows: &RowMask, adapters: Adapters) -> Tensor {
+        self.final_norm(&self.last_layer_states(tokens_bt, rows, adapters))
+    }
+
+    /// As [`Llama::hidden_states`], before the final norm.
+    ///
+    /// # Panics
+    /// For a part of a backbone ([`Llama::load_output`]).
+    pub fn last_layer_states(&self, tokens_bt: &Tensor, rows: &RowMask, adapters: Adapters) -> Tensor {
+        assert_eq!(self.layers.len(), self.config.num_hidden_layers, "a backbone with its decoder layers");
         let rotations = self.rotations(rows);
         let input = tokens_bt.shallow_clone();
-        (0..self.parts()).fold(input, |x, part| self.run_part(part, &x, &rotations, rows, adapters))
+        (0..=self.layers.len()).fold(input, |x, part| {
+            self.run_part(part, &self.borders.forward(&self.stages, part, x), &rotations, rows, adapters)
+        })
+    }
+
+    /// Rows of one text each, for a pass of this backbone: [`RowMask::causal`] on every stage.
+    pub fn causal_rows(&self, t: i64) -> RowMask {
+        RowMask::of_stages(&self.stages, |device| RowMask::causal(t, &self.config, device))
+    }
+
+    /// Rows of several texts, for a pass of this backbone: [`RowMask::packed`] on every stage.
+    pub fn packed_rows(&self, segment_lengths: &[Vec<usize>], t: i64) -> RowMask {
+        RowMask::of_stages(&self.stages, |device| RowMask::packed(segment_lengths, t, &self.config, device))
     }
 
     /// How many parts a pass over whole rows has: the embedding, the decoder layers, the final norm.
@@ -83,28 +115,29 @@ impl Llama {
         self.layers.len() + 2
     }
 
-    /// One part of a pass over whole rows; the first takes tokens `[B, T]`, the others `[B, T, H]`.
+    /// One part of a pass over whole rows, on its stage's device; the first takes tokens `[B, T]`, the others `[B, T, H]`.
     pub(super) fn run_part(
         &self,
         part: usize,
         x: &Tensor,
-        rotations: &RotationsByKind,
+        rotations: &[RotationsByKind],
         rows: &RowMask,
         adapters: Adapters,
     ) -> Tensor {
         match part.checked_sub(1) {
             None => self.embed(x),
             Some(layer) if layer < self.layers.len() => {
-                let kind = self.block.layers.of_layer(layer);
-                let (rotation, mask) = (rotations.of(kind), rows.of(kind));
+                let (kind, stage) = (self.block.layers.of_layer(layer), self.stages.of_layer(layer));
+                let (rotation, mask) = (rotations[stage].of(kind), rows.stage(stage).of(kind));
                 self.layers[layer].forward(x, &self.block, adapters, |x, a| a.over_rows(x, rotation, mask, adapters))
             }
-            Some(_) => norm(x, &self.norm_h, self.block.norms),
+            Some(_) => self.final_norm(x),
         }
     }
 
-    pub(super) fn rotations(&self, rows: &RowMask) -> RotationsByKind {
-        rows.rotations(&self.ropes)
+    /// Those of each stage.
+    pub(super) fn rotations(&self, rows: &RowMask) -> Vec<RotationsByKind> {
+        self.ropes.iter().enumerate().map(|(stage, ropes)| rows.stage(stage).rotations(ropes)).collect()
     }
 
     /// New tokens behind row `row` of a cache: `tokens_n` `[N]` int64 to hidden states after the final norm, `[N, H]`. Their keys and
@@ -130,7 +163,7 @@ impl Llama {
         let tokens_n = padded(tokens_n, fewest);
         let mut positions: Vec<f32> = rows.iter().flat_map(|(row, new)| new.positions(cache.len(*row))).collect();
         positions.resize(tokens_n.size()[0].unsigned_abs() as usize, 0.0);
-        let rotations = self.ropes.at(&upload(&positions, self.device));
+        let rotations = self.only_ropes().at(&upload(&positions, self.device()));
         let masks: Vec<Vec<CacheMask>> = rows.iter().map(|(row, new)| new.behind(cache.len(*row))).collect();
         let mut x_nh = self.embed(&tokens_n);
         for (i, layer) in self.layers.iter().enumerate() {
@@ -148,7 +181,7 @@ impl Llama {
     /// bit on the CPU, up to 64 rows).
     pub fn extend_rows(&self, tokens_b: &Tensor, cache: &mut KvCache) -> Tensor {
         let step = cache.step();
-        let rotations = step.rotations(&self.ropes);
+        let rotations = step.rotations(self.only_ropes());
         let mut x_ph = self.embed(&step.with_spare_rows(tokens_b));
         for (i, layer) in self.layers.iter().enumerate() {
             let kind = self.block.layers.of_layer(i);
@@ -204,9 +237,28 @@ impl Llama {
         dense + quantized.map(QuantizedWeight::bytes).sum::<usize>()
     }
 
-    /// Where it lies.
+    /// Where its hidden states come out, and where its LM head is: the last stage's device.
     pub fn device(&self) -> Device {
-        self.device
+        self.stages.last()
+    }
+
+    /// Which layers lie on which device.
+    pub fn stages(&self) -> &Stages {
+        &self.stages
+    }
+
+    /// Hidden states, and their gradients, that were copied from stage to stage.
+    pub fn borders(&self) -> &StageBorders {
+        &self.borders
+    }
+
+    /// The rotary embeddings of a backbone that decodes.
+    ///
+    /// # Panics
+    /// For several stages: caches are on one device.
+    pub(super) fn only_ropes(&self) -> &Ropes {
+        let [ropes] = &self.ropes[..] else { panic!("a backbone of {} stages does not decode", self.ropes.len()) };
+        ropes
     }
 
     /// Every weight by its Hugging Face name, in file order of a Llama; a tied lm_head and quantised weights are left out.
@@ -220,17 +272,16 @@ impl Llama {
         }
         all.push((names::NORM.to_owned(), &self.norm_h));
         if !self.config.tie_word_embeddings {
-            all.push((
-                format!("{}.weight", names::LM_HEAD),
-                self.lm_head.unpacked().expect("lm_head is not quantised"),
-            ));
+            all.push((names::LM_HEAD_WEIGHT.to_owned(), self.lm_head.unpacked().expect("lm_head is not quantised")));
         }
         all
     }
 
-    /// Token ids to embeddings `[…, H]`, in the backbone's dtype.
+    /// Token ids to embeddings `[…, H]`, in the backbone's dtype, on the device of the ids: heads on the last stage embed tokens, too.
     pub fn embed(&self, tokens: &Tensor) -> Tensor {
-        let x = Tensor::embedding(&self.embed_tokens_vh, tokens, -1, false, false).to_kind(self.kind);
+        let on_first = tokens.to_device(self.stages.first());
+        let x = Tensor::embedding(&self.embed_tokens_vh, &on_first, -1, false, false).to_kind(self.kind);
+        let x = x.to_device(tokens.device());
         match self.config.family.embedding_multiplier {
             1.0 => x,
             // Rounded to the dtype of the embeddings, as transformers does.
@@ -242,7 +293,7 @@ impl Llama {
     pub fn embed_numbers(&self, tokens: &[i64]) -> Vec<f32> {
         let weight_vh = &self.embed_tokens_vh;
         let is_plain = self.config.family.embedding_multiplier == 1.0 && weight_vh.kind() == self.kind;
-        if self.device == Device::Cpu && is_plain && weight_vh.is_contiguous() {
+        if weight_vh.device() == Device::Cpu && is_plain && weight_vh.is_contiguous() {
             match self.kind {
                 Kind::Float => return rows_of(bytes::of(weight_vh), tokens, weight_vh.size()[1], f32::from_ne_bytes),
                 Kind::BFloat16 => {
@@ -252,7 +303,7 @@ impl Llama {
                 _ => {}
             }
         }
-        let embedded_nh = self.embed(&Tensor::from_slice(tokens).to_device(self.device));
+        let embedded_nh = self.embed(&Tensor::from_slice(tokens).to_device(self.stages.first()));
         Vec::try_from(embedded_nh.to_kind(Kind::Float).reshape([-1])).expect("one axis of float32")
     }
 }

@@ -6,12 +6,12 @@ use tch::{Device, Kind, Tensor};
 
 use crate::model::block_spec::names;
 use crate::model::config::{ConfigError, LlamaConfig};
-use crate::model::decoder_layer::{DecoderLayer, TensorSource, build_linear};
+use crate::model::decoder_layer::{DecoderLayer, build_linear};
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::peft::{self, PeftError};
 use crate::model::quantization::{Quantization, Quantizer};
-use crate::model::rope::Ropes;
+use crate::model::stages::{StageBorders, Stages};
 use crate::model::weights::{WeightFiles, WeightsError};
 use crate::torch::Generator;
 
@@ -24,6 +24,27 @@ pub enum LoadError {
     Weights(#[from] WeightsError),
     #[error(transparent)]
     Adapter(#[from] PeftError),
+}
+
+/// Where a backbone's tensors come from: name, shape and device to tensor.
+type StagedSource<'s> = dyn FnMut(&str, &[i64], Device) -> Result<Tensor, WeightsError> + 's;
+
+/// The part of a backbone that is loaded for hidden states that were computed elsewhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OutputPart {
+    /// The final norm and the LM head.
+    NormAndLmHead,
+    /// Also the token embedding, which sequential heads read.
+    WithEmbedding,
+}
+
+impl OutputPart {
+    /// Names of its tensors.
+    pub fn tensors(self, config: &LlamaConfig) -> Vec<&'static str> {
+        let embeds = self == Self::WithEmbedding || config.tie_word_embeddings;
+        let head = if config.tie_word_embeddings { None } else { Some(names::LM_HEAD_WEIGHT) };
+        [names::NORM].into_iter().chain(head).chain(embeds.then_some(names::EMBED_TOKENS)).collect()
+    }
 }
 
 /// The use that a backbone's weights are laid out for.
@@ -57,10 +78,24 @@ impl Llama {
         purpose: Purpose,
         quantization: Option<Quantization>,
     ) -> Result<Self, LoadError> {
+        Self::load_on(folder, kind, Stages::one(device), purpose, quantization)
+    }
+
+    /// As [`Llama::load_quantized`], over several devices: each weight goes from its file to its device.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn load_on(
+        folder: &Path,
+        kind: Kind,
+        stages: Stages,
+        purpose: Purpose,
+        quantization: Option<Quantization>,
+    ) -> Result<Self, LoadError> {
         let config = LlamaConfig::load(folder)?;
         let files = WeightFiles::open(folder)?;
-        let embedding = files.stored(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size], device)?;
-        let mut source = |name: &str, shape: &[i64]| {
+        let embedding = files.stored(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size], stages.first())?;
+        let mut source = |name: &str, shape: &[i64], device| {
             if quantization.is_some() {
                 files.release(); // what was read before is quantised by now
             }
@@ -69,11 +104,48 @@ impl Llama {
                 _ => files.tensor(name, shape, kind, device),
             }
         };
-        let mut llama = Self::build(config, kind, device, quantization, &mut source)?;
-        llama.lm_head_vh = files.mapped(&llama.lm_head_name(), &[llama.config.vocab_size, llama.config.hidden_size])?;
+        let mut llama = Self::build(config, kind, stages, quantization, &mut source)?;
+        llama.lm_head_vh = files.mapped(llama.lm_head_name(), &[llama.config.vocab_size, llama.config.hidden_size])?;
         let llama = llama.prepared_for(purpose);
         files.release();
         Ok(llama)
+    }
+
+    /// Loads a part of a backbone, which has no decoder layers: it can norm hidden states and compute logits, but not run over tokens. Other
+    /// tensors need not be in the folder.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn load_output(folder: &Path, kind: Kind, device: Device, part: OutputPart) -> Result<Self, LoadError> {
+        let config = LlamaConfig::load(folder)?;
+        let wanted = part.tensors(&config);
+        let files = WeightFiles::open_tensors(folder, &wanted)?;
+        let mut source = |name: &str, shape: &[i64], device| match name {
+            names::EMBED_TOKENS if !wanted.contains(&name) => Ok(absent(shape, kind, device)),
+            names::EMBED_TOKENS => files.stored(name, shape, device),
+            _ => files.tensor(name, shape, kind, device),
+        };
+        let llama = Self::build_layers(0, config, kind, Stages::one(device), None, &mut source)?;
+        files.release();
+        Ok(llama)
+    }
+
+    /// As [`Llama::outline`], of the part that [`Llama::load_output`] loads.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn outline_output(folder: &Path, part: OutputPart) -> Result<(Self, bool), LoadError> {
+        let config = LlamaConfig::load(folder)?;
+        let wanted = part.tensors(&config);
+        let files = match WeightFiles::open_tensors(folder, &wanted) {
+            Err(WeightsError::NoWeights { .. }) => None,
+            files => Some(files?),
+        };
+        let outline = Self::outline_of(config, 0, |name, shape| {
+            let files = files.as_ref().filter(|_| wanted.contains(&name));
+            files.map_or(Ok(()), |files| files.check(name, shape))
+        })?;
+        Ok((outline, files.is_some()))
     }
 
     /// As [`Llama::load_quantized`], with the adapter of a PEFT folder merged into the weights. Quantised weights that it changes are
@@ -89,9 +161,16 @@ impl Llama {
         purpose: Purpose,
         quantization: Option<Quantization>,
     ) -> Result<Self, LoadError> {
-        let mut llama = Self::load_quantized(folder, kind, device, Purpose::Training, quantization)?;
-        peft::attach(&mut llama, adapter, None)?;
-        Ok(llama.merged().prepared_for(purpose))
+        Self::load_quantized(folder, kind, device, Purpose::Training, quantization)?.with_adapter(adapter, purpose)
+    }
+
+    /// A backbone for training with the adapter of a PEFT folder merged into its weights, as [`Llama::load_merged`] does.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn with_adapter(mut self, adapter: &Path, purpose: Purpose) -> Result<Self, LoadError> {
+        peft::attach(&mut self, adapter, None)?;
+        Ok(self.merged().prepared_for(purpose))
     }
 
     /// The backbone of a folder without its numbers: every weight is an expanded zero and takes no memory. Also returns whether the folder has
@@ -105,45 +184,81 @@ impl Llama {
             Err(WeightsError::NoWeights { .. }) => None,
             files => Some(files?),
         };
+        let layers = config.num_hidden_layers;
+        let outline = Self::outline_of(config, layers, |name, shape| {
+            files.iter().try_for_each(|files| files.check(name, shape))
+        })?;
+        Ok((outline, files.is_some()))
+    }
+
+    fn outline_of(
+        config: LlamaConfig,
+        layers: usize,
+        check: impl Fn(&str, &[i64]) -> Result<(), WeightsError>,
+    ) -> Result<Self, WeightsError> {
         let zero = Tensor::zeros([1], (Kind::Float, Device::Cpu));
-        let mut source = |name: &str, shape: &[i64]| {
-            files.iter().try_for_each(|files| files.check(name, shape))?;
+        let mut source = |name: &str, shape: &[i64], _| {
+            check(name, shape)?;
             Ok(zero.expand(shape, false))
         };
-        let outline = Self::build(config, Kind::Float, Device::Cpu, None, &mut source)?;
-        Ok((outline, files.is_some()))
+        Self::build_layers(layers, config, Kind::Float, Stages::one(Device::Cpu), None, &mut source)
     }
 
     /// A backbone of seeded random weights: normal with deviation 0.02, norms 1.
     pub fn random(config: LlamaConfig, kind: Kind, device: Device, seed: u64) -> Self {
-        let mut generator = Generator::seeded(seed);
-        let mut source = |_: &str, shape: &[i64]| {
-            let options = (kind, device);
-            Ok(if shape.len() == 1 { Tensor::ones(shape, options) } else { generator.normal(shape, options) * 0.02 })
+        Self::random_on(config, kind, Stages::one(device), seed)
+    }
+
+    /// As [`Llama::random`], over several devices: the weights are those of a backbone on the first of them.
+    pub fn random_on(config: LlamaConfig, kind: Kind, stages: Stages, seed: u64) -> Self {
+        let (mut generator, options) = (Generator::seeded(seed), (kind, stages.first()));
+        let mut source = |_: &str, shape: &[i64], device| {
+            let of_norm = shape.len() == 1;
+            let weight = if of_norm { Tensor::ones(shape, options) } else { generator.normal(shape, options) * 0.02 };
+            Ok(weight.to_device(device))
         };
-        Self::build(config, kind, device, None, &mut source).expect("this source has every tensor")
+        Self::build(config, kind, stages, None, &mut source).expect("this source has every tensor")
     }
 
     fn build(
         config: LlamaConfig,
         kind: Kind,
-        device: Device,
+        stages: Stages,
         quantization: Option<Quantization>,
-        source: &mut TensorSource,
+        source: &mut StagedSource,
     ) -> Result<Self, WeightsError> {
-        let (h, v) = (config.hidden_size, config.vocab_size);
-        let quantizer = quantization.map(|quantization| Quantizer::new(quantization, device));
-        let embed_tokens_vh = source(names::EMBED_TOKENS, &[v, h])?;
+        Self::build_layers(config.num_hidden_layers, config, kind, stages, quantization, source)
+    }
+
+    /// The first `layers` decoder layers, and all that is beside them.
+    fn build_layers(
+        layers: usize,
+        config: LlamaConfig,
+        kind: Kind,
+        stages: Stages,
+        quantization: Option<Quantization>,
+        source: &mut StagedSource,
+    ) -> Result<Self, WeightsError> {
+        let (h, v, [first, last]) = (config.hidden_size, config.vocab_size, [stages.first(), stages.last()]);
+        let quantizer = |device| quantization.map(|quantization| Quantizer::new(quantization, device));
+        let quantizers: Vec<Option<Quantizer>> = stages.devices().map(quantizer).collect();
+        let embed_tokens_vh = source(names::EMBED_TOKENS, &[v, h], first)?;
+        let mut on_last = |name: &str, shape: &[i64]| source(name, shape, last);
         let lm_head = match config.tie_word_embeddings {
-            true => Linear::dense(embed_tokens_vh.to_kind(kind), None),
-            false => build_linear(source, names::LM_HEAD, &config.lm_head(), None)?,
+            true => Linear::dense(embed_tokens_vh.to_device(last).to_kind(kind), None),
+            false => build_linear(&mut on_last, names::LM_HEAD, &config.lm_head(), None)?,
         };
+        let norm_h = on_last(names::NORM, &[h])?;
         let block = config.block();
-        let layers = (0..config.num_hidden_layers).map(|i| DecoderLayer::build(&block, i, quantizer.as_ref(), source));
+        let layers = (0..layers).map(|index| {
+            let stage = stages.of_layer(index);
+            let mut on_stage = |name: &str, shape: &[i64]| source(name, shape, stages.device(stage));
+            DecoderLayer::build(&block, index, quantizers[stage].as_ref(), &mut on_stage)
+        });
         Ok(Self {
             layers: layers.collect::<Result<_, _>>()?,
-            norm_h: source(names::NORM, &[h])?,
-            ropes: Ropes::new(&block.layers, kind, device),
+            norm_h,
+            ropes: stages.ropes(&block.layers, kind),
             lm_head_vh: lm_head.dense_weight().expect("lm_head is not quantised").shallow_clone(),
             lm_head,
             embed_tokens_vh,
@@ -151,15 +266,16 @@ impl Llama {
             block,
             kind,
             quantization,
-            device,
+            stages,
+            borders: StageBorders::default(),
         })
     }
 
     /// The name of the tensor that is the LM head's weight.
-    fn lm_head_name(&self) -> String {
+    fn lm_head_name(&self) -> &'static str {
         match self.config.tie_word_embeddings {
-            true => names::EMBED_TOKENS.to_owned(),
-            false => format!("{}.weight", names::LM_HEAD),
+            true => names::EMBED_TOKENS,
+            false => names::LM_HEAD_WEIGHT,
         }
     }
 
@@ -170,4 +286,9 @@ impl Llama {
             Purpose::Batches => self.for_batches(),
         }
     }
+}
+
+/// In the place of a weight that is not loaded: NaN, so that whatever reads it shows.
+fn absent(shape: &[i64], kind: Kind, device: Device) -> Tensor {
+    Tensor::full([1], f64::NAN, (kind, device)).expand(shape, false)
 }

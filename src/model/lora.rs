@@ -151,12 +151,12 @@ impl Adapter {
         (kind, device): (Kind, Device),
         config: &LoraConfig,
         stream: u64,
-        generator: &mut Generator,
+        (generator, draws_on): (&mut Generator, Device),
     ) -> Self {
-        let (r, options) = (config.rank.get() as i64, (master_kind(kind), device));
+        let (r, kind) = (config.rank.get() as i64, master_kind(kind));
         let bound = (i as f64).sqrt().recip();
-        let a_ri = generator.uniform(bound, &[r, i], options);
-        let b_or = Tensor::zeros([o, r], options);
+        let a_ri = generator.uniform(bound, &[r, i], (kind, draws_on)).to_device(device);
+        let b_or = Tensor::zeros([o, r], (kind, device));
         Self { a_ri, b_or, alpha: config.alpha.get(), dropout: config.dropout.get(), stream }.trained()
     }
 

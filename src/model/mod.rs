@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::Dtype;
+use crate::model::device_map::DeviceMap;
 use crate::model::quantization::Quantization;
 
 pub mod adapters;
@@ -12,6 +13,7 @@ pub mod batch_step;
 pub mod block_spec;
 pub mod config;
 mod decoder_layer;
+pub mod device_map;
 pub mod folder;
 pub mod kv_cache;
 pub mod linear;
@@ -27,6 +29,7 @@ pub mod pickle;
 pub mod prefix_layer;
 pub mod quantization;
 pub mod rope;
+pub mod stages;
 pub mod stored_dtype;
 pub mod torch_file;
 mod trained;
@@ -40,6 +43,9 @@ pub struct BackboneConfig {
     pub path: String,
     /// The dtype that the backbone computes in.
     pub dtype: Dtype,
+    /// Which of its layers lie on which GPU; absent: all on one device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_map: Option<DeviceMap>,
     /// Quantisation of its linear layers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quantization: Option<Quantization>,

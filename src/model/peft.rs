@@ -205,12 +205,12 @@ impl PeftFolder {
 
     fn attach(&self, backbone: &mut Llama) -> Result<(), PeftError> {
         let mut read = BTreeSet::new();
-        let device = backbone.device();
         for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
             if !self.files.contains(&peft_name(&name, "lora_A")) {
                 continue;
             }
-            let [a_ri, b_or] = self.tensors(&name, linear.shape().0, device)?;
+            let (size, (_, device)) = linear.shape();
+            let [a_ri, b_or] = self.tensors(&name, size, device)?;
             let (alpha, dropout) = (self.peft.alpha(), self.dropout);
             linear.adapt(Adapter { a_ri, b_or, alpha, dropout, stream }.trained());
             read.insert(name);

@@ -116,8 +116,8 @@ impl PrefixLayer {
 
     /// Whole rows: the backbone's hidden states after its final norm to the heads' inputs, both `[B, T, H]`.
     pub fn over_rows(&self, hidden_bth: &Tensor, rows: &RowMask) -> Tensor {
-        let rotations = rows.rotations(&self.ropes);
-        let attend = |x: &Tensor, a: &Attention| a.over_rows(x, rotations.of(0), rows.of(0), Adapters::Off);
+        let rotations = rows.stage(0).rotations(&self.ropes);
+        let attend = |x: &Tensor, a: &Attention| a.over_rows(x, rotations.of(0), rows.stage(0).of(0), Adapters::Off);
         let x_bth = self.layer.forward(&hidden_bth.to_kind(self.kind), &self.block, Adapters::Off, attend);
         norm(&x_bth, &self.norm_h, self.block.norms)
     }

@@ -6,7 +6,6 @@ use crate::model::block_spec::names;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::peft;
-use crate::model::rope::Ropes;
 
 impl Llama {
     /// The same backbone with float32 weights of its own, all of them trained; it computes in `kind`.
@@ -20,14 +19,29 @@ impl Llama {
         }
         self.linears_mut().into_iter().for_each(|(_, linear)| linear.own());
         if self.config.tie_word_embeddings {
-            self.lm_head = Linear::dense(self.embed_tokens_vh.shallow_clone(), None);
+            self.lm_head = Linear::dense(self.tied_weight(), None);
         }
-        self.ropes = Ropes::new(&self.block.layers, kind, self.device);
+        self.ropes = self.stages.ropes(&self.block.layers, kind);
         self.kind = kind;
         for (_, weight) in self.weights() {
             let _ = weight.set_requires_grad(true);
         }
         self
+    }
+
+    /// The embedding as the LM head; with several stages a copy on the last one.
+    fn tied_weight(&self) -> Tensor {
+        let embedding_vh = self.embed_tokens_vh.detach();
+        match self.stages.len() {
+            1 => embedding_vh,
+            _ => embedding_vh.to_device(self.stages.last()).copy(),
+        }
+    }
+
+    /// The LM head's copy `[V, H]` of a trained embedding that lies on another stage. It follows the embedding after each update.
+    pub fn copied_embedding(&self) -> Option<&Tensor> {
+        let is_copied = self.config.tie_word_embeddings && self.stages.len() > 1 && self.lm_head.adapter().is_none();
+        self.lm_head.dense_weight().filter(|_| is_copied && self.embed_tokens_vh.requires_grad())
     }
 
     /// What is trained in a part of a pass (see [`Llama::forward_kept`]), by the name in its file: adapters by PEFT's, weights by
@@ -57,6 +71,6 @@ impl Llama {
             return peft::named(names::LM_HEAD, adapter).into_iter().filter(|(_, t)| t.requires_grad()).collect();
         }
         let own = self.lm_head.dense_weight().filter(|w| w.requires_grad() && !self.config.tie_word_embeddings);
-        own.map(|weight| (format!("{}.weight", names::LM_HEAD), weight)).into_iter().collect()
+        own.map(|weight| (names::LM_HEAD_WEIGHT.to_owned(), weight)).into_iter().collect()
     }
 }

@@ -34,7 +34,7 @@ pub(super) mod tensor_file;
 
 pub use error::WeightsError;
 use listing::WeightListing;
-pub use listing::{MODEL_FILE, MODEL_INDEX, TORCH_FILE, TORCH_INDEX, files_of};
+pub use listing::{MODEL_FILE, MODEL_INDEX, TORCH_FILE, TORCH_INDEX, files_of, files_with};
 pub use save::{save, save_each, save_model};
 
 /// One or more files of weights, mapped, their headers validated.
@@ -73,6 +73,14 @@ impl WeightFiles {
     /// [`WeightsError`] for whatever is missing or damaged.
     pub fn open(folder: &Path) -> Result<Self, WeightsError> {
         Self::of_listing(WeightListing::of(folder)?)
+    }
+
+    /// As [`WeightFiles::open`], for these tensors: shards without any of them need not be there.
+    ///
+    /// # Errors
+    /// As [`WeightFiles::open`].
+    pub fn open_tensors(folder: &Path, names: &[&str]) -> Result<Self, WeightsError> {
+        Self::of_listing(WeightListing::of_tensors(folder, names)?)
     }
 
     fn of_listing(WeightListing { source, weight_map, paths }: WeightListing) -> Result<Self, WeightsError> {

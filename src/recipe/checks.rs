@@ -3,6 +3,7 @@
 use super::Recipe;
 use super::mistakes::Findings;
 use super::stage::Stage;
+use crate::data::long_rows::LongRows;
 use crate::draft::medusa::heads::HeadsConfig;
 use crate::numbers::Fraction;
 use crate::plural::counted;
@@ -21,6 +22,7 @@ impl Recipe {
         check_w2(&self.heads, findings);
         self.check_validation(findings);
         self.check_mix(findings);
+        self.check_hidden_states(findings);
         self.check_best(findings);
         self.check_batch(findings);
         if self.heads.init_from.is_none() || findings.text().key("heads.medusa_num_heads").is_some() {
@@ -105,7 +107,8 @@ impl Recipe {
     }
 
     fn check_validation(&self, findings: &mut Findings<'_>) {
-        if self.data.train.is_empty() && findings.are_as_written(&["data.train"]) {
+        let has_rows = self.data.hidden_states.is_some() && findings.text().key("data.train").is_none();
+        if self.data.train.is_empty() && !has_rows && findings.are_as_written(&["data.train"]) {
             findings.clash("data.train", "[]", "at least one file or glob".into());
         }
         if !findings.are_as_written(&["data.validation", "data.validation_fraction"]) {
@@ -123,6 +126,38 @@ impl Recipe {
                 findings.needs("train.eval_every", "rows: data.validation or data.validation_fraction");
             }
             _ => {}
+        }
+    }
+
+    /// Only heads train on hidden states of a server. Their rows are whole.
+    fn check_hidden_states(&self, findings: &mut Findings<'_>) {
+        let keys = ["data.hidden_states", "data.long_rows", "backbone.quantization", "stage"];
+        if self.data.hidden_states.is_none() || !findings.are_as_written(&keys) {
+            return;
+        }
+        if matches!(self.stage, Stage::Medusa2(_)) {
+            findings.needs(
+                "data.hidden_states",
+                "[stage.medusa1]: in Medusa-2 the backbone is trained, so it must compute its hidden states itself",
+            );
+        }
+        findings.exclusive("data.hidden_states", "train.hidden_state_cache");
+        findings.exclusive("data.hidden_states", "backbone.device_map");
+        if let Some(quantization) = self.backbone.quantization {
+            let expected = "no quantisation with data.hidden_states: the server computed them with its own weights";
+            findings.clash("backbone.quantization", format!("\"{quantization}\""), expected.into());
+        }
+        let long_rows = self.data.long_rows;
+        if findings.text().key("data.long_rows").is_some() && long_rows == LongRows::Truncate {
+            let expected = "\"drop\" with data.hidden_states, whose rows are neither split nor cut; or remove the key";
+            findings.clash("data.long_rows", "\"truncate\"", expected.into());
+        }
+        let is_alone = self.data.train.is_empty();
+        if is_alone && !self.data.validation.is_empty() {
+            findings.needs(
+                "data.validation",
+                "data.train: without it all files of data.hidden_states are trained on; or hold some out with data.validation_fraction",
+            );
         }
     }
 

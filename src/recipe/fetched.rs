@@ -6,6 +6,7 @@ use super::located::LocatedToml;
 use super::{Recipe, RecipeError};
 use crate::formats::provenance::{HubSnapshot, HubSource};
 use crate::hub::{DataSplit, Hub, HubError, Observer, Wanted, id};
+use crate::train::plan::output_part;
 
 const BACKBONE: &str = "backbone.path";
 
@@ -47,7 +48,11 @@ impl FetchedRecipe {
     ) -> Result<Self, RecipeError> {
         if self.snapshot.is_some() {
             let hub = Hub::from_env(tell).map_err(|error| at(text, BACKBONE, error))?;
-            self.fetch_backbone(&hub, place, Wanted::Backbone, text)?;
+            let wanted = match output_part(&self.local.data, &self.local.heads) {
+                None => Wanted::Backbone,
+                Some(part) => Wanted::BackboneOutput(part),
+            };
+            self.fetch_backbone(&hub, place, wanted, text)?;
         }
         Ok(self)
     }

@@ -5,11 +5,13 @@ use std::path::Path;
 use super::Recipe;
 use super::mistakes::{Findings, Mistake};
 use crate::data::chat_template::TemplateChoice;
-use crate::data::source;
+use crate::data::{captured, source};
 use crate::draft::medusa::heads::{HEADS_FILE, HeadsConfig, import};
 use crate::model::config::LlamaConfig;
 use crate::model::lora::modules_of;
 use crate::model::peft::ADAPTER_FILE;
+
+const DEVICE_MAP: &str = "backbone.device_map";
 
 impl Recipe {
     /// Checks values against the backbone's config; the recipe must have local paths. Returns the config if it can be read.
@@ -29,6 +31,7 @@ impl Recipe {
                 self.check_lora(findings, &config);
                 self.check_w2_sizes(findings, &config);
                 self.check_context(findings, &config);
+                self.check_layers(findings, &config);
                 Some(config)
             }
             Err(error) => {
@@ -44,6 +47,27 @@ impl Recipe {
         let is_written = findings.text().key(key).is_some() && findings.are_as_written(&[key]);
         if is_written && i64::try_from(length).is_ok_and(|length| length > context) {
             findings.clash(key, length, format!("at most {context}, the backbone's context"));
+        }
+    }
+
+    /// Every layer is on one device.
+    fn check_layers(&self, findings: &mut Findings<'_>, backbone: &LlamaConfig) {
+        if let Some((map, expected)) = self
+            .backbone
+            .device_map
+            .as_ref()
+            .and_then(|map| Some((map, map.expected_layers(backbone.num_hidden_layers)?)))
+        {
+            findings.clash(DEVICE_MAP, map, expected);
+        }
+    }
+
+    /// Every stage has a device. `gpus`: see [`crate::model::device_map::SharedGpus::of_each`].
+    pub(super) fn check_gpus(&self, findings: &mut Findings<'_>, gpus: Option<usize>) {
+        if let Some((map, expected)) =
+            self.backbone.device_map.as_ref().and_then(|map| Some((map, map.expected_gpus(gpus)?)))
+        {
+            findings.clash(DEVICE_MAP, map, expected);
         }
     }
 
@@ -76,6 +100,12 @@ impl Recipe {
                 findings.add(findings.text().value(key), Mistake::Files { key, error });
             }
         }
+        if let Some(entry) = &self.data.hidden_states
+            && let Err(error) = captured::find(entry)
+        {
+            let key = "data.hidden_states";
+            findings.add(findings.text().value(key), Mistake::Files { key, error });
+        }
         if let TemplateChoice::File(path) = &self.data.chat_template {
             let hint = "give the path of a Jinja template, or the name of a built-in one";
             check_exists(findings, "data.chat_template", path, hint);
@@ -96,5 +126,34 @@ impl Recipe {
 fn check_exists(findings: &mut Findings<'_>, key: &'static str, path: &Path, hint: &'static str) {
     if !path.is_file() {
         findings.add(findings.text().value(key), Mistake::Missing { key, path: path.to_owned(), hint });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::recipe::located::LocatedToml;
+
+    fn mistakes_with(gpus: Option<usize>, map: &str) -> String {
+        let text = format!("[backbone]\npath = \"b\"\ndevice_map = {map}\n[stage.medusa1]\n[data]\ntrain = [\"d\"]\n");
+        let file = Path::new("recipe.toml");
+        let recipe = Recipe::parse(file, &text).expect("a recipe");
+        let text = LocatedToml::parse(file, &text);
+        let mut findings = Findings::new(&text);
+        recipe.check_gpus(&mut findings, gpus);
+        findings.into_result().map_or_else(|mistakes| mistakes.to_string(), |()| String::new())
+    }
+
+    #[test]
+    fn a_map_has_no_more_stages_than_there_are_gpus() {
+        let refused = mistakes_with(Some(1), "[2, 3]");
+        let expected = "recipe.toml: line 3, column 14: backbone.device_map = [2, 3]: expected at most 1 count, one for each GPU: this process has 1 GPU; \
+                        or \"auto\"";
+        assert!(refused.starts_with(expected), "{refused}");
+        for (gpus, map) in [(Some(2), "[2, 3]"), (Some(1), "[5]"), (Some(1), "\"auto\""), (None, "[1, 1, 1]")] {
+            assert_eq!(mistakes_with(gpus, map), "", "{map} on {gpus:?}");
+        }
     }
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::numbers::{Fraction, NonNegative, Positive};
-use crate::torch::optim::{AdamWConfig, OptimizerName};
+use crate::torch::optim::{AdamWConfig, OptimizerName, ZeroStage};
 
 /// The optimizer, its peak learning rates, and the clipping norm.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -28,6 +28,9 @@ pub struct OptimizerConfig {
     /// Gradients are clipped to this norm over all trainable parameters.
     #[serde(default = "default_max_grad_norm")]
     pub max_grad_norm: Positive,
+    /// With several processes: 1 gives each a share of the moments (ZeRO-1), 0 all of them.
+    #[serde(default)]
+    pub zero_stage: ZeroStage,
 }
 
 impl OptimizerConfig {

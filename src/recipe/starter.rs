@@ -183,7 +183,7 @@ impl StarterRecipe {
                 let text =
                     self.text(shortest, &Choice { savings, micro_batch, length, validation_fraction, slow }, machine);
                 let plan = Recipe::parse(file, &text)?.plan(machine.device);
-                let peak_bytes = checked.memory_of(&plan).peak_bytes();
+                let peak_bytes = checked.memory_of(&plan).peak_on(machine.device);
                 smallest = smallest.min(peak_bytes);
                 if machine.free_bytes.is_none_or(|free_bytes| memory::holds(free_bytes, peak_bytes)) {
                     let dtype_note = slow.map(|slow| format!("dtype = \"{}\": {slow}", shortest.backbone.dtype));

@@ -7,7 +7,7 @@ use toml::de::{DeTable, Deserializer};
 use super::defaults::fill_in;
 use super::mistakes::{Findings, Mistake};
 
-/// Keys without a default.
+/// Keys without a default. `data.hidden_states` can stand in place of `data.train`.
 const REQUIRED: [(&str, &str); 2] = [
     ("backbone.path", "a folder in Hugging Face layout, or an id of the Hub"),
     ("data.train", "a list of files, globs or ids of the Hub"),
@@ -26,7 +26,8 @@ pub(super) fn read<T: DeserializeOwned>(findings: &mut Findings<'_>) -> Option<T
     keep_one_stage(findings, table.get_mut());
     let recipe = deserialize(findings, &mut table);
     for (key, what) in REQUIRED {
-        if text.key(key).is_none() && findings.are_as_written(&[key]) {
+        let has_states = key == "data.train" && text.key("data.hidden_states").is_some();
+        if text.key(key).is_none() && !has_states && findings.are_as_written(&[key]) {
             findings.add_wrong(key.to_owned(), text.value(key), Mistake::Required { key, what });
         }
     }

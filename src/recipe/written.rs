@@ -14,6 +14,7 @@ use crate::files::failed;
 use crate::formats::provenance::Provenance;
 use crate::formats::run_folder::{RECIPE, is_run};
 use crate::hub::Observer;
+use crate::model::device_map::SharedGpus;
 use crate::train::TrainConfig;
 
 impl Recipe {
@@ -94,6 +95,7 @@ impl WrittenRecipe {
         let mut findings = Findings::new(&text);
         let config = fetched.local.check_backbone(&mut findings);
         fetched.local.check_files(&mut findings);
+        fetched.local.check_gpus(&mut findings, SharedGpus::of_this_process().of_each(device));
         findings.into_result().map_err(RecipeError::Wrong)?;
         let config = config.expect("a backbone without mistakes");
         let mut findings = Findings::new(&text);

@@ -7,6 +7,9 @@ const DECADE: f64 = 10.0;
 /// A logarithmic axis omits values of 0 or less, if they are fewer than one in this many.
 const LEFT_OUT: usize = 20;
 
+/// Least distance of two ticks at values, as a part of the axis: room for numbers of three digits.
+const CLOSEST: f64 = 0.055;
+
 /// The range of an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Range {
@@ -17,6 +20,8 @@ pub(super) enum Range {
     Free,
     /// From 0 to a round number above the values.
     FromZero,
+    /// Logarithmic from the first value to the last, with ticks at values: numbers above 0 that were chosen, such as 1, 2, 4, 8.
+    Chosen,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -41,6 +46,7 @@ impl Axis {
             (Range::Free, _) => Self::linear(low, high),
             (Range::Tight, _) => Self::tight(low, high),
             (Range::FromZero, _) => Self::linear(low.min(0.0), high),
+            (Range::Chosen, _) => Self::chosen(values, low, high),
         }
     }
 
@@ -73,6 +79,18 @@ impl Axis {
         let candidates = powers.flat_map(|power| of_decade.iter().map(move |digit| digit * 10f64.powi(power)));
         let ticks = candidates.filter(|tick| (low..=high).contains(tick)).collect();
         Self { low, high, logarithmic: true, ticks }
+    }
+
+    fn chosen(mut values: Vec<f64>, low: f64, high: f64) -> Self {
+        let (low, high) = apart(low, high);
+        values.sort_by(f64::total_cmp);
+        let mut axis = Self { low, high, logarithmic: true, ticks: vec![] };
+        for value in values {
+            if axis.ticks.last().is_none_or(|&last| axis.part(value) - axis.part(last) >= CLOSEST) {
+                axis.ticks.push(value);
+            }
+        }
+        axis
     }
 
     /// Position of a value between the ends: 0 to 1.
@@ -140,6 +158,15 @@ mod tests {
         assert!(decades.logarithmic && decades.ticks.len() < 9, "{decades:?}");
         let steps = Axis::of([1.0, 200.0].into_iter(), Range::Tight);
         assert_eq!((steps.low, steps.high, steps.ticks), (1.0, 200.0, vec![50.0, 100.0, 150.0, 200.0]));
+        let doubled = Axis::of([4.0, 1.0, 2.0, 128.0, 1.0, 126.0].into_iter(), Range::Chosen);
+        assert_eq!(
+            (doubled.low, doubled.high, &doubled.ticks[..]),
+            (1.0, 128.0, &[1.0, 2.0, 4.0, 126.0][..]),
+            "no two overlap"
+        );
+        assert!((doubled.part(2.0) - 1.0 / 7.0).abs() < 1e-9);
+        let one = Axis::of([8.0].into_iter(), Range::Chosen);
+        assert!(one.ticks == [8.0] && (0.4..0.6).contains(&one.part(8.0)), "{one:?}");
         assert_eq!(Axis::of([0.0, 0.0].into_iter(), Range::FromZero).part(0.0), 0.5);
         assert_eq!(Axis::of(std::iter::empty(), Range::Free).ticks.len(), 6);
     }

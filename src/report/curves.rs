@@ -59,7 +59,7 @@ fn thin(groups: &mut [PlotGroup]) {
 }
 
 fn plot(title: impl Into<String>, unit: &'static str, range: Range, series: Vec<Series>) -> Plot {
-    Plot { title: title.into(), x: STEP.into(), unit, range, series }
+    Plot { title: title.into(), x: STEP.into(), x_range: Range::Tight, unit, range, series }
 }
 
 /// Training and validation curves of one quantity, under one name.

@@ -12,6 +12,7 @@ use crate::tree::sparse_tree::TreeFileError;
 mod axis;
 mod curves;
 mod key_figures;
+mod load;
 mod metrics;
 mod page;
 mod picture;
@@ -25,7 +26,7 @@ mod sweep;
 mod thinned;
 
 pub use page::render;
-pub use picture::draw_sweep;
+pub use picture::{draw_load, draw_sweep};
 pub use run::Run;
 
 /// Why a run has no report.
@@ -43,7 +44,7 @@ pub enum ReportError {
     /// An invalid metrics.jsonl; an incomplete last line is accepted.
     #[error("{_0}{}", advice(_0))]
     Metrics(#[from] MetricsError),
-    /// provenance.json, calibration.json, latency.json or bench.json.
+    /// provenance.json, calibration.json, latency.json, bench.json or load.json.
     #[error(transparent)]
     Format(#[from] FormatError),
     /// tree.json.

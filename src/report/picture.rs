@@ -1,12 +1,13 @@
-//! A sweep of `medusa bench` as an SVG file: the page's plots beside each other, with colours of their own for light and dark.
+//! A sweep or a load of `medusa bench` as an SVG file: the page's plots beside each other, with colours of their own for light and dark.
 
 use std::fmt::Write;
 
 use minijinja::HtmlEscape;
 
 use super::plot::{HEIGHT, LegendEntry, Plot, WIDTH};
-use super::sweep;
+use super::{load, sweep};
 use crate::formats::bench::BenchResult;
+use crate::formats::load::{LoadResult, LoadSource};
 
 const STYLE: &str = include_str!("plot.css");
 /// Rules for what only the picture has.
@@ -15,6 +16,8 @@ const OWN_STYLE: &str = "\
 text.title { fill: var(--ink); font-size: 15px; font-weight: 600; }
 text.heading { fill: var(--ink); font-size: 13px; font-weight: 600; }
 ";
+/// Plots beside each other.
+const COLUMNS: usize = 2;
 const MARGIN: f64 = 20.0;
 const GAP: f64 = 28.0;
 /// From the top to the first line of the legend, and between its lines.
@@ -32,23 +35,41 @@ const LETTER: f64 = 6.6;
 /// # Panics
 /// Without results of a sweep.
 pub fn draw_sweep(results: &[BenchResult]) -> String {
-    let plots = sweep::plots(results);
     let first = results.first().expect("a sweep has a result");
-    let (legend, lines) = legend(&legend_of(&plots), width(&plots) - MARGIN);
+    draw(&title(first), &conditions(first), &sweep::plots(results))
+}
+
+/// The picture of results under load.
+///
+/// # Panics
+/// Without results.
+pub fn draw_load(results: &[LoadResult]) -> String {
+    let source = &results.first().expect("a load has a result").source;
+    let what = if matches!(source, LoadSource::Server { .. }) { "--endpoint" } else { "--concurrency" };
+    draw(&format!("medusa bench {what}"), &source.conditions(), &load::plots(results))
+}
+
+/// Plots in rows of two below a common legend.
+fn draw(title: &str, about: &str, plots: &[Plot]) -> String {
+    let width = width(plots);
+    let (legend, lines) = legend(&legend_of(plots), width - MARGIN);
     let top = LEGEND + LEGEND_LINE * (lines - 1.0) + HEADING;
-    let (width, height) = (width(&plots), top + BELOW_HEADING + HEIGHT + MARGIN);
+    let rows = plots.len().div_ceil(COLUMNS) as f64;
+    let row_height = HEIGHT + BELOW_HEADING + HEADING;
+    let height = top + rows * row_height - HEADING + MARGIN;
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" width=\"{width:.0}\" height=\"{height:.0}\" role=\"img\">\n\
          <style>\n{STYLE}{OWN_STYLE}</style>\n<rect class=\"paper\" width=\"100%\" height=\"100%\"/>\n"
     );
-    text(&mut svg, "title", (MARGIN, 30.0), &title(first));
-    text(&mut svg, "about", (MARGIN, 49.0), &conditions(first));
+    text(&mut svg, "title", (MARGIN, 30.0), title);
+    text(&mut svg, "about", (MARGIN, 49.0), about);
     svg += &legend;
     for (at, plot) in plots.iter().enumerate() {
-        let x = MARGIN + at as f64 * (WIDTH + GAP);
+        let x = MARGIN + (at % COLUMNS) as f64 * (WIDTH + GAP);
+        let y = top + (at / COLUMNS) as f64 * row_height;
         let unit = if plot.unit.is_empty() { String::new() } else { format!(", {}", plot.unit) };
-        text(&mut svg, "heading", (x, top), &format!("{}{unit}", plot.title));
-        let _ = write!(svg, "<g class=\"plot\" transform=\"translate({x:.0} {:.0})\">", top + BELOW_HEADING); // writing to a String cannot fail
+        text(&mut svg, "heading", (x, y), &format!("{}{unit}", plot.title));
+        let _ = write!(svg, "<g class=\"plot\" transform=\"translate({x:.0} {:.0})\">", y + BELOW_HEADING); // writing to a String cannot fail
         plot.draw_within(&mut svg);
         svg += "</g>\n";
     }
@@ -56,7 +77,7 @@ pub fn draw_sweep(results: &[BenchResult]) -> String {
 }
 
 fn width(plots: &[Plot]) -> f64 {
-    let count = plots.len() as f64;
+    let count = plots.len().min(COLUMNS) as f64;
     2.0 * MARGIN + count * WIDTH + (count - 1.0).max(0.0) * GAP
 }
 

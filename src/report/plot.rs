@@ -19,6 +19,8 @@ const BOTTOM: f64 = HEIGHT - 40.0;
 const MARKED: usize = 40;
 /// Styles of the page's stylesheet besides 0, which is plain ink: seven colours, each in two dashes.
 const STYLES: usize = 14;
+/// From a style to the one of the same colour in other dashes.
+pub(super) const OTHER_DASHES: usize = STYLES / 2;
 
 /// How a line is drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,8 +49,10 @@ pub(super) struct Plot {
     pub(super) title: String,
     /// Name of the horizontal axis.
     pub(super) x: String,
+    pub(super) x_range: Range,
     /// Unit of the vertical axis; empty if the title suffices.
     pub(super) unit: &'static str,
+    /// Of the vertical axis.
     pub(super) range: Range,
     pub(super) series: Vec<Series>,
 }
@@ -120,7 +124,7 @@ impl Plot {
 
     fn axes(&self) -> (Axis, Axis) {
         let points = || self.series.iter().flat_map(|series| series.points.iter().copied());
-        (Axis::of(points().map(|point| point.0), Range::Tight), Axis::of(points().map(|point| point.1), self.range))
+        (Axis::of(points().map(|point| point.0), self.x_range), Axis::of(points().map(|point| point.1), self.range))
     }
 
     /// Whether there are training lines, and whether there are marked ones.
@@ -239,7 +243,14 @@ mod tests {
     use super::*;
 
     fn plot(series: Vec<Series>) -> Plot {
-        Plot { title: "a <b> & c".into(), x: "step".into(), unit: "%", range: Range::Free, series }
+        Plot {
+            title: "a <b> & c".into(),
+            x: "step".into(),
+            x_range: Range::Tight,
+            unit: "%",
+            range: Range::Free,
+            series,
+        }
     }
 
     fn series(name: &str, kind: SeriesKind, points: &[(f64, f64)]) -> Series {

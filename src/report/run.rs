@@ -15,9 +15,10 @@ use crate::formats::best::BestEvaluation;
 use crate::formats::calibration::Calibration;
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::formats::latency::Latency;
+use crate::formats::load::{self, LoadResult};
 use crate::formats::provenance::Provenance;
 use crate::formats::run_folder::{
-    BENCH, CALIBRATION, FINAL, LATENCY, METRICS, PROVENANCE, RECIPE, TREE, missing_for_a_run,
+    BENCH, CALIBRATION, FINAL, LATENCY, LOAD, METRICS, PROVENANCE, RECIPE, TREE, missing_for_a_run,
 };
 use crate::formats::tree::TreeFile;
 use crate::tree::guess_tree::GuessTree;
@@ -36,6 +37,7 @@ pub struct Run {
     pub(super) tree: Option<(GuessTree, TreeFile)>,
     pub(super) latency: Option<Latency>,
     pub(super) bench: Vec<BenchResult>,
+    pub(super) load: Vec<LoadResult>,
     /// Which of the measurements were made with other files than those in the folder.
     pub(super) mismatches: Vec<&'static str>,
 }
@@ -70,6 +72,7 @@ impl Run {
             tree: there(TREE).map(|file| GuessTree::load(&file)).transpose()?,
             latency: there(LATENCY).map(|file| Latency::load(&file)).transpose()?,
             bench: there(BENCH).map_or(Ok(vec![]), |file| bench::load(&file))?,
+            load: there(LOAD).map_or(Ok(vec![]), |file| load::load(&file))?,
             mismatches: vec![],
         };
         run.mismatches = run.find_mismatches()?;

@@ -11,7 +11,7 @@ use super::plot::{Plot, Series, SeriesKind};
 use super::readable::{duration, grouped, number, percent, time};
 use super::run::Run;
 use super::shell::quoted;
-use super::sweep;
+use super::{load, sweep};
 use crate::formats::bench::{BenchResult, DecodingComparison};
 use crate::formats::calibration::{Calibration, HeadAccuracy};
 use crate::formats::latency::Latency;
@@ -42,6 +42,7 @@ pub(super) fn sections(run: &Run, at: usize, name: &str) -> Value {
         "latency": run.latency.as_ref().map(|latency| times(latency, &id)),
         "benches": benches(run),
         "sweep": sweep(run, &id),
+        "load": load_plots(run, &id),
         "drafters": drafters(&run.bench),
         "recipe": run.recipe.lines,
         "provenance": provenance(run),
@@ -137,8 +138,14 @@ fn times(latency: &Latency, id: &str) -> Value {
     let plain = vec![(1.0, latency.plain_step_ms), (most, latency.plain_step_ms)];
     let plain = Series { name: "plain decoding".into(), style: 0, kind: SeriesKind::Smooth, points: plain };
     let series = depths.into_iter().enumerate().map(of_depth).chain([plain]).collect();
-    let plot =
-        Plot { title: "Step time by tree size".into(), x: "nodes".into(), unit: "ms", range: Range::FromZero, series };
+    let plot = Plot {
+        title: "Step time by tree size".into(),
+        x: "nodes".into(),
+        x_range: Range::Tight,
+        unit: "ms",
+        range: Range::FromZero,
+        series,
+    };
     json!({
         "plot": plot.draw(&format!("{id}-latency")),
         "device": latency.device,
@@ -167,6 +174,15 @@ fn benches(run: &Run) -> Vec<Value> {
 fn sweep(run: &Run, id: &str) -> Vec<Value> {
     let plots = if sweep::has_lines(&run.bench) { sweep::plots(&run.bench) } else { vec![] };
     plots.iter().enumerate().map(|(at, plot)| json!(plot.draw(&format!("{id}-sweep{at}")))).collect()
+}
+
+/// The plots of throughput and latencies under load, and where they were measured; one level alone has no lines.
+fn load_plots(run: &Run, id: &str) -> Option<Value> {
+    let first = run.load.first().filter(|_| load::has_lines(&run.load))?;
+    let plots = load::plots(&run.load);
+    let drawn: Vec<Value> =
+        plots.iter().enumerate().map(|(at, plot)| json!(plot.draw(&format!("{id}-load{at}")))).collect();
+    Some(json!({"conditions": first.source.conditions(), "plots": drawn}))
 }
 
 /// The drafter with its weights.

@@ -8,8 +8,14 @@ use crate::formats::bench::{BenchResult, DecodingComparison};
 pub(super) fn plots(results: &[BenchResult]) -> Vec<Plot> {
     let swept: Vec<&BenchResult> = results.iter().filter(|result| result.sweep.is_some()).collect();
     let Some(name) = swept.first().and_then(|first| Some(first.sweep.as_ref()?.name.as_str())) else { return vec![] };
-    let plot =
-        |title: &str, unit, series| Plot { title: title.into(), x: axis(name), unit, range: Range::FromZero, series };
+    let plot = |title: &str, unit, series| Plot {
+        title: title.into(),
+        x: axis(name),
+        x_range: Range::Tight,
+        unit,
+        range: Range::FromZero,
+        series,
+    };
     vec![
         plot("Speed", "tokens/s", speeds(&swept)),
         plot("Tokens per step", "", of_drafters(&swept, |group| group.acceleration_rate)),

@@ -2,14 +2,19 @@
 //! NVRTC for it, so it answers wherever libtorch computes.
 #![expect(unsafe_code, reason = "C functions of a library that is opened at run time")]
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
+use std::ptr;
 
 /// `cudaDevAttrComputeCapabilityMajor`, `cudaDevAttrComputeCapabilityMinor`.
 const CAPABILITY: [c_int; 2] = [75, 76];
 
+/// `cudaErrorNotReady`.
+const NOT_READY: c_int = 600;
+
 type GetAttribute = unsafe extern "C" fn(value: *mut c_int, attribute: c_int, device: c_int) -> c_int;
 type SetDevice = unsafe extern "C" fn(device: c_int) -> c_int;
 type GetDevice = unsafe extern "C" fn(device: *mut c_int) -> c_int;
+type StreamQuery = unsafe extern "C" fn(stream: *mut c_void) -> c_int;
 type GetMemory = unsafe extern "C" fn(free: *mut usize, total: *mut usize) -> c_int;
 
 /// A function of the CUDA runtime is missing or failed.
@@ -25,18 +30,45 @@ pub struct CudaRuntimeError {
 /// # Errors
 /// [`CudaRuntimeError`].
 pub fn memory(index: usize) -> Result<(u64, u64), CudaRuntimeError> {
-    let [set, get] = ["cudaSetDevice", "cudaGetDevice"];
-    let (mut before, mut free, mut total) = (0, 0, 0);
-    // SAFETY: the types are those of CUDA 13; each call writes the numbers that it is given. The thread's device is restored.
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: the type is that of CUDA 13; the call writes both numbers.
+    let asked = unsafe {
+        let get = function::<GetMemory>("cudaMemGetInfo")?;
+        on_device(index, || get(&raw mut free, &raw mut total))?
+    };
+    check("cudaMemGetInfo", asked)?;
+    Ok((total as u64, free as u64))
+}
+
+/// Whether all that was queued on a GPU's legacy default stream, where libtorch computes, is done.
+///
+/// # Errors
+/// [`CudaRuntimeError`], also of what was queued.
+pub(super) fn default_stream_is_done(index: usize) -> Result<bool, CudaRuntimeError> {
+    let name = "cudaStreamQuery";
+    // SAFETY: the type is that of CUDA 13; a null stream is the default one.
+    let status = unsafe {
+        let query = function::<StreamQuery>(name)?;
+        on_device(index, || query(ptr::null_mut()))?
+    };
+    if status == NOT_READY { Ok(false) } else { check(name, status).map(|()| true) }
+}
+
+/// Calls `body` while a GPU is the thread's device, which is restored.
+///
+/// # Errors
+/// [`CudaRuntimeError`] if the device cannot be set.
+pub(super) fn on_device<T>(index: usize, body: impl FnOnce() -> T) -> Result<T, CudaRuntimeError> {
+    let ([set, get], mut before) = (["cudaSetDevice", "cudaGetDevice"], 0);
+    // SAFETY: the types are those of CUDA 13; the first call writes the number.
     unsafe {
         let set_device = function::<SetDevice>(set)?;
         check(get, function::<GetDevice>(get)?(&raw mut before))?;
         check(set, set_device(number(index)))?;
-        let asked = function::<GetMemory>("cudaMemGetInfo")?(&raw mut free, &raw mut total);
+        let done = body();
         check(set, set_device(before))?;
-        check("cudaMemGetInfo", asked)?;
+        Ok(done)
     }
-    Ok((total as u64, free as u64))
 }
 
 /// The compute capability of a GPU, major and minor number.
@@ -66,12 +98,12 @@ fn check(function: &'static str, status: c_int) -> Result<(), CudaRuntimeError> 
     }
 }
 
-/// A function of the libraries that are open for all: libtorch_cuda is, and so is the runtime that it needs.
+/// A function of the libraries that are open for all: libtorch_cuda is, and so are the runtime and NCCL, which it needs.
 ///
 /// # Safety
 /// `F` is the type of the function.
 #[cfg(target_os = "linux")]
-unsafe fn function<F: Copy>(name: &'static str) -> Result<F, CudaRuntimeError> {
+pub(super) unsafe fn function<F: Copy>(name: &'static str) -> Result<F, CudaRuntimeError> {
     let missing =
         |_| CudaRuntimeError { function: name, reason: "is not there: libtorch_cuda is not loaded".to_owned() };
     // SAFETY: by contract; the library stays loaded, as libtorch does.
@@ -79,7 +111,7 @@ unsafe fn function<F: Copy>(name: &'static str) -> Result<F, CudaRuntimeError> {
 }
 
 #[cfg(not(target_os = "linux"))]
-unsafe fn function<F: Copy>(name: &'static str) -> Result<F, CudaRuntimeError> {
+pub(super) unsafe fn function<F: Copy>(name: &'static str) -> Result<F, CudaRuntimeError> {
     Err(CudaRuntimeError { function: name, reason: "is used on Linux only".to_owned() })
 }
 

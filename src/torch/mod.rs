@@ -7,11 +7,13 @@ use std::str::FromStr;
 use tch::{Device, Kind};
 
 use crate::dtype::Dtype;
+use process_group::rendezvous::LocalRank;
 
 pub mod accelerator;
 pub mod allocator;
 pub mod bytes;
 mod cgroup;
+pub mod collective;
 pub mod cuda_runtime;
 mod dispatcher;
 pub mod dropout;
@@ -22,6 +24,7 @@ pub mod loss_scale;
 pub mod memory;
 pub mod onednn;
 pub mod optim;
+pub mod process_group;
 pub mod products;
 pub mod rehearsal;
 pub mod transfer;
@@ -91,7 +94,29 @@ pub struct DeviceUnavailable {
     reason: String,
 }
 
+/// Several processes were given one GPU.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+#[error(
+    "--device cuda:{index} is one GPU, and {processes} processes run on this machine: use --device cuda, and each takes its own"
+)]
+pub struct SharedGpu {
+    index: usize,
+    processes: usize,
+}
+
 impl DeviceChoice {
+    /// For one of several processes of a machine: each computes on the GPU with its number, if there are GPUs.
+    ///
+    /// # Errors
+    /// A GPU was named, which the processes would share.
+    pub fn of_process(self, local: LocalRank) -> Result<Self, SharedGpu> {
+        match (self, accelerator::open()) {
+            (Self::Auto, Accelerator::Cuda { .. }) | (Self::Cuda(0), _) => Ok(Self::Cuda(local.rank)),
+            (Self::Cuda(index), _) if local.world_size > 1 => Err(SharedGpu { index, processes: local.world_size }),
+            (choice, _) => Ok(choice),
+        }
+    }
+
     /// Picks the device.
     ///
     /// # Errors
@@ -127,5 +152,13 @@ mod tests {
         assert_eq!("cuda:3".parse(), Ok(DeviceChoice::Cuda(3)));
         assert_eq!("auto".parse(), Ok(DeviceChoice::Auto));
         assert!("cuda:x".parse::<DeviceChoice>().is_err() && "gpu".parse::<DeviceChoice>().is_err());
+    }
+    #[test]
+    fn processes_do_not_share_a_gpu() {
+        let (first, second) = (LocalRank { rank: 0, world_size: 2 }, LocalRank { rank: 1, world_size: 2 });
+        assert_eq!(DeviceChoice::Cuda(0).of_process(second).unwrap(), DeviceChoice::Cuda(1));
+        assert_eq!(DeviceChoice::Cpu.of_process(second).unwrap(), DeviceChoice::Cpu);
+        let shared = DeviceChoice::Cuda(1).of_process(first).unwrap_err().to_string();
+        assert!(shared.starts_with("--device cuda:1 is one GPU, and 2 processes"), "{shared}");
     }
 }

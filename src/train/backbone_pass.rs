@@ -6,7 +6,7 @@
 use tch::{Kind, Tensor};
 
 use crate::draft::medusa::fused_loss::{HeadPass, OutputLayer, distillation_loss, head_loss};
-use crate::draft::medusa::heads::{HeadDropout, Heads};
+use crate::draft::medusa::heads::{HeadDropout, Heads, HeadsShape};
 use crate::dtype::Dtype;
 use crate::formats::metrics::MetricsSplit;
 use crate::model::attention::RowMask;
@@ -15,16 +15,28 @@ use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::train::fed_batch::DeviceBatch;
 use crate::train::feed::BatchMaker;
-use crate::train::hidden_states::{HiddenStatesError, KeptStates, StatesReader, hidden_states, of_every_position};
+use crate::train::hidden_states::{
+    CapturedSplits, HiddenStatesError, KeptStates, StatesReader, hidden_states, of_every_position,
+};
 use crate::train::plan::TrainPlan;
 use crate::train::state::TrainState;
+use crate::train::target_rule::TargetRule;
 
 /// A backbone and its training plan.
 #[derive(Debug)]
 pub struct TrainingBackbone<'r> {
     backbone: &'r Llama,
     plan: &'r TrainPlan,
-    kept: StatesCaches<'r>,
+    states: StatesSource<'r>,
+}
+
+/// Where the hidden states of a frozen backbone come from.
+#[derive(Debug)]
+pub enum StatesSource<'r> {
+    /// From the backbone, or from caches where a plan has them.
+    Backbone(Box<StatesCaches<'r>>),
+    /// From a server; the backbone has no decoder layers.
+    Captured(CapturedSplits),
 }
 
 /// The caches of a frozen backbone's hidden states, if a plan has them.
@@ -60,6 +72,16 @@ impl<'r> StatesCaches<'r> {
             (MetricsSplit::Validation, ValidationCache::Own(kept)) => Some(kept),
             (MetricsSplit::Validation, ValidationCache::Off) => None,
         }
+    }
+}
+
+impl<'r> StatesSource<'r> {
+    fn caches(&mut self) -> Option<&mut StatesCaches<'r>> {
+        if let Self::Backbone(caches) = self { Some(caches) } else { None }
+    }
+
+    fn caches_of_splits(&mut self) -> impl Iterator<Item = (MetricsSplit, &mut KeptStates<'r>)> {
+        self.caches().into_iter().flat_map(|caches| caches.each())
     }
 }
 
@@ -107,8 +129,8 @@ pub struct LmEvaluation {
 
 impl<'r> TrainingBackbone<'r> {
     /// `backbone` must be loaded for `plan`.
-    pub fn new(backbone: &'r Llama, plan: &'r TrainPlan, kept: StatesCaches<'r>) -> Self {
-        Self { backbone, plan, kept }
+    pub fn new(backbone: &'r Llama, plan: &'r TrainPlan, states: StatesSource<'r>) -> Self {
+        Self { backbone, plan, states }
     }
 
     /// Dtype that it computes in.
@@ -116,11 +138,21 @@ impl<'r> TrainingBackbone<'r> {
         Dtype::of(self.backbone.kind())
     }
 
-    /// Makes batches of these rows for this backbone and `heads`; reads their cached states.
+    /// Makes batches of these rows for this backbone and `heads`; reads their stored states.
     pub fn batch_maker(&mut self, heads: &Heads, split: MetricsSplit) -> BatchMaker {
-        let reader: Option<StatesReader> = self.kept.of(split).map(|kept| kept.reader());
-        let (device, is_frozen) = (self.backbone.device(), self.plan.trained.is_frozen());
-        BatchMaker::new(&self.plan.loss, heads, device, is_frozen, reader)
+        let reader = self.reader(heads.shape(), split);
+        BatchMaker::new(&self.plan.loss, heads, self.backbone.stages(), self.plan.trained.is_frozen(), reader)
+    }
+
+    fn reader(&mut self, heads: HeadsShape, split: MetricsSplit) -> Option<StatesReader> {
+        let (backbone, loss) = (self.backbone, &self.plan.loss);
+        match &mut self.states {
+            StatesSource::Backbone(caches) => caches.of(split).map(|kept| StatesReader::Kept(kept.reader())),
+            StatesSource::Captured(splits) => {
+                let (rule, width) = (TargetRule::new(loss, heads), backbone.config.hidden_size);
+                splits.of(split).map(|rows| StatesReader::Captured(rows.reader(rule, width, backbone.device())))
+            }
+        }
     }
 
     /// Runs the backbone over micro batch `micro` of step `step`, and the teacher if there is one.
@@ -168,12 +200,12 @@ impl<'r> TrainingBackbone<'r> {
     /// # Errors
     /// [`HiddenStatesError`].
     pub fn settle(&mut self) -> Result<(), HiddenStatesError> {
-        self.kept.each().try_for_each(|(_, kept)| kept.settle())
+        self.states.caches_of_splits().try_for_each(|(_, kept)| kept.settle())
     }
 
     /// Which cache stores nothing more, and why, the first time that it is asked.
     pub fn take_notice(&mut self) -> Option<(MetricsSplit, HiddenStatesError)> {
-        self.kept.each().find_map(|(split, kept)| Some((split, kept.take_notice()?)))
+        self.states.caches_of_splits().find_map(|(split, kept)| Some((split, kept.take_notice()?)))
     }
 
     /// Commits the hidden states computed so far, so that later runs find them.
@@ -181,15 +213,24 @@ impl<'r> TrainingBackbone<'r> {
     /// # Errors
     /// [`HiddenStatesError::Io`].
     pub fn commit(&mut self) -> Result<(), HiddenStatesError> {
-        self.kept.each().try_for_each(|(_, kept)| kept.commit())
+        self.states.caches_of_splits().try_for_each(|(_, kept)| kept.commit())
     }
 
     /// The hidden states of a frozen backbone, computed or from the cache.
     fn frozen_states(&mut self, batch: &DeviceBatch, split: MetricsSplit) -> Result<Tensor, HiddenStatesError> {
         let backbone = self.backbone;
         let compute = || hidden_states(backbone, &inputs(backbone, batch), Adapters::Off);
-        let (Some(kept), Some(kept_m)) = (self.kept.of(split), batch.kept_m()) else { return Ok(compute()) };
-        let hidden_mh = kept.of(&batch.fed.batch, &kept_m, batch.read_ahead(), compute)?;
+        let Some(kept_m) = batch.kept_m() else { return Ok(compute()) };
+        let hidden_mh = match &mut self.states {
+            StatesSource::Captured(_) => {
+                let last_layer = batch.read_ahead()?.expect("states of every batch that was fed");
+                tch::no_grad(|| backbone.final_norm(&last_layer.on_device()))
+            }
+            StatesSource::Backbone(caches) => {
+                let Some(kept) = caches.of(split) else { return Ok(compute()) };
+                kept.of(&batch.fed.batch, &kept_m, batch.read_ahead()?, compute)?
+            }
+        };
         // A prefix layer runs over whole rows.
         let whole = self.plan.heads.architecture.has_prefix();
         let n = batch.fed.batch.input_ids.len() as i64;
@@ -221,10 +262,10 @@ impl<'r> TrainingBackbone<'r> {
     }
 }
 
-/// Tokens `[B, T]` on the backbone's device, and their attention mask.
+/// Tokens `[B, T]` on the device of the backbone's embedding, and their attention mask.
 fn inputs(backbone: &Llama, batch: &DeviceBatch) -> (Tensor, RowMask) {
     let (tokens_bt, of) = (batch.tokens_bt(), &batch.fed.batch);
-    (tokens_bt, RowMask::packed(&of.segment_lengths, of.length as i64, &backbone.config, backbone.device()))
+    (tokens_bt, backbone.packed_rows(&of.segment_lengths, of.length as i64))
 }
 
 impl BackbonePass<'_> {

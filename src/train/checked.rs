@@ -4,11 +4,13 @@
 use std::iter;
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::sync::Arc;
 
 use tch::Device;
 
+use crate::data::captured::CapturedSet;
 use crate::data::chat_template::ChatTemplate;
-use crate::data::loader::{Batch, Loader};
+use crate::data::loader::{Batch, BatchShare, Loader};
 use crate::data::mix::{Mix, MixedShare};
 use crate::data::pack::{PackReport, Sequences};
 use crate::data::store::RowStore;
@@ -19,16 +21,19 @@ use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
 use crate::formats::best::BestBy;
 use crate::formats::run_folder::FINAL;
 use crate::model::config::LlamaConfig;
+use crate::model::device_map::{DeviceMap, SharedGpus};
 use crate::model::llama::Llama;
 use crate::model::peft;
-use crate::torch::{flash_attention, guard};
+use crate::model::stages::Stages;
+use crate::torch::{device_name, flash_attention, guard};
 use crate::train::device_room::{self, DeviceRoom, MemorySaving};
 use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
 use crate::train::finished::RunProgress;
-use crate::train::hidden_states;
-use crate::train::memory_plan::{MemoryPlan, Workload};
+use crate::train::hidden_states::{self, CapturedRows, CapturedSplits};
+use crate::train::memory_plan::{MemoryPlan, StageShape, Workload, WorldPlan};
 use crate::train::plan::TrainPlan;
+use crate::train::stage_memory::{StageMemory, balanced};
 use crate::train::target_rule::TargetRule;
 use crate::tree::cross_validation::half_of;
 
@@ -46,11 +51,15 @@ pub struct CheckedRun {
     pub train_report: LoadReport,
     pub validation_report: Option<LoadReport>,
     pub pack_report: PackReport,
+    /// Which of the backbone's layers lie on which device.
+    pub stages: Stages,
     /// Optimizer steps of the whole run.
     pub total_steps: usize,
     pub heads_shape: HeadsShape,
     /// The tokens that the heads can guess, if the recipe truncates their vocabulary.
     pub draft_vocabulary: Option<DraftVocabulary>,
+    /// The rows' hidden states, if a server captured them.
+    pub captured: Option<CapturedSplits>,
     /// Bytes on disk of `train.hidden_state_cache`, if the plan has one.
     pub hidden_state_bytes: Option<u64>,
 }
@@ -81,9 +90,11 @@ impl CheckedRun {
             skip_bad_rows: plan.skip_bad_rows,
             watch,
         };
-        let rows = load_rows(&plan, &settings)?;
+        let captured = captured_set(&plan, &config, &settings)?;
+        let rows = load_rows(&plan, &settings, captured.as_deref())?;
         let heads_shape = heads_shape(&plan.heads, &config)?;
         let draft_vocabulary = draft_vocabulary(&plan, &rows.train, settings.vocab_size)?;
+        let captured = captured.map(|set| rows.captured(&set)).transpose()?;
         let (train, pack_report) = train_loader(rows.train, &rows.train_counts, &plan)?;
         let rule = TargetRule::new(&plan.loss, heads_shape);
         check_targets(&train, rule)?;
@@ -92,7 +103,8 @@ impl CheckedRun {
         let total_steps = total_steps(&plan, train.steps_per_epoch())?;
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
         let hidden_state_bytes = hidden_state_bytes(&plan, rule, &config, [Some(&train), validation.as_ref()])?;
-        Ok(Self {
+        let mut checked = Self {
+            stages: Stages::one(plan.device),
             plan,
             config,
             template,
@@ -105,31 +117,65 @@ impl CheckedRun {
             total_steps,
             heads_shape,
             draft_vocabulary,
+            captured,
             hidden_state_bytes,
-        })
+        };
+        checked.stages = checked.mapped_stages(SharedGpus::of_this_process());
+        Ok(checked)
     }
 
-    /// Plans the run's memory.
-    pub fn memory(&self) -> MemoryPlan {
+    /// `backbone.device_map` on the devices of this process.
+    fn mapped_stages(&self, gpus: SharedGpus) -> Stages {
+        let map = self.plan.backbone.device_map.as_ref();
+        let devices = gpus.devices(map, self.plan.device);
+        let counts = match map {
+            Some(DeviceMap::Layers(counts)) => counts.clone(),
+            Some(DeviceMap::Auto) if devices.len() > 1 => {
+                let work = self.workload(&self.plan, self.heads_shape);
+                let peak = |stage| MemoryPlan::of(&Workload { stage, ..work }).peak_bytes();
+                balanced(self.config.num_hidden_layers, devices.len(), peak)
+            }
+            Some(DeviceMap::Auto) | None => return Stages::one(devices[0]),
+        };
+        Stages::new(devices.into_iter().zip(counts))
+    }
+
+    /// The devices that the run computes on, as `--device` spells them: "cuda:0, cuda:1".
+    pub fn device_names(&self) -> String {
+        let mut names: Vec<String> = self.stages.devices().map(device_name).collect();
+        names.dedup();
+        names.join(", ")
+    }
+
+    /// Plans the run's memory on each stage.
+    pub fn memory(&self) -> StageMemory {
         self.memory_on_these_rows(&self.plan, self.heads_shape)
     }
 
-    /// Plans the memory of another run with new heads for the same backbone, on the same rows.
-    pub fn memory_of(&self, plan: &TrainPlan) -> MemoryPlan {
+    /// Plans the memory of another run with new heads for the same backbone, on the same rows and stages.
+    pub fn memory_of(&self, plan: &TrainPlan) -> StageMemory {
         self.memory_on_these_rows(plan, plan.heads.shape([self.config.vocab_size, self.config.hidden_size]))
     }
 
-    /// Changes of the recipe with which the run fits into `room`; empty if it does as it is.
-    pub fn savings(&self, room: DeviceRoom) -> Vec<MemorySaving> {
-        device_room::savings(&self.plan, room, |plan| self.memory_of(plan).peak_bytes())
+    /// Changes of the recipe with which the run fits into `room` of a device; empty if it does as it is.
+    pub fn savings(&self, device: Device, room: DeviceRoom) -> Vec<MemorySaving> {
+        device_room::savings(&self.plan, room, |plan| self.memory_of(plan).peak_on(device))
     }
 
-    fn memory_on_these_rows(&self, plan: &TrainPlan, heads: HeadsShape) -> MemoryPlan {
+    fn memory_on_these_rows(&self, plan: &TrainPlan, heads: HeadsShape) -> StageMemory {
+        let work = self.workload(plan, heads);
+        StageMemory::of(&self.stages, self.config.num_hidden_layers, |stage| {
+            MemoryPlan::of(&Workload { stage, ..work })
+        })
+    }
+
+    fn workload<'w>(&'w self, plan: &'w TrainPlan, heads: HeadsShape) -> Workload<'w> {
         let TrainPlan { backbone, trained, loss, optimizer, train, device, .. } = plan;
         let sequences = self.train.sequences();
         let ids = || 0..sequences.len();
         let longest = ids().map(|id| sequences.length(id)).max().unwrap_or(0);
-        MemoryPlan::of(&Workload {
+        Workload {
+            stage: StageShape::whole(self.config.num_hidden_layers),
             config: &self.config,
             element: backbone.dtype.kind().elt_size_in_bytes() as u64,
             quantization: backbone.quantization,
@@ -138,14 +184,16 @@ impl CheckedRun {
             trained,
             soft_targets: loss.targets.are_soft(),
             optimizer: optimizer.name,
+            world: WorldPlan { size: plan.world_size, zero_stage: plan.zero_stage },
             recompute: train.recompute,
             rows: train.micro_batch_size.get().min(sequences.len()) as u64,
             length: longest.min(plan.data.max_length.get()) as u64,
             masked: ids().any(|id| sequences.segments(id) > 1),
             flash: flash_attention::runs_with(self.config.head_dim, backbone.dtype.kind(), *device),
             cached: train.hidden_state_cache.is_some(),
+            loaded: plan.output_part(),
             on_host: *device == Device::Cpu,
-        })
+        }
     }
 
     /// Numbers of training and validation sequences.
@@ -163,12 +211,12 @@ impl CheckedRun {
         iter::once(&self.train_report).chain(&self.validation_report)
     }
 
-    /// The micro batches of an optimizer step (0-based).
+    /// A process's micro batches of an optimizer step (0-based).
     ///
     /// # Errors
     /// A damaged token cache.
-    pub fn batches(&self, step: usize) -> Result<Vec<Batch>, TrainError> {
-        Ok(self.train.step(step).map_err(DataError::from)?)
+    pub fn batches(&self, step: usize, share: BatchShare) -> Result<Vec<Batch>, TrainError> {
+        Ok(self.train.step_share(step, share).map_err(DataError::from)?)
     }
 
     /// The part of each entry of `data.train` in an epoch; empty without `data.mix`.
@@ -204,7 +252,11 @@ fn total_steps(plan: &TrainPlan, steps_per_epoch: usize) -> Result<usize, TrainE
 
 /// The backbone's config and tensor names without its weights, with the adapter that it starts from.
 fn outline(plan: &TrainPlan) -> Result<(Llama, bool), TrainError> {
-    let (mut outline, has_weights) = Llama::outline(Path::new(&plan.backbone.path))?;
+    let folder = Path::new(&plan.backbone.path);
+    let (mut outline, has_weights) = match plan.output_part() {
+        None => Llama::outline(folder)?,
+        Some(part) => Llama::outline_output(folder, part)?,
+    };
     if let Some(lora) = plan.trained.lora()
         && let Some(adapter) = &lora.init_from
     {
@@ -261,12 +313,49 @@ struct SplitRows {
     validation_report: Option<LoadReport>,
 }
 
-fn load_rows(plan: &TrainPlan, settings: &LoadSettings) -> Result<SplitRows, TrainError> {
-    let (train, train_report) = data::load_entries(&plan.data.train_entries(), settings)?;
+impl SplitRows {
+    /// The hidden states of all rows.
+    fn captured(&self, set: &Arc<CapturedSet>) -> Result<CapturedSplits, DataError> {
+        let of = |rows: &RowStore| CapturedRows::new(set, rows);
+        Ok(CapturedSplits { train: of(&self.train)?, validation: self.validation.as_ref().map(of).transpose()? })
+    }
+}
+
+/// The files of `data.hidden_states`.
+fn captured_set(
+    plan: &TrainPlan,
+    config: &LlamaConfig,
+    settings: &LoadSettings,
+) -> Result<Option<Arc<CapturedSet>>, DataError> {
+    let hidden_size = usize::try_from(config.hidden_size).expect("a checked config");
+    let open = |entry: &String| CapturedSet::open(entry, hidden_size, settings).map(Arc::new);
+    plan.data.hidden_states.as_ref().map(open).transpose()
+}
+
+/// The rows of some entries. Where a server captured hidden states, only rows that have some; without entries, the rows of its files.
+fn load_entries(
+    entries: &[&[String]],
+    settings: &LoadSettings,
+    captured: Option<&CapturedSet>,
+) -> Result<(RowStore, LoadReport), DataError> {
+    let Some(set) = captured else { return data::load_entries(entries, settings) };
+    let (rows, mut report) =
+        if entries.is_empty() { set.rows(settings)? } else { data::load_entries(entries, settings)? };
+    set.check_whole(&report)?;
+    let rows = set.rows_with_states(rows, &mut report, settings.skip_bad_rows)?;
+    Ok((rows, report))
+}
+
+fn load_rows(
+    plan: &TrainPlan,
+    settings: &LoadSettings,
+    captured: Option<&CapturedSet>,
+) -> Result<SplitRows, TrainError> {
+    let (train, train_report) = load_entries(&plan.data.train_entries(), settings, captured)?;
     let train_counts = train_report.rows_of_entries.clone();
     let mut rows = SplitRows { train, train_counts, train_report, validation: None, validation_report: None };
     if !plan.data.validation.is_empty() {
-        let (validation, report) = data::load_entries(&plan.data.validation_entries(), settings)?;
+        let (validation, report) = load_entries(&plan.data.validation_entries(), settings, captured)?;
         (rows.validation, rows.validation_report) = (Some(validation), Some(report));
     } else if let Some(fraction) = plan.data.validation_fraction {
         let sets = if plan.data.mix.is_some() { rows.train_counts } else { vec![rows.train.len()] };

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::token_map::TokenMap;
@@ -17,12 +17,13 @@ use crate::formats::run_folder;
 use crate::model::folder::{FolderError, save_folder};
 use crate::model::llama::Llama;
 use crate::model::peft::{ADAPTER_FILE, PeftError, save_adapters};
-use crate::model::weights::{WeightFiles, WeightsError, save};
+use crate::model::weights::{Planned, WeightFiles, WeightsError, save, save_each};
 use crate::torch::optim::OptimizerName;
-use crate::torch::optim::adamw::Parameter;
+use crate::torch::optim::adamw::{Parameter, StateTensor};
 use crate::train::patience::BestSoFar;
 use crate::train::plan::{BackboneTraining, ParameterGroup, TrainPlan};
-use crate::train::state::TrainState;
+use crate::train::ranks::{Ranks, RanksError};
+use crate::train::state::{SavedMoment, TrainState};
 
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 const STATE_FILE: &str = "state.json";
@@ -39,6 +40,9 @@ pub enum CheckpointError {
     Adapter(#[from] PeftError),
     #[error(transparent)]
     Backbone(#[from] FolderError),
+    /// Another process of the run.
+    #[error(transparent)]
+    Ranks(#[from] RanksError),
     /// An invalid `state.json`.
     #[error("{}: {source}", path.display())]
     State { path: PathBuf, source: serde_json::Error },
@@ -89,13 +93,27 @@ pub struct Checkpoints<'r> {
 }
 
 impl<'r> Checkpoints<'r> {
-    /// Writes `step-NNNNNN/` and removes older checkpoints beyond `train.keep_checkpoints`.
+    /// Writes `step-NNNNNN/` and removes older checkpoints beyond `train.keep_checkpoints`. Rank 0 writes; where the processes share the
+    /// optimizer's state, the others send it theirs.
     ///
     /// # Errors
     /// [`CheckpointError`]; nothing half-written is left, and older checkpoints stay.
-    pub fn save_step(&self, state: &TrainState) -> Result<PathBuf, CheckpointError> {
+    pub fn save_step(&self, state: &TrainState, ranks: Ranks) -> Result<PathBuf, CheckpointError> {
         let path = self.run().join(run_folder::step_folder(state.step));
-        let folder = NewFolder::create(&path).map_err(failed("create", &path))?;
+        let mut moments = GatheredMoments::of(state, ranks);
+        let written = if ranks.is_first() { self.write_step(&path, state, &mut moments) } else { Ok(()) };
+        moments.send_rest()?; // also if the disk is full: the other processes wait for rank 0
+        written?;
+        Ok(path)
+    }
+
+    fn write_step(
+        &self,
+        path: &Path,
+        state: &TrainState,
+        moments: &mut GatheredMoments,
+    ) -> Result<(), CheckpointError> {
+        let folder = NewFolder::create(path).map_err(failed("create", path))?;
         state.heads.save(folder.partial())?;
         self.save_config(folder.partial(), &state.heads, None)?;
         match &self.plan.trained {
@@ -105,7 +123,7 @@ impl<'r> Checkpoints<'r> {
                 save_adapters(folder.partial(), self.backbone, self.plan.backbone_name())?;
             }
         }
-        save(&folder.partial().join(OPTIMIZER_FILE), &state.optimizer.state())?;
+        moments.save(&folder.partial().join(OPTIMIZER_FILE))?;
         let saved = SavedState {
             step: state.step,
             tokens: state.tokens,
@@ -113,10 +131,14 @@ impl<'r> Checkpoints<'r> {
             optimizer_updates: state.optimizer.updates(),
             best: state.best,
         };
-        write_json(&folder.partial().join(STATE_FILE), &saved).map_err(failed("write", &path))?;
-        folder.commit().map_err(failed("write", &path))?;
-        self.remove_old()?;
-        Ok(path)
+        write_json(&folder.partial().join(STATE_FILE), &saved).map_err(failed("write", path))?;
+        folder.commit().map_err(failed("write", path))?;
+        Ok(self.remove_old()?)
+    }
+
+    /// `final/`, whether it is there or not.
+    pub fn final_folder(&self) -> PathBuf {
+        self.run().join(run_folder::FINAL)
     }
 
     /// Writes `final/`: heads, their config, and the trained part of the backbone. Removes the heads of an earlier end.
@@ -170,21 +192,51 @@ impl<'r> Checkpoints<'r> {
         Ok(steps(self.run())?.pop().map(|(_, path)| path))
     }
 
-    /// Restores parameters, optimizer state and step from a checkpoint into `state`.
+    /// Restores parameters, optimizer state and step into `state` from the newest checkpoint, which is returned; `None` if there is none. Rank
+    /// 0 reads and sends the others what they keep.
     ///
     /// # Errors
-    /// [`CheckpointError`] if a file is damaged or has another shape or another optimizer.
-    pub fn restore(&self, checkpoint: &Path, state: &mut TrainState) -> Result<(), CheckpointError> {
-        let saved = SavedState::read(checkpoint)?;
+    /// [`CheckpointError`] if a file is damaged or has another shape or another optimizer, or of another process.
+    pub fn restore_newest(&self, state: &mut TrainState, ranks: Ranks) -> Result<Option<PathBuf>, CheckpointError> {
+        let newest = ranks.is_first().then(|| self.newest()).transpose();
+        let newest = ranks.agree(newest.map_err(CheckpointError::from))?;
+        let newest = ranks.of_first(newest)?;
+        if let Some(checkpoint) = &newest {
+            self.restore(checkpoint, state, ranks)?;
+        }
+        Ok(newest)
+    }
+
+    fn restore(&self, checkpoint: &Path, state: &mut TrainState, ranks: Ranks) -> Result<(), CheckpointError> {
+        let read = ranks.is_first().then(|| self.restore_weights(checkpoint, state)).transpose();
+        let read = ranks.of_first(ranks.agree(read)?)?;
+        if let Some(tokens) = read.token_map {
+            state.heads.set_token_map(TokenMap::new(tokens, self.backbone.device()));
+        }
+        let file = ranks.is_first().then(|| WeightFiles::open_file(&checkpoint.join(OPTIMIZER_FILE)));
+        let file = ranks.agree(file.transpose().map_err(CheckpointError::from))?;
+        for moment in state.moments() {
+            restore_moment(file.as_ref(), state, &moment, ranks)?;
+        }
+        if let Some(file) = file {
+            file.release();
+        }
+        state.optimizer.set_updates(read.saved.optimizer_updates);
+        state.copy_embedding();
+        (state.step, state.tokens, state.best) = (read.saved.step, read.saved.tokens, read.saved.best);
+        Ok(())
+    }
+
+    /// Restores the parameters; returns what else a checkpoint says, without the moments.
+    fn restore_weights(&self, checkpoint: &Path, state: &TrainState) -> Result<ReadCheckpoint, CheckpointError> {
+        let mut saved = SavedState::read(checkpoint)?;
         let ours = state.optimizer.name();
         if saved.optimizer != ours {
             return Err(CheckpointError::Optimizer { path: checkpoint.into(), saved: saved.optimizer, ours });
         }
         let heads = checkpoint.join(HEADS_FILE);
         restore_parameters(&heads, state.parameters_of(ParameterGroup::is_of_heads))?;
-        if let Some(tokens) = TokenMap::in_file(&WeightFiles::open_file(&heads)?)? {
-            state.heads.set_token_map(TokenMap::new(tokens, self.backbone.device()));
-        }
+        let token_map = TokenMap::in_file(&WeightFiles::open_file(&heads)?)?;
         let of_backbone = match &self.plan.trained {
             BackboneTraining::Frozen => None,
             BackboneTraining::Lora { .. } => Some(ADAPTER_FILE),
@@ -193,14 +245,9 @@ impl<'r> Checkpoints<'r> {
         if let Some(file) = of_backbone {
             restore_parameters(&checkpoint.join(file), state.parameters_of(ParameterGroup::is_of_backbone))?;
         }
-        let moments = WeightFiles::open_file(&checkpoint.join(OPTIMIZER_FILE))?;
-        state.optimizer.restore(saved.optimizer_updates, |name, shape, kind| moments.mapped_as(name, shape, kind))?;
-        moments.release();
-        state.step = saved.step;
-        state.tokens = saved.tokens;
         // Killed between removing the last best/ and renaming the new one, or removed by hand: the next evaluation is the best.
-        state.best = saved.best.filter(|_| self.run().join(run_folder::BEST).is_dir());
-        Ok(())
+        saved.best = saved.best.filter(|_| self.run().join(run_folder::BEST).is_dir());
+        Ok(ReadCheckpoint { saved, token_map })
     }
 
     fn run(&self) -> &'r Path {
@@ -250,6 +297,66 @@ impl<'r> Checkpoints<'r> {
         }
         self.heads_config(heads, best).save(folder).map_err(failed("write", folder))
     }
+}
+
+/// What rank 0 reads of a checkpoint, besides tensors.
+#[derive(Debug, Serialize, Deserialize)]
+struct ReadCheckpoint {
+    saved: SavedState,
+    token_map: Option<Vec<i64>>,
+}
+
+/// The optimizer's state of whole parameters, on rank 0 one tensor at a time.
+struct GatheredMoments<'s> {
+    state: &'s TrainState,
+    ranks: Ranks<'s>,
+    moments: Vec<SavedMoment>,
+    /// How many of them were gathered.
+    gathered: usize,
+}
+
+impl<'s> GatheredMoments<'s> {
+    fn of(state: &'s TrainState, ranks: Ranks<'s>) -> Self {
+        Self { state, ranks, moments: state.moments(), gathered: 0 }
+    }
+
+    fn next(&mut self) -> Result<Tensor, RanksError> {
+        self.gathered += 1;
+        self.state.moment(&self.moments[self.gathered - 1], self.ranks)
+    }
+
+    fn save(&mut self, path: &Path) -> Result<(), WeightsError> {
+        let plan = |SavedMoment { tensor: StateTensor { name, shape, kind, .. }, .. }: &SavedMoment| Planned {
+            name: name.clone(),
+            shape: shape.clone(),
+            kind: *kind,
+        };
+        let planned: Vec<Planned> = self.moments.iter().map(plan).collect();
+        save_each(path, &planned, &mut |_| self.next().map_err(io::Error::other))
+    }
+
+    /// Takes part in gathering the tensors that were not written here.
+    fn send_rest(&mut self) -> Result<(), RanksError> {
+        while self.state.is_shared() && self.gathered < self.moments.len() {
+            drop(self.next()?);
+        }
+        Ok(())
+    }
+}
+
+/// Restores a moment from rank 0's file.
+fn restore_moment(
+    file: Option<&WeightFiles>,
+    state: &mut TrainState,
+    moment: &SavedMoment,
+    ranks: Ranks,
+) -> Result<(), CheckpointError> {
+    let StateTensor { name, shape, kind, .. } = &moment.tensor;
+    let read = file.map(|file| file.mapped_as(name, shape, *kind)).transpose();
+    let read = ranks.agree(read.map_err(CheckpointError::from))?;
+    let whole = ranks.tensor_of_first(read, shape, *kind)?;
+    state.restore_moment(moment, &whole);
+    Ok(())
 }
 
 fn restore_parameters<'p>(file: &Path, parameters: impl Iterator<Item = &'p Parameter>) -> Result<(), CheckpointError> {

@@ -6,7 +6,7 @@ use serde::Serialize;
 use tch::Device;
 
 use crate::model::quantization::Quantization;
-use crate::torch::optim::OptimizerName;
+use crate::torch::optim::{OptimizerName, ZeroStage};
 use crate::torch::{cuda_runtime, memory};
 use crate::train::plan::{BackboneTraining, TrainPlan};
 
@@ -67,7 +67,8 @@ pub fn savings(plan: &TrainPlan, room: DeviceRoom, peak_of: impl Fn(&TrainPlan) 
 type Change = fn(&mut TrainPlan, &dyn Fn(&TrainPlan) -> bool) -> Option<String>;
 
 /// Those that `medusa init` makes, too, are in its order: see `recipe::starter`.
-const CHANGES: [Change; 6] = [micro_batches, recomputing, moments, quantized, shared_lm_head, shorter_rows];
+const CHANGES: [Change; 7] =
+    [micro_batches, recomputing, shared_moments, moments, quantized, shared_lm_head, shorter_rows];
 
 /// The largest micro batch that fits, or one row; the optimizer step keeps its rows.
 fn micro_batches(plan: &mut TrainPlan, fits: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
@@ -84,6 +85,11 @@ fn micro_batches(plan: &mut TrainPlan, fits: &dyn Fn(&TrainPlan) -> bool) -> Opt
         }
     }
     keys
+}
+
+fn shared_moments(plan: &mut TrainPlan, _: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
+    let before = std::mem::replace(&mut plan.zero_stage, ZeroStage::One); // saves nothing in one process
+    (before != ZeroStage::One).then(|| "optimizer.zero_stage = 1".into())
 }
 
 fn moments(plan: &mut TrainPlan, _: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {

@@ -14,6 +14,7 @@ use crate::plural::counted;
 use crate::torch::TorchPanic;
 use crate::train::checkpoint::CheckpointError;
 use crate::train::hidden_states::HiddenStatesError;
+use crate::train::ranks::RanksError;
 use crate::train::step::StepError;
 
 /// Why a run failed or did not start.
@@ -96,9 +97,29 @@ pub enum TrainError {
     #[error(transparent)]
     HiddenStates(#[from] HiddenStatesError),
     #[error(transparent)]
-    Step(#[from] StepError),
+    Step(StepError),
     #[error("{}", with_advice(_0))]
     Torch(#[from] TorchPanic),
+    /// Another process of the run.
+    #[error(transparent)]
+    Ranks(#[from] RanksError),
+    /// A step has fewer micro batches than there are processes.
+    #[error(
+        "{world_size} processes share the micro batches of an optimizer step, and train.gradient_accumulation_steps = {micro_batches} gives \
+         it only {micro_batches}: {advice}"
+    )]
+    TooManyRanks { world_size: usize, micro_batches: usize, advice: String },
+}
+
+impl From<StepError> for TrainError {
+    fn from(error: StepError) -> Self {
+        match error {
+            StepError::HiddenStates(error) => error.into(),
+            StepError::Torch(panic) => panic.into(),
+            StepError::Ranks(error) => error.into(),
+            error => Self::Step(error),
+        }
+    }
 }
 
 impl TrainError {
@@ -109,8 +130,10 @@ impl TrainError {
             | Self::NoLabelInTokenMap { .. }
             | Self::NoTokensPerStep { .. }
             | Self::WarmupTooLong { .. }
+            | Self::TooManyRanks { .. }
             | Self::TooManySteps { .. } => true,
             Self::Data(DataError::Template(error)) => error.is_no_template(),
+            Self::Data(DataError::LongerThanCaptured { .. }) => true,
             _ => false,
         }
     }
@@ -146,6 +169,7 @@ fn skipping(error: &DataError) -> &'static str {
         DataError::Row(row) if row.problem.kind().is_some() && !row.is_of_the_columns() => {
             "; --skip-bad-rows skips and counts such rows"
         }
+        DataError::Captured(error) if error.kind().is_some() => "; --skip-bad-rows skips and counts such files",
         _ => "",
     }
 }

@@ -10,6 +10,7 @@ use tch::{Device, Tensor};
 use crate::data::loader::{Batch, TargetTokens};
 use crate::draft::medusa::loss::{SoftTargets, Targets};
 use crate::torch::transfer::HostTensor;
+use crate::train::hidden_states::ReadStates;
 use crate::train::targets::{BatchTargets, PreviousTokens};
 
 /// A micro batch in the host's memory.
@@ -18,20 +19,25 @@ pub struct FedBatch {
     pub batch: Batch,
     pub targets: BatchTargets,
     integers: HostTensor,
+    /// `[N]`: the tokens for another stage than the losses'.
+    tokens: Option<HostTensor>,
     places: IntegerPlaces,
-    /// Receives the cached hidden states, or `None` if some rows were not stored when they were asked for.
-    read_ahead: Option<Receiver<Option<HostTensor>>>,
+    /// Receives the stored hidden states, or `None` if some rows were not stored when they were asked for.
+    read_ahead: Option<Receiver<ReadStates>>,
 }
 
 /// What a pass reads of its batch.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PassShape {
+    /// Where the losses are computed.
     pub(super) device: Device,
+    /// Where the embedding is, if it is on another stage.
+    pub(super) embeds_on: Option<Device>,
     /// The LM head is trained, too.
     pub(super) trains_lm_head: bool,
     /// The LM head teaches the heads.
     pub(super) soft: bool,
-    /// The heads read every position, whatever the cache keeps.
+    /// The heads read every position, whatever is stored.
     pub(super) reads_all: bool,
 }
 
@@ -42,7 +48,7 @@ struct IntegerPlaces {
     heads: Vec<HeadPlaces>,
     /// `None` if the LM head is frozen.
     lm_head: Option<TargetPlaces>,
-    /// The positions in the cache of hidden states, if there is one.
+    /// The positions whose hidden states are stored, in a cache or by a server, if any are.
     kept: Option<Range<i64>>,
 }
 
@@ -107,7 +113,7 @@ impl StateRows {
 }
 
 impl FedBatch {
-    /// `kept`: the positions in the cache of hidden states, if the run has one.
+    /// `kept`: the positions whose hidden states are stored, if the run has a cache or a server's states.
     pub(super) fn new(batch: Batch, targets: BatchTargets, kept: Option<&[i64]>, shape: PassShape) -> Self {
         let mut integers = Integers::default();
         let rows = StateRows::new(kept.filter(|_| !shape.reads_all), batch.input_ids.len());
@@ -125,17 +131,23 @@ impl FedBatch {
         let lm_head = shape.trains_lm_head.then(|| rows.push_targets(&targets.of_lm_head, &mut integers));
         let kept = kept.map(|kept| integers.push(kept.iter().copied()));
         let integers = HostTensor::of_integers(&integers.all, shape.device);
-        Self { batch, targets, integers, places: IntegerPlaces { tokens, heads, lm_head, kept }, read_ahead: None }
+        let places = IntegerPlaces { tokens, heads, lm_head, kept };
+        let tokens = shape.embeds_on.map(|device| HostTensor::of_integers(&batch.input_ids, device));
+        Self { batch, targets, integers, tokens, places, read_ahead: None }
     }
 
     #[must_use]
-    pub(super) fn with_read_ahead(self, read_ahead: Receiver<Option<HostTensor>>) -> Self {
+    pub(super) fn with_read_ahead(self, read_ahead: Receiver<ReadStates>) -> Self {
         Self { read_ahead: Some(read_ahead), ..self }
     }
 
     /// The batch with its integers on the device: the copy is queued there before the work that reads it.
     pub fn on_device(&self) -> DeviceBatch<'_> {
-        DeviceBatch { fed: self, integers: self.integers.on_device() }
+        DeviceBatch {
+            fed: self,
+            integers: self.integers.on_device(),
+            tokens: self.tokens.as_ref().map(HostTensor::on_device),
+        }
     }
 }
 
@@ -144,13 +156,15 @@ impl FedBatch {
 pub struct DeviceBatch<'f> {
     pub fed: &'f FedBatch,
     integers: Tensor,
+    tokens: Option<Tensor>,
 }
 
 impl DeviceBatch<'_> {
-    /// `[B, T]`.
+    /// `[B, T]`, on the device of the backbone's embedding.
     pub fn tokens_bt(&self) -> Tensor {
         let Batch { rows, length, .. } = self.fed.batch;
-        self.list(&self.fed.places.tokens).view([rows as i64, length as i64])
+        let tokens_n = self.tokens.as_ref().map_or_else(|| self.list(&self.fed.places.tokens), Tensor::shallow_clone);
+        tokens_n.view([rows as i64, length as i64])
     }
 
     /// Targets of a head (0-based), as rows of the hidden states.
@@ -179,14 +193,18 @@ impl DeviceBatch<'_> {
         self.targets(self.fed.places.lm_head.as_ref().expect("a trained LM head"))
     }
 
-    /// The positions in the cache of hidden states, if there is one.
+    /// The positions whose hidden states are stored, in a cache or by a server, if any are.
     pub fn kept_m(&self) -> Option<Tensor> {
         self.fed.places.kept.as_ref().map(|place| self.list(place))
     }
 
-    /// The cached hidden states, if they were read ahead; waits for the reader.
-    pub fn read_ahead(&self) -> Option<HostTensor> {
-        self.fed.read_ahead.as_ref()?.recv().ok()?
+    /// The stored hidden states, if they were read ahead; waits for the reader.
+    ///
+    /// # Errors
+    /// That of reading states of a server.
+    pub fn read_ahead(&self) -> ReadStates {
+        let reader = self.fed.read_ahead.as_ref();
+        reader.map_or(Ok(None), |states| states.recv().unwrap_or(Ok(None)))
     }
 
     fn targets(&self, TargetPlaces { rows, tokens }: &TargetPlaces) -> Targets {

@@ -9,10 +9,10 @@ use crate::data::loader::Batch;
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::loss::LossConfig;
-use crate::torch::transfer::HostTensor;
+use crate::model::stages::Stages;
 use crate::torch::{TorchPanic, guard};
 use crate::train::fed_batch::{FedBatch, PassShape};
-use crate::train::hidden_states::StatesReader;
+use crate::train::hidden_states::{ReadStates, RowPositions, StatesReader};
 use crate::train::target_rule::TargetRule;
 use crate::train::targets::BatchTargets;
 
@@ -23,28 +23,29 @@ pub struct BatchMaker {
     /// Of heads with a truncated vocabulary.
     map: Option<TokenMap>,
     shape: PassShape,
-    /// Of the cache of hidden states.
+    /// Of stored hidden states.
     reader: Option<StatesReader>,
 }
 
 /// Rows to read, and where their states go.
 struct ReadJob {
-    row_ids: Vec<usize>,
-    to: SyncSender<Option<HostTensor>>,
+    rows: Vec<RowPositions>,
+    to: SyncSender<ReadStates>,
 }
 
 impl BatchMaker {
-    /// For `heads` on a backbone on `device`, which is frozen or not.
+    /// For `heads` on a backbone with these stages, which is frozen or not.
     pub fn new(
         loss: &LossConfig,
         heads: &Heads,
-        device: Device,
+        stages: &Stages,
         is_frozen: bool,
         reader: Option<StatesReader>,
     ) -> Self {
         let rule = TargetRule::new(loss, heads.shape());
         let shape = PassShape {
-            device,
+            device: stages.last(),
+            embeds_on: (stages.len() > 1).then(|| stages.first()),
             trains_lm_head: !is_frozen,
             soft: rule.soft,
             reads_all: rule.architecture.has_prefix(),
@@ -60,7 +61,7 @@ impl BatchMaker {
         FedBatch::new(batch, targets, kept.as_deref(), self.shape)
     }
 
-    /// Makes groups of batches on a thread of `scope`, one group ahead of what is taken, and reads cached states on another, one batch ahead.
+    /// Makes groups of batches on a thread of `scope`, one group ahead of what is taken, and reads stored states on another, one batch ahead.
     pub fn feed<'scope, E: From<TorchPanic> + Send + 'scope>(
         self,
         scope: &'scope Scope<'scope, '_>,
@@ -78,9 +79,9 @@ impl BatchMaker {
     }
 
     fn with_states(&self, batch: FedBatch, jobs: Option<&Sender<ReadJob>>) -> FedBatch {
-        let Some(jobs) = jobs else { return batch };
+        let (Some(jobs), Some(reader)) = (jobs, &self.reader) else { return batch };
         let (to, states) = sync_channel(0);
-        let _ = jobs.send(ReadJob { row_ids: batch.batch.row_ids.concat(), to }); // without a reader, the run reads
+        let _ = jobs.send(ReadJob { rows: reader.rows(&batch.batch), to }); // without a reader, the run reads
         batch.with_read_ahead(states)
     }
 }
@@ -89,9 +90,8 @@ impl BatchMaker {
 fn read_ahead<'scope>(scope: &'scope Scope<'scope, '_>, reader: StatesReader) -> Sender<ReadJob> {
     let (sender, jobs) = channel();
     scope.spawn(move || {
-        for ReadJob { row_ids, to } in jobs {
-            let states = guard("reading hidden states", || reader.read(&row_ids));
-            let _ = to.send(states.ok().flatten()); // an error is the run's: it reads again; a batch may also be dropped
+        for ReadJob { rows, to } in jobs {
+            let _ = to.send(reader.read(&rows)); // a batch may have been dropped
         }
     });
     sender

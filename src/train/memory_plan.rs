@@ -10,12 +10,13 @@ use crate::draft::medusa::heads::HeadsShape;
 use crate::model::attention::CAPPED_BLOCK;
 use crate::model::block_spec::{BlockLinears, LinearSpec, NormKind, NormPlaces, NormSpec};
 use crate::model::config::LlamaConfig;
+use crate::model::loading::OutputPart;
 use crate::model::lora::LoraConfig;
 use crate::model::prefix_layer::PrefixLayer;
 use crate::model::quantization::Quantization;
 use crate::torch::accelerator;
 use crate::torch::memory::KEPT_BLOCK;
-use crate::torch::optim::OptimizerName;
+use crate::torch::optim::{OptimizerName, ZeroStage};
 use crate::train::plan::BackboneTraining;
 
 /// Bytes of a float32: master weights, gradients, moments, losses.
@@ -42,9 +43,12 @@ pub struct Workload<'w> {
     /// Heads are trained with dropout.
     pub heads_drop: bool,
     pub trained: &'w BackboneTraining,
+    /// The part of the backbone that is planned, with what is trained on it.
+    pub stage: StageShape,
     /// The LM head teaches the heads.
     pub soft_targets: bool,
     pub optimizer: OptimizerName,
+    pub world: WorldPlan,
     /// Keep only the inputs of decoder layers for the backward pass.
     pub recompute: bool,
     /// Rows per micro batch.
@@ -57,8 +61,52 @@ pub struct Workload<'w> {
     pub flash: bool,
     /// The frozen backbone's hidden states are cached on disk.
     pub cached: bool,
+    /// The part of the backbone that is loaded for hidden states of a server; `None`: all of it.
+    pub loaded: Option<OutputPart>,
     /// Training runs on the CPU, so the program shares the memory and glibc allocates it.
     pub on_host: bool,
+}
+
+/// The part of a backbone that lies on one device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StageShape {
+    /// Decoder layers.
+    pub layers: usize,
+    /// Has the embedding.
+    pub is_first: bool,
+    /// Has the final norm, the LM head, the heads and all losses.
+    pub is_last: bool,
+}
+
+impl StageShape {
+    /// A backbone of so many layers on one device.
+    pub fn whole(layers: usize) -> Self {
+        Self { layers, is_first: true, is_last: true }
+    }
+
+    /// Stages with so many layers each.
+    pub fn all(counts: &[usize]) -> Vec<Self> {
+        let last = counts.len().saturating_sub(1);
+        counts.iter().enumerate().map(|(at, &layers)| Self { layers, is_first: at == 0, is_last: at == last }).collect()
+    }
+}
+
+/// The processes of a run, of which the plan is for one.
+#[derive(Debug, Clone, Copy)]
+pub struct WorldPlan {
+    /// Processes.
+    pub size: usize,
+    pub zero_stage: ZeroStage,
+}
+
+impl WorldPlan {
+    /// A run of one process.
+    pub const ALONE: Self = Self { size: 1, zero_stage: ZeroStage::Zero };
+
+    /// This process's part of all moments, at most: shares are equal up to a block.
+    fn share_of(self, bytes: u64) -> u64 {
+        if self.zero_stage == ZeroStage::One { bytes.div_ceil(self.size as u64) } else { bytes }
+    }
 }
 
 /// The memory of the parameters of the backbone, the heads or the adapters.
@@ -89,6 +137,10 @@ pub struct MemoryPlan {
     pub working_bytes: u64,
     /// The program itself; 0 on a device with its own memory.
     pub program_bytes: u64,
+    /// Processes that train together. The plan is of one of them.
+    pub world_size: usize,
+    /// What a process sends in an optimizer step; it receives as much. 0 for one process.
+    pub sent_bytes: u64,
 }
 
 impl MemoryGroup {
@@ -97,10 +149,18 @@ impl MemoryGroup {
         self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
     }
 
+    fn add(&mut self, other: &Self) {
+        self.parameters += other.parameters;
+        self.weight_bytes += other.weight_bytes;
+        self.gradient_bytes += other.gradient_bytes;
+        self.optimizer_bytes += other.optimizer_bytes;
+    }
+
     /// Master weights, gradients and moments of tensors of the given sizes.
-    fn trained(name: &'static str, tensors: &[u64], optimizer: OptimizerName) -> Self {
+    fn trained(name: &'static str, tensors: &[u64], work: &Workload) -> Self {
         let parameters: u64 = tensors.iter().sum();
-        let optimizer_bytes = tensors.iter().map(|&numbers| optimizer.moment_bytes(numbers)).sum();
+        let optimizer_bytes =
+            work.world.share_of(tensors.iter().map(|&numbers| work.optimizer.moment_bytes(numbers)).sum());
         let (weight_bytes, gradient_bytes) = (F32 * parameters, F32 * parameters);
         Self { name, parameters, trained: true, weight_bytes, gradient_bytes, optimizer_bytes }
     }
@@ -109,16 +169,19 @@ impl MemoryGroup {
 impl MemoryPlan {
     /// Plans a run of this shape.
     pub fn of(work: &Workload) -> Self {
-        let mut groups = vec![work.backbone(), work.heads_group()];
+        let mut groups = vec![work.backbone()];
+        if work.stage.is_last {
+            groups.push(work.heads_group());
+        }
         if let Some(lora) = work.trained.lora() {
-            groups.push(MemoryGroup::trained("adapters", &work.adapters(lora), work.optimizer));
+            groups.push(MemoryGroup::trained("adapters", &work.adapters(lora), work));
         }
         let activation_bytes = work.activations();
         let hidden_state_bytes = work.hidden_states();
         let saving = work.saving().saturating_sub(activation_bytes + hidden_state_bytes);
         let of_prefix = work.prefix_layer().map_or(0, |layer| layer.layer_at_once());
         let phases = [
-            work.logits(),
+            if work.stage.is_last { work.logits() } else { 0 },
             work.logits_of_lm_head(),
             work.layer_at_once(),
             of_prefix,
@@ -127,13 +190,38 @@ impl MemoryPlan {
         ];
         let working_bytes = phases.into_iter().max().unwrap_or(0);
         let program_bytes = if work.on_host { PROGRAM + accelerator::opened_bytes() } else { 0 };
-        Self { groups, activation_bytes, hidden_state_bytes, working_bytes, program_bytes }
+        let (world_size, sent_bytes) = (work.world.size, sent_bytes(&groups, work));
+        Self { groups, activation_bytes, hidden_state_bytes, working_bytes, program_bytes, world_size, sent_bytes }
     }
 
     /// The predicted peak on the device.
     pub fn peak_bytes(&self) -> u64 {
         let parameters: u64 = self.groups.iter().map(MemoryGroup::bytes).sum();
         parameters + self.activation_bytes + self.hidden_state_bytes + self.working_bytes + self.program_bytes
+    }
+
+    /// With another stage on the same device: their temporaries do not exist at the same time.
+    #[must_use]
+    pub fn with(self, other: Self) -> Self {
+        let working_bytes = self.working_bytes.max(other.working_bytes);
+        let program_bytes = self.program_bytes.max(other.program_bytes);
+        Self { working_bytes, program_bytes, ..self.beside(other) }
+    }
+
+    /// With what is on another device.
+    #[must_use]
+    pub fn beside(self, other: Self) -> Self {
+        // The last stage has all groups, and in order.
+        let [mut all, fewer] = if self.groups.len() < other.groups.len() { [other, self] } else { [self, other] };
+        for group in &fewer.groups {
+            all.groups.iter_mut().filter(|ours| ours.name == group.name).for_each(|ours| ours.add(group));
+        }
+        all.activation_bytes += fewer.activation_bytes;
+        all.hidden_state_bytes += fewer.hidden_state_bytes;
+        all.working_bytes += fewer.working_bytes;
+        all.program_bytes += fewer.program_bytes;
+        all.sent_bytes += fewer.sent_bytes;
+        all
     }
 }
 
@@ -156,7 +244,7 @@ impl Workload<'_> {
     }
 
     fn layers(&self) -> u64 {
-        self.config.num_hidden_layers as u64
+        self.stage.layers as u64
     }
 
     fn is_joint(&self) -> bool {
@@ -181,24 +269,63 @@ impl Workload<'_> {
     /// The size of each adapter tensor.
     fn adapters(&self, lora: &LoraConfig) -> Vec<u64> {
         let of_layer = self.adapters_of_layer(lora);
-        (0..self.layers()).flat_map(|_| of_layer.clone()).chain(adapter(self.config.lm_head(), lora)).collect()
+        let lm_head = self.stage.is_last.then(|| adapter(self.config.lm_head(), lora));
+        (0..self.layers()).flat_map(|_| of_layer.clone()).chain(lm_head.into_iter().flatten()).collect()
     }
 
     fn adapters_of_layer(&self, lora: &LoraConfig) -> Vec<u64> {
         self.linears().all().flat_map(|linear| adapter(linear, lora)).collect()
     }
 
+    /// Weights of this stage.
+    fn parameters(&self) -> u64 {
+        let ([h, _, _, _, v], StageShape { is_first, is_last, .. }) = (self.widths(), self.stage);
+        let of_layer: i64 = self.config.block().tensors().iter().map(|(_, shape)| shape.iter().product::<i64>()).sum();
+        let embedding = if is_first { v * h } else { 0 };
+        let lm_head = if is_last && !self.config.tie_word_embeddings { v * h } else { 0 };
+        let norm = if is_last { h } else { 0 };
+        embedding + of_layer.unsigned_abs() * self.layers() + norm + lm_head
+    }
+
+    /// Weights of a tied LM head that is a copy of the embedding, which lies on another stage.
+    fn copied_embedding(&self) -> u64 {
+        let ([h, _, _, _, v], StageShape { is_first, is_last, .. }) = (self.widths(), self.stage);
+        if self.config.tie_word_embeddings && is_last && !is_first { v * h } else { 0 }
+    }
+
     fn backbone(&self) -> MemoryGroup {
-        let parameters = self.config.parameters().unsigned_abs();
+        if let Some(part) = self.loaded {
+            return self.backbone_output(part);
+        }
+        let (parameters, copied) = (self.parameters(), self.copied_embedding());
         if self.is_direct() {
             let in_linears = self.in_linears() * self.layers();
             // 8-bit optimizers keep the moments of norms in float32: less than a page in all.
             let tensors = [in_linears, parameters - in_linears];
-            return MemoryGroup::trained("backbone", &tensors, self.optimizer);
+            let mut group = MemoryGroup::trained("backbone", &tensors, self);
+            group.weight_bytes += F32 * copied;
+            group.gradient_bytes += F32 * copied;
+            return group;
         }
         let of_linears: u64 = self.linears().all().map(|linear| self.linear_bytes(linear)).sum();
         let rest = parameters - self.in_linears() * self.layers();
-        let weight_bytes = rest * self.element + of_linears * self.layers();
+        let weight_bytes = (rest + copied) * self.element + of_linears * self.layers();
+        MemoryGroup {
+            name: "backbone",
+            parameters,
+            trained: false,
+            weight_bytes,
+            gradient_bytes: 0,
+            optimizer_bytes: 0,
+        }
+    }
+
+    /// Without decoder layers.
+    fn backbone_output(&self, part: OutputPart) -> MemoryGroup {
+        let wanted = part.tensors(self.config);
+        let tensors = self.config.tensors().into_iter().filter(|(name, _)| wanted.contains(&name.as_str()));
+        let parameters = tensors.map(|(_, shape)| shape.iter().product::<i64>().unsigned_abs()).sum();
+        let weight_bytes = parameters * self.element;
         MemoryGroup {
             name: "backbone",
             parameters,
@@ -227,13 +354,13 @@ impl Workload<'_> {
         let of_prefix = self.prefix_layer().map(|_| PrefixLayer::tensors(self.config)).into_iter().flatten();
         let tensors = self.heads.tensors().into_iter().chain(of_prefix);
         let numbers: Vec<u64> = tensors.map(|(_, shape)| numel(&shape)).collect();
-        MemoryGroup::trained("heads", &numbers, self.optimizer)
+        MemoryGroup::trained("heads", &numbers, self)
     }
 
     /// The heads' prefix layer, if they have one, as a layer of a backbone that is trained itself.
     fn prefix_layer(&self) -> Option<Workload<'_>> {
-        let alone = Workload { trained: &TRAINED_ITSELF, quantization: None, recompute: false, ..*self };
-        self.heads.architecture.has_prefix().then_some(alone)
+        let alone = Workload { trained: &TRAINED_ITSELF, quantization: None, recompute: false, loaded: None, ..*self };
+        (self.stage.is_last && self.heads.architecture.has_prefix()).then_some(alone)
     }
 
     /// Memory of tensors, given as (count, bytes of each), with the allocator's overhead.
@@ -356,21 +483,26 @@ impl Workload<'_> {
         let [h, ..] = self.widths();
         let input = self.positions() * h * self.element;
         if self.recompute {
-            return self.allocated([(self.layers() + 1, input)]);
+            return self.allocated([(self.layers() + u64::from(self.stage.is_last), input)]);
         }
         let of_layers = self.kept_of_layer().into_iter().map(|(count, bytes)| (count * self.layers(), bytes));
-        self.allocated(of_layers.chain([(1, input)]))
+        self.allocated(of_layers.chain([(u64::from(self.stage.is_last), input)]))
     }
 
     fn hidden_states(&self) -> u64 {
         let (n, [h, ..]) = (self.positions(), self.widths());
         let teacher = self.trained.has_teacher();
         let gradient = if self.is_joint() { n * h * F32 } else { 0 };
+        if !self.stage.is_last {
+            return self.allocated([(1, n * h * self.element), (1, gradient)]); // on their way to the next stage and back
+        }
         // The output of a prefix layer and its gradient.
         let prefix = u64::from(self.heads.architecture.has_prefix());
         // The next micro batch's are read while the states of this one are used; on a GPU they wait in the memory of the host.
-        let read_ahead = u64::from(self.cached && self.on_host);
-        let states = 1 + u64::from(teacher) + prefix + read_ahead;
+        let read_ahead = u64::from((self.cached || self.loaded.is_some()) && self.on_host);
+        // A server's states before the final norm; their dtype is at most float32.
+        let before_norm = u64::from(self.loaded.is_some()) * F32.div_ceil(self.element);
+        let states = 1 + u64::from(teacher) + prefix + read_ahead + before_norm;
         self.allocated([(states, n * h * self.element), (1, gradient), (prefix, n * h * F32)])
     }
 
@@ -418,7 +550,7 @@ impl Workload<'_> {
 
     /// The largest tensors of the LM head's own loss.
     fn logits_of_lm_head(&self) -> u64 {
-        if !self.is_joint() {
+        if !self.is_joint() || !self.stage.is_last {
             return 0;
         }
         let whole = HeadsShape { vocab_size: 0, w2_rank: 0, medusa_num_layers: 0, ..self.heads };
@@ -440,6 +572,9 @@ impl Workload<'_> {
 
     /// Temporaries of one layer: in a forward pass that keeps nothing, and in the backward pass.
     fn layer_at_once(&self) -> u64 {
+        if self.loaded.is_some() {
+            return 0;
+        }
         let passing = self.passing() + self.capped_masks() + self.masks();
         if !self.is_joint() {
             let largest = self.linears().all().map(LinearSpec::numel).max().unwrap_or(0);
@@ -469,14 +604,23 @@ impl Workload<'_> {
     /// libtorch computes a dense gradient for the embedding of a fully trained backbone.
     fn embedding_gradient(&self) -> u64 {
         let [h, _, _, _, v] = self.widths();
-        if self.is_direct() { v * h * F32 } else { 0 }
+        if self.is_direct() && self.stage.is_first { v * h * F32 } else { 0 }
     }
 
     /// `final/` stores a trained backbone in its compute dtype: a copy if the master weights have another.
     fn saving(&self) -> u64 {
         let copies = self.is_direct() && self.element != F32;
-        if copies { self.config.parameters().unsigned_abs() * self.element } else { 0 }
+        if copies { self.parameters() * self.element } else { 0 }
     }
+}
+
+/// Each process sends (W - 1) / W of all gradients around a ring so that they are summed, and as much again so that all processes get the sums
+/// or, with ZeRO-1, the updated values. gloo, on a CPU, scatters sums only after all processes got them.
+fn sent_bytes(groups: &[MemoryGroup], work: &Workload) -> u64 {
+    let WorldPlan { size, zero_stage } = work.world;
+    let rounds = if work.on_host && zero_stage == ZeroStage::One { 3 } else { 2 };
+    let gradients: u64 = groups.iter().map(|group| group.gradient_bytes).sum();
+    rounds * (gradients - gradients / size as u64)
 }
 
 /// Sizes of A and B of a layer's adapter; empty if it has none.

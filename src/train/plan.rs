@@ -1,7 +1,7 @@
 //! The parameters, losses and learning rates of a run, resolved once from the recipe. The loop reads the plan and never
 //! branches on the stage.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use tch::Device;
 
@@ -11,8 +11,11 @@ use crate::draft::medusa::loss::LossConfig;
 use crate::formats::provenance::{HubSnapshot, HubSource};
 use crate::model::BackboneConfig;
 use crate::model::backward::Keep;
+use crate::model::config::LlamaConfig;
+use crate::model::loading::{LoadError, OutputPart};
 use crate::model::lora::LoraConfig;
-use crate::torch::optim::AdamWConfig;
+use crate::model::weights;
+use crate::torch::optim::{AdamWConfig, ZeroStage};
 use crate::train::TrainConfig;
 use crate::train::schedule::{HeadsCoefficient, ScheduleConfig};
 
@@ -37,10 +40,14 @@ pub struct TrainPlan {
     pub schedule: ScheduleConfig,
     /// Gradients are clipped to this norm over all parameters.
     pub max_grad_norm: f64,
+    /// What several processes share of the optimizer.
+    pub zero_stage: ZeroStage,
     pub data: DataConfig,
     /// Steps, batches and folders.
     pub train: TrainConfig,
     pub device: Device,
+    /// Processes that train together.
+    pub world_size: usize,
     /// Malformed rows are skipped and counted (`--skip-bad-rows`).
     pub skip_bad_rows: bool,
     /// The recipe with all defaults written out.
@@ -88,6 +95,20 @@ impl TrainPlan {
         self.snapshot.as_ref().map_or(&self.backbone.path, |snapshot| &snapshot.id)
     }
 
+    /// See [`output_part`].
+    pub(super) fn output_part(&self) -> Option<OutputPart> {
+        output_part(&self.data, &self.heads)
+    }
+
+    /// The files of the backbone's weights that are read.
+    pub(super) fn weight_files(&self) -> Result<Vec<PathBuf>, LoadError> {
+        let folder = Path::new(&self.backbone.path);
+        Ok(match self.output_part() {
+            None => weights::files_of(folder)?,
+            Some(part) => weights::files_with(folder, &part.tensors(&LlamaConfig::load(folder)?))?,
+        })
+    }
+
     /// The tensors that a trained backbone keeps for its backward pass.
     pub(super) fn keep(&self) -> Keep {
         if self.train.recompute { Keep::Inputs } else { Keep::Everything }
@@ -97,6 +118,13 @@ impl TrainPlan {
     pub(super) fn rate_factor(&self, group: ParameterGroup) -> f64 {
         if group.is_of_heads() { self.heads_rate_factor } else { 1.0 }
     }
+}
+
+/// The part of the backbone that is loaded, if a server captured the rows' hidden states; `None`: all of it.
+pub fn output_part(data: &DataConfig, heads: &HeadsConfig) -> Option<OutputPart> {
+    data.hidden_states.as_ref()?;
+    let is_sequential = heads.architecture.is_sequential();
+    Some(if is_sequential { OutputPart::WithEmbedding } else { OutputPart::NormAndLmHead })
 }
 
 impl BackboneTraining {

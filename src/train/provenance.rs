@@ -3,7 +3,8 @@
 use serde_json::{Value, json};
 
 use crate::data::LoadReport;
-use crate::formats::provenance::{HashedFile, Provenance};
+use crate::formats::provenance::{HashedFile, Provenance, StampedFiles};
+use crate::plural::counted;
 
 impl Provenance {
     /// Why a run that began as `self` cannot continue as `now`, as the end of a sentence. Files may have moved.
@@ -17,7 +18,20 @@ impl Provenance {
                     "holds a run on other data: {file} changed since it began; a resumed run must see the same rows"
                 ))
             })
+            .or_else(|| self.other_states(now))
             .or_else(|| self.other_making(now))
+    }
+
+    fn other_states(&self, now: &Self) -> Option<String> {
+        let (before, now) = (self.hidden_states.as_ref()?, now.hidden_states.as_ref()?);
+        let sizes = |of: &StampedFiles| format!("{} with {} bytes", counted(of.files, "file"), of.bytes);
+        (before != now).then(|| {
+            format!(
+                "holds a run on other hidden states: {} when it began and {} now; names, sizes and times of change must be the same (copy \
+                 such files with their times: cp -p, rsync -a)",
+                sizes(before), sizes(now)
+            )
+        })
     }
 
     fn other_backbone(&self, now: &Self) -> Option<String> {

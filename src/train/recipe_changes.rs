@@ -5,13 +5,17 @@ use std::collections::BTreeMap;
 use toml::{Table, Value};
 
 /// Places of files, which may move: hashes identify the data, and the run is in its folder.
-const PLACES: [&str; 3] = ["data.train", "data.validation", "train.output_dir"];
+const PLACES: [&str; 4] = ["data.train", "data.hidden_states", "data.validation", "train.output_dir"];
 /// The number of a run's steps.
 const LENGTH: [&str; 2] = ["train.epochs", "train.max_steps"];
 const PATIENCE: &str = "train.patience";
 const SAVE_EVERY: &str = "train.save_every";
 /// Intervals, and what is kept of the checkpoints.
 const INTERVALS: [&str; 4] = ["train.log_every", SAVE_EVERY, "train.eval_every", "train.keep_checkpoints"];
+/// Where the run computes: on other GPUs it is the same run.
+const DEVICE_MAP: &str = "backbone.device_map";
+/// How processes share the optimizer's state: checkpoints hold whole tensors.
+const SHARING: [&str; 1] = ["optimizer.zero_stage"];
 /// The sequences of an optimizer step are the product; it must stay.
 const BATCH: [&str; 2] = ["train.micro_batch_size", "train.gradient_accumulation_steps"];
 
@@ -59,14 +63,21 @@ impl RecipeChanges {
         }
         self.length |= is_one_of(&LENGTH);
         self.patience |= key == PATIENCE;
-        if !(is_one_of(&LENGTH) || key == PATIENCE || is_one_of(&INTERVALS) || is_one_of(&BATCH)) {
+        let may_change = [&LENGTH[..], &[PATIENCE], &INTERVALS, &BATCH, &SHARING, &[DEVICE_MAP]].concat();
+        if !may_change.contains(&key) {
             return Err(difference(key, old, new));
         }
-        let name = key.strip_prefix("train.").unwrap_or(key);
+        let name = key.strip_prefix("train.").or_else(|| key.strip_prefix("optimizer.")).unwrap_or(key);
         let was = old.map_or_else(String::new, |old| format!(" (was {old})"));
         self.keys.push(new.map_or_else(|| format!("no {name}{was}"), |new| format!("{name} = {new}{was}")));
         Ok(())
     }
+}
+
+/// The keys of a resolved recipe and their values.
+pub(super) fn keys_of(recipe: &str) -> Vec<(String, String)> {
+    let table = recipe.parse::<Table>().unwrap_or_default();
+    keys(&table).into_iter().map(|(key, value)| (key, value.to_string())).collect()
 }
 
 /// The keys of a table and of the tables in it; an empty table counts as a key.
@@ -139,6 +150,23 @@ mod tests {
         let split = changed(&[("micro_batch_size = 2", "micro_batch_size = 8"), ("steps = 4", "steps = 1")]).unwrap();
         assert_eq!(split.keys, ["gradient_accumulation_steps = 1 (was 4)", "micro_batch_size = 8 (was 2)"]);
         assert!(!split.length);
+        let shared = changed(&[("learning_rate = 0.01", "learning_rate = 0.01\nzero_stage = 1")]).unwrap();
+        assert_eq!(shared.keys, ["zero_stage = 1"]);
+    }
+
+    #[test]
+    fn layers_may_lie_on_other_devices() {
+        let mapped = |map| format!("[stage.medusa1]\n[backbone]\ndevice_map = {map}");
+        let of = |before: &str, now: &str| {
+            let [before, now] = [before, now].map(|stage| BEFORE.replace("[stage.medusa1]", stage));
+            RecipeChanges::between(&before, &now).unwrap().keys
+        };
+        let (auto, list) = (mapped("\"auto\""), mapped("[2, 3]"));
+        assert_eq!(of(&auto, &list), ["backbone.device_map = [2, 3] (was \"auto\")"]);
+        assert_eq!(
+            of("[stage.medusa1]\n[backbone]\npath = \"b\"", &(list + "\npath = \"b\"")),
+            ["backbone.device_map = [2, 3]"]
+        );
     }
 
     #[test]

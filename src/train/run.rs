@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use tch::Kind;
 
+use crate::data::loader::BatchShare;
 use crate::data::pack::Sequences;
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::token_map::TokenMap;
@@ -15,16 +16,19 @@ use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::{adapters, peft};
 use crate::torch::{guard, memory};
-use crate::train::backbone_pass::{StatesCaches, TrainingBackbone, ValidationCache};
+use crate::train::backbone_pass::{StatesCaches, StatesSource, TrainingBackbone, ValidationCache};
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint::{self, Checkpoints};
 use crate::train::divergence::LossWatch;
 use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
-use crate::train::hidden_states::{CacheSettings, StatesPlace};
+use crate::train::hidden_states::{CacheSettings, CapturedSplits, StatesPlace};
 use crate::train::log::RunLog;
-use crate::train::plan::{BackboneTraining, TrainPlan};
-use crate::train::run_folder::{RunFolder, check_output_dir};
+use crate::train::next_tokens::NextTokens;
+use crate::train::plan::BackboneTraining;
+use crate::train::ranks::Ranks;
+use crate::train::run_folder::{ClaimedRun, RunFolder, check_output_dir};
+use crate::train::same_run;
 use crate::train::state::TrainState;
 use crate::train::target_rule::TargetRule;
 use crate::train::training_loop::{RunEvent, RunOutcome, TrainingLoop};
@@ -38,27 +42,55 @@ pub struct TrainRun {
     pub backbone: Llama,
 }
 
+/// A run that rank 0 has claimed.
+struct BegunRun<'r> {
+    claimed: ClaimedRun,
+    /// `None` if the run has finished.
+    backbone: Option<TrainingBackbone<'r>>,
+}
+
 impl TrainRun {
     /// Loads the backbone.
     ///
     /// # Errors
     /// [`TrainError`].
     pub fn load(checked: CheckedRun) -> Result<Self, TrainError> {
-        let backbone = guard("loading the backbone", || load_backbone(&checked.plan))??;
+        let backbone = guard("loading the backbone", || load_backbone(&checked))??;
         Ok(Self { checked, backbone })
     }
 
-    /// Trains to the end, or until `interrupted` is set. With `resume` it continues from the newest checkpoint in the
-    /// output folder, if there is one; without, the folder must be absent or empty.
+    /// Trains to the end, or until `interrupted` is set in one of the processes. With `resume` it continues from the newest checkpoint in the
+    /// output folder, if there is one; without, the folder must be absent or empty. Rank 0 alone touches the folder.
     ///
     /// # Errors
     /// [`TrainError`]; earlier checkpoints stay.
     pub fn train(
         &self,
+        ranks: Ranks,
         resume: bool,
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(RunEvent),
     ) -> Result<RunOutcome, TrainError> {
+        same_run::check_micro_batches(&self.checked.plan.train, ranks.world_size())?;
+        let same = same_run::check(&self.checked, ranks, tell);
+        ranks.agree(same)?;
+        let begun = ranks.is_first().then(|| self.begin(ranks, resume, tell)).transpose();
+        let begun = ranks.agree(begun)?;
+        let goes_on = ranks.of_first(begun.as_ref().map(|begun| begun.backbone.is_some()))?;
+        if !goes_on {
+            return Ok(RunOutcome::FinishedBefore(self.checked.plan.train.output_dir.join(FINAL)));
+        }
+        let (_claimed, backbone) = match begun {
+            Some(BegunRun { claimed, backbone }) => (Some(claimed), backbone),
+            None => (None, None),
+        };
+        let backbone = backbone.map_or_else(|| self.training_backbone(ranks, tell), Ok);
+        let backbone = ranks.agree(backbone)?;
+        self.started(ranks, backbone, tell)?.run(interrupted)
+    }
+
+    /// What rank 0 does first: claims the run's folder.
+    fn begin(&self, ranks: Ranks, resume: bool, tell: &mut dyn FnMut(RunEvent)) -> Result<BegunRun<'_>, TrainError> {
         let run = self.checked.plan.train.output_dir.as_path();
         let finished = run.join(FINAL);
         check_output_dir(run, resume)?;
@@ -67,51 +99,90 @@ impl TrainRun {
         // Claim an existing run's folder first: a run that may not be resumed must not create a hidden-state cache.
         // Otherwise lock the cache before creating the run folder.
         let begun = if checkpoint::holds_a_run(run)? { Some(folder.claim(resume)?) } else { None };
-        let backbone = if finished.exists() { None } else { Some(self.training_backbone(tell)?) };
+        let backbone = if finished.exists() { None } else { Some(self.training_backbone(ranks, tell)?) };
         let claimed = begun.map_or_else(|| folder.claim(resume), Ok)?;
         if !claimed.changes.is_empty() {
             let total_steps = claimed.length_changed.then_some(self.checked.total_steps);
             let is_joint = !self.checked.plan.trained.is_frozen();
             tell(RunEvent::RecipeChanged { keys: &claimed.changes, total_steps, is_joint });
         }
-        let Some(backbone) = backbone.filter(|_| !finished.exists()) else {
-            return Ok(RunOutcome::FinishedBefore(finished));
-        };
-        if resume && checkpoint::newest_step(run)?.is_none() {
+        let backbone = backbone.filter(|_| !finished.exists());
+        if backbone.is_some() && resume && checkpoint::newest_step(run)?.is_none() {
             tell(RunEvent::NoCheckpoint);
         }
-        self.started(backbone, tell)?.run(interrupted)
+        Ok(BegunRun { claimed, backbone })
     }
 
     /// The loop at step 0, or at the newest checkpoint.
     fn started<'r, 't>(
         &'r self,
+        ranks: Ranks<'r>,
         backbone: TrainingBackbone<'r>,
         tell: &'t mut dyn FnMut(RunEvent),
     ) -> Result<TrainingLoop<'r, 't>, TrainError> {
         let plan = &self.checked.plan;
-        let mut state = guard("making the heads", || self.first_state())??;
+        let state = guard("making the heads", || self.first_state(ranks));
+        let mut state = ranks.agree(state.map_err(TrainError::from).flatten())?;
         let checkpoints = Checkpoints { plan, backbone: &self.backbone, template: self.checked.template.as_ref() };
-        if let Some(checkpoint) = checkpoints.newest()? {
-            checkpoints.restore(&checkpoint, &mut state)?;
+        if let Some(checkpoint) = checkpoints.restore_newest(&mut state, ranks)? {
             tell(RunEvent::Resumed(&checkpoint));
         }
+        state.take_values_of_first(ranks)?;
         memory::keep_freed_blocks();
-        let log = RunLog::open(&plan.train.output_dir, state.step)?;
+        let log = ranks.is_first().then(|| RunLog::open(&plan.train.output_dir, state.step)).transpose();
+        let log = ranks.agree(log.map_err(TrainError::from))?;
         let watch = LossWatch::default();
-        Ok(TrainingLoop { checked: &self.checked, backbone, checkpoints, state, log, watch, tell })
+        Ok(TrainingLoop { checked: &self.checked, ranks, backbone, checkpoints, state, log, watch, tell })
     }
 
-    fn training_backbone(&self, tell: &mut dyn FnMut(RunEvent)) -> Result<TrainingBackbone<'_>, TrainError> {
+    fn training_backbone(
+        &self,
+        ranks: Ranks,
+        tell: &mut dyn FnMut(RunEvent),
+    ) -> Result<TrainingBackbone<'_>, TrainError> {
         let plan = &self.checked.plan;
+        if let Some(captured) = &self.checked.captured {
+            if let Some(next_tokens) = guard("reading hidden states", || self.next_tokens(captured))?? {
+                tell(RunEvent::CapturedStates(next_tokens));
+            }
+            return Ok(TrainingBackbone::new(&self.backbone, plan, StatesSource::Captured(captured.clone())));
+        }
         let caches = match &plan.train.hidden_state_cache {
-            Some(folder) => self.caches(folder, tell)?,
+            Some(folder) if ranks.is_alone() => self.caches(folder, tell)?,
+            Some(folder) => self.complete_caches(folder, tell)?,
             None => StatesCaches::default(),
         };
         if let Some(kept) = &caches.train {
             tell(RunEvent::HiddenStates { path: kept.path(), filled: kept.filled(), rows: kept.rows() });
         }
-        Ok(TrainingBackbone::new(&self.backbone, plan, caches))
+        Ok(TrainingBackbone::new(&self.backbone, plan, StatesSource::Backbone(caches.into())))
+    }
+
+    /// The LM head on the hidden states of the first training rows.
+    fn next_tokens(&self, captured: &CapturedSplits) -> Result<Option<NextTokens>, TrainError> {
+        let Self { checked, backbone } = self;
+        let rule = TargetRule::new(&checked.plan.loss, checked.heads_shape);
+        let reader = captured.train.reader(rule, backbone.config.hidden_size, backbone.device());
+        let batches = checked.batches(0, BatchShare::WHOLE)?;
+        Ok(NextTokens::of(backbone, reader, &batches[0])?)
+    }
+
+    /// The caches that several processes use: those with the states of all rows, which they only read.
+    fn complete_caches(&self, folder: &Path, tell: &mut dyn FnMut(RunEvent)) -> Result<StatesCaches<'_>, TrainError> {
+        let CheckedRun { train, validation, .. } = &self.checked;
+        let place = self.states_place(folder, train.sequences())?;
+        let path = place.path().to_owned();
+        let Some(kept) = place.open_if_complete(&self.backbone)? else {
+            tell(RunEvent::CacheIncomplete(&path));
+            return Ok(StatesCaches::default());
+        };
+        let places = validation.as_ref().map(|rows| self.states_place(folder, rows.sequences())).transpose()?;
+        let validation = match places {
+            Some(place) if place.path() == path => ValidationCache::OfTrain,
+            Some(place) => place.open_if_complete(&self.backbone)?.map_or(ValidationCache::Off, ValidationCache::Own),
+            None => ValidationCache::Off,
+        };
+        Ok(StatesCaches { train: Some(kept), validation })
     }
 
     /// The caches of the rows' hidden states, as far as the disk has space for them.
@@ -147,14 +218,14 @@ impl TrainRun {
     fn states_place(&self, folder: &Path, rows: &Sequences) -> Result<StatesPlace, TrainError> {
         let CheckedRun { plan, heads_shape, .. } = &self.checked;
         let rule = TargetRule::new(&plan.loss, *heads_shape);
-        let trained = self.checked.memory().groups.into_iter().filter(|group| group.trained);
+        let trained = self.checked.memory().whole().groups.into_iter().filter(|group| group.trained);
         let reserved_bytes = trained.map(|group| group.weight_bytes + group.optimizer_bytes).sum();
         let backbone_folder = Path::new(&plan.backbone.path);
         let settings = CacheSettings { folder, backbone_folder, rule, reserved_bytes };
         Ok(StatesPlace::new(&settings, &self.backbone, rows)?)
     }
 
-    fn first_state(&self) -> Result<TrainState, TrainError> {
+    fn first_state(&self, ranks: Ranks) -> Result<TrainState, TrainError> {
         let plan = &self.checked.plan;
         let Self { backbone, .. } = self;
         let heads = match &plan.heads.init_from {
@@ -168,16 +239,20 @@ impl TrainRun {
                 heads.for_training(backbone.kind())
             }
         };
-        Ok(TrainState::new(heads, &self.backbone, plan))
+        Ok(TrainState::of_rank(heads, &self.backbone, plan, ranks))
     }
 }
 
 /// Loads the backbone as the plan trains it.
-fn load_backbone(plan: &TrainPlan) -> Result<Llama, TrainError> {
+fn load_backbone(checked: &CheckedRun) -> Result<Llama, TrainError> {
+    let CheckedRun { plan, stages, .. } = checked;
     let (folder, kind) = (Path::new(&plan.backbone.path), plan.backbone.dtype.kind());
     let quantization = plan.backbone.quantization;
     let load = |kind| -> Result<Llama, TrainError> {
-        let mut backbone = Llama::load_quantized(folder, kind, plan.device, Purpose::Training, quantization)?;
+        let mut backbone = match plan.output_part() {
+            None => Llama::load_on(folder, kind, stages.clone(), Purpose::Training, quantization)?,
+            Some(part) => Llama::load_output(folder, kind, plan.device, part)?,
+        };
         let longest_row = i64::try_from(plan.data.max_length.get()).unwrap_or(i64::MAX);
         backbone.set_context(longest_row.max(backbone.config.max_position_embeddings));
         Ok(backbone)

@@ -8,6 +8,7 @@ use std::time::SystemTime;
 use serde_json::json;
 
 use crate::data::cache::TokenCache;
+use crate::data::captured::CapturedSet;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::{DataFile, LoadReport, tokenize};
 use crate::draft::medusa::heads::import::HeadsFile;
@@ -15,8 +16,7 @@ use crate::files::{FolderLock, failed, lock_folder, sha256, write_atomic};
 use crate::formats::provenance::{HashedFile, Provenance};
 use crate::formats::run_folder::{FINAL, PROVENANCE, RECIPE};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
-use crate::model::weights;
-use crate::torch::{self, LIBTORCH_VERSION};
+use crate::torch::LIBTORCH_VERSION;
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint;
 use crate::train::error::TrainError;
@@ -28,10 +28,14 @@ use crate::train::recipe_changes::{self, RecipeChanges};
 #[derive(Debug)]
 pub struct RunFolder<'r> {
     plan: &'r TrainPlan,
+    /// The devices that the run computes on.
+    device_names: String,
     /// Optimizer steps that the recipe asks for.
     total_steps: usize,
     /// Reports of the training and the validation rows.
     reports: Vec<&'r LoadReport>,
+    /// The files of `data.hidden_states`.
+    captured: Option<&'r CapturedSet>,
     /// The backbone's config, and its weights unless a Hub snapshot identifies them; some may be absent.
     backbone_files: Vec<PathBuf>,
     /// Files of the initial heads and adapters (`init_from`).
@@ -59,8 +63,10 @@ impl<'r> RunFolder<'r> {
         let plan = &checked.plan;
         Ok(Self {
             plan,
+            device_names: checked.device_names(),
             total_steps: checked.total_steps,
             reports: checked.reports().collect(),
+            captured: checked.captured.as_ref().map(|captured| captured.train.set()),
             backbone_files: backbone_files(plan),
             init_from_files: init_from_files(plan)?,
             tokenizing_files: tokenizing_files(plan),
@@ -154,12 +160,13 @@ impl<'r> RunFolder<'r> {
         (self.plan.resolve)(recipe).unwrap_or_else(|| recipe.to_owned())
     }
 
-    fn provenance(&self) -> Result<Provenance, TrainError> {
+    /// What this process would record of the run.
+    pub(super) fn provenance(&self) -> Result<Provenance, TrainError> {
         Ok(Provenance {
             program: format!("medusa-train {}", env!("CARGO_PKG_VERSION")),
             git_revision: env!("MEDUSA_GIT_REVISION").into(),
             libtorch: LIBTORCH_VERSION.into(),
-            device: torch::device_name(self.plan.device),
+            device: self.device_names.clone(),
             threads: tch::get_num_threads(),
             command: std::env::args().collect(),
             started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
@@ -167,6 +174,7 @@ impl<'r> RunFolder<'r> {
             sources: self.plan.sources.clone(),
             backbone_files: hashed(&self.backbone_files)?,
             init_from_files: hashed(&self.init_from_files)?,
+            hidden_states: self.captured.map(CapturedSet::stamp),
             data: self.data_files()?,
             recipe: Some(self.plan.resolved_recipe.clone()),
             skip_bad_rows: self.plan.skip_bad_rows,
@@ -194,7 +202,8 @@ fn write(run: &Path, name: &str, text: &str) -> Result<(), TrainError> {
 fn backbone_files(plan: &TrainPlan) -> Vec<PathBuf> {
     let folder = Path::new(&plan.backbone.path);
     let weights = match plan.snapshot {
-        None => weights::files_of(folder).unwrap_or_default(), // the weights were loaded from there, so this does not fail
+        // The weights were loaded from there, so this does not fail.
+        None => plan.weight_files().unwrap_or_default(),
         Some(_) => Vec::new(),
     };
     ["config.json", "special_tokens_map.json"].map(|name| folder.join(name)).into_iter().chain(weights).collect()

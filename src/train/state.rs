@@ -6,9 +6,12 @@ use crate::draft::medusa::fused_loss::{HeadGradients, OutputGradients};
 use crate::draft::medusa::heads::Heads;
 use crate::fused::optim;
 use crate::model::llama::Llama;
-use crate::torch::optim::adamw::{AdamW, Parameter};
+use crate::torch::optim::ZeroStage;
+use crate::torch::optim::adamw::{AdamW, Parameter, StateTensor};
+use crate::torch::optim::flat_gradients::{FlatGradients, ParameterPiece};
 use crate::train::patience::BestSoFar;
 use crate::train::plan::{ParameterGroup, TrainPlan};
+use crate::train::ranks::{Ranks, RanksError};
 
 /// The state of a run. It has no frozen parameters.
 #[derive(Debug)]
@@ -17,16 +20,31 @@ pub struct TrainState {
     pub heads: Heads,
     /// In the order of [`Heads::parameters`], then the trained parts of the backbone in order, lm_head last.
     pub parameters: Vec<TrainedParameter>,
+    /// Those of `parameters` are views of it.
+    gradients: FlatGradients,
+    /// What this process updates, if the processes share the optimizer's state.
+    own: Option<OwnPieces>,
     backbone_parts: usize,
     /// A tied LM head adds its gradient to the embedding's.
     lm_head_group: ParameterGroup,
+    /// Over `parameters`, or over the pieces of this process.
     pub optimizer: AdamW,
+    copied_embedding: Option<CopiedEmbedding>,
     /// The best evaluation so far, with `train.keep_best`.
     pub best: Option<BestSoFar>,
     /// Finished optimizer steps.
     pub step: usize,
     /// Input tokens seen.
     pub tokens: u64,
+}
+
+/// The LM head of a trained backbone that is tied to an embedding on another stage: a copy, with a gradient of its own.
+#[derive(Debug)]
+struct CopiedEmbedding {
+    /// `[V, H]`, on the LM head's device.
+    weight_vh: Tensor,
+    /// `[V, H]`, float32.
+    gradient_vh: Tensor,
 }
 
 /// A parameter and its group.
@@ -37,13 +55,36 @@ pub struct TrainedParameter {
     pub parameter: Parameter,
 }
 
+/// The pieces of parameters in a process's share (ZeRO-1).
+#[derive(Debug)]
+struct OwnPieces {
+    /// Of all processes, in the order of the parameters.
+    all: Vec<ParameterPiece>,
+    /// Those of this process, in the same order, as parameters.
+    parameters: Vec<Parameter>,
+    /// The share of this process.
+    share: usize,
+}
+
+/// A tensor of the optimizer's state of one parameter.
+#[derive(Debug)]
+pub struct SavedMoment {
+    /// The parameter's place in [`TrainState::parameters`].
+    parameter: usize,
+    /// Its place among the tensors of that parameter.
+    place: usize,
+    /// Of the whole parameter.
+    pub tensor: StateTensor,
+}
+
 impl TrainState {
-    /// The state at step 0 for `heads` and the parameters of `backbone` that require a gradient.
+    /// The state at step 0 for `heads` and the parameters of `backbone` that require a gradient, in a run of one process.
     pub fn new(heads: Heads, backbone: &Llama, plan: &TrainPlan) -> Self {
-        let trained = |group: ParameterGroup, (name, value): (String, &Tensor)| TrainedParameter {
-            group,
-            parameter: Parameter::new(name, value).at_rate(plan.rate_factor(group)),
-        };
+        Self::of_rank(heads, backbone, plan, Ranks::alone())
+    }
+
+    /// As [`TrainState::new`], in a process of `ranks`.
+    pub fn of_rank(heads: Heads, backbone: &Llama, plan: &TrainPlan, ranks: Ranks) -> Self {
         let shape = heads.shape();
         let of_places = shape.places().into_iter().map(|place| match shape.is_shared(place) {
             true => ParameterGroup::SharedW2,
@@ -54,13 +95,32 @@ impl TrainState {
         let of_part =
             |part| backbone.trained_in(part).into_iter().map(move |p| (ParameterGroup::BackbonePart(part), p));
         let of_lm_head = backbone.trained_in_lm_head().into_iter().map(|p| (ParameterGroup::LmHead, p));
-        let all = of_heads.chain((0..backbone.parts()).flat_map(of_part)).chain(of_lm_head);
-        let parameters: Vec<_> = all.map(|(group, parameter)| trained(group, parameter)).collect();
+        let all: Vec<_> = of_heads.chain((0..backbone.parts()).flat_map(of_part)).chain(of_lm_head).collect();
+        let values: Vec<&Tensor> = all.iter().map(|(_, (_, value))| *value).collect();
+        let gradients = FlatGradients::zeros(&values, ranks.world_size());
+        let trained = |(at, (group, (name, value))): (usize, (ParameterGroup, (String, &Tensor)))| TrainedParameter {
+            group,
+            parameter: Parameter::accumulating(name, value, gradients.of(at, &value.size()))
+                .at_rate(plan.rate_factor(group)),
+        };
+        let parameters: Vec<_> = all.into_iter().enumerate().map(trained).collect();
+        let shares_state = plan.zero_stage == ZeroStage::One && !ranks.is_alone();
+        let own = shares_state.then(|| OwnPieces::of(&gradients, &parameters, ranks.rank()));
+        let optimizer = match &own {
+            Some(own) => AdamW::new(plan.optimizer, &own.parameters),
+            None => AdamW::new(plan.optimizer, parameters.iter().map(|p| &p.parameter)),
+        };
         let is_tied = backbone.config.tie_word_embeddings && backbone.lm_head().adapter().is_none();
         Self {
-            optimizer: AdamW::new(plan.optimizer, parameters.iter().map(|p| &p.parameter)),
+            optimizer,
+            gradients,
+            own,
             backbone_parts: backbone.parts(),
             lm_head_group: if is_tied { ParameterGroup::BackbonePart(0) } else { ParameterGroup::LmHead },
+            copied_embedding: backbone.copied_embedding().map(|weight_vh| CopiedEmbedding {
+                weight_vh: weight_vh.shallow_clone(),
+                gradient_vh: weight_vh.zeros_like(),
+            }),
             heads,
             parameters,
             best: None,
@@ -70,9 +130,142 @@ impl TrainState {
     }
 
     /// Updates all parameters at learning rate `rate` with gradients multiplied by `scale`, then zeroes the gradients.
-    pub fn update(&mut self, rate: f64, scale: f64) {
-        let mut parameters: Vec<&mut Parameter> = self.parameters.iter_mut().map(|p| &mut p.parameter).collect();
-        optim::step(&mut self.optimizer, &mut parameters, rate, scale);
+    ///
+    /// # Errors
+    /// [`RanksError::Collective`]; the parameters are then undefined.
+    pub fn update(&mut self, rate: f64, scale: f64, ranks: Ranks) -> Result<(), RanksError> {
+        let Some(own) = &mut self.own else {
+            let mut parameters: Vec<&mut Parameter> = self.parameters.iter_mut().map(|p| &mut p.parameter).collect();
+            optim::step(&mut self.optimizer, &mut parameters, rate, scale);
+            self.copy_embedding();
+            return Ok(());
+        };
+        let mut pieces: Vec<&mut Parameter> = own.parameters.iter_mut().collect();
+        optim::step(&mut self.optimizer, &mut pieces, rate, scale);
+        self.exchange_values(ranks)?;
+        self.copy_embedding();
+        Ok(())
+    }
+
+    /// Adds the gradient of a tied LM head on another stage to the embedding's. Called once a step, before the norm is measured.
+    pub fn join_tied_gradients(&self) {
+        let [embedding_vh] = self.gradients(ParameterGroup::BackbonePart(0))[..] else { return };
+        if let Some(CopiedEmbedding { gradient_vh, .. }) = &self.copied_embedding {
+            let _ = embedding_vh.shallow_clone().g_add_(&gradient_vh.to_device(embedding_vh.device()));
+            let _ = gradient_vh.shallow_clone().zero_();
+        }
+    }
+
+    /// Copies the embedding to a tied LM head on another stage, after the embedding has changed.
+    pub fn copy_embedding(&self) {
+        let mut embedding = self.parameters_of(|group| group == ParameterGroup::BackbonePart(0));
+        if let (Some(copied), Some(embedding)) = (&self.copied_embedding, embedding.next()) {
+            tch::no_grad(|| copied.weight_vh.shallow_clone().copy_(&embedding.value));
+        }
+    }
+
+    /// Copies the values that each process updated to all others, by way of the gradients' buffers, which are zeroed.
+    fn exchange_values(&self, ranks: Ranks) -> Result<(), RanksError> {
+        tch::no_grad(|| {
+            let own = self.own.iter().flat_map(|own| &own.parameters);
+            own.for_each(|piece| piece.gradient.shallow_clone().copy_(&piece.value));
+            for buffer_wn in self.gradients.buffers_wn() {
+                ranks.collective().all_gather(buffer_wn)?;
+            }
+            for parameter in self.all() {
+                parameter.value.shallow_clone().copy_(&parameter.gradient);
+            }
+            for buffer_wn in self.gradients.buffers_wn() {
+                let _ = buffer_wn.shallow_clone().zero_();
+            }
+            Ok(())
+        })
+    }
+
+    /// Sums the gradients over all processes; where they share the optimizer's state, each gets its share of the sum.
+    ///
+    /// # Errors
+    /// [`RanksError::Collective`].
+    pub fn reduce_gradients(&self, ranks: Ranks) -> Result<(), RanksError> {
+        for buffer_wn in self.gradients.buffers_wn() {
+            match self.own {
+                Some(_) => ranks.collective().reduce_scatter(buffer_wn)?,
+                None => ranks.collective().all_reduce(buffer_wn)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The Euclidean norm of the gradients after [`TrainState::reduce_gradients`], `[1]` float64 on their device: of all of them, or of this
+    /// process's share.
+    pub fn gradient_norm(&self) -> Tensor {
+        match &self.own {
+            // A process may have no piece, and its norm then no device.
+            Some(own) => optim::gradient_norm(&own.parameters.iter().collect::<Vec<_>>())
+                .to_device(self.gradients.buffers_wn()[0].device()),
+            None => optim::gradient_norm(&self.all()),
+        }
+    }
+
+    /// Whether this process updates only its share of the parameters.
+    pub fn is_shared(&self) -> bool {
+        self.own.is_some()
+    }
+
+    /// Copies the values of all parameters from rank 0 to the others.
+    ///
+    /// # Errors
+    /// [`RanksError::Collective`].
+    pub fn take_values_of_first(&self, ranks: Ranks) -> Result<(), RanksError> {
+        for parameter in self.all() {
+            ranks.collective().broadcast(&parameter.value.detach(), 0)?;
+        }
+        self.copy_embedding();
+        Ok(())
+    }
+
+    /// The tensors of the optimizer's state of whole parameters, in the order in which they are saved.
+    pub fn moments(&self) -> Vec<SavedMoment> {
+        let of_parameter = |(parameter, p): (usize, &TrainedParameter)| {
+            let tensors = self.optimizer.tensors_of(&p.parameter.name, &p.parameter.value.size());
+            let moment = move |(place, tensor)| SavedMoment { parameter, place, tensor };
+            tensors.into_iter().enumerate().map(moment)
+        };
+        self.parameters.iter().enumerate().flat_map(of_parameter).collect()
+    }
+
+    /// The whole tensor of a moment, of which each process may have a part.
+    ///
+    /// # Errors
+    /// [`RanksError::Collective`].
+    pub fn moment(&self, moment: &SavedMoment, ranks: Ranks) -> Result<Tensor, RanksError> {
+        let Some(own) = &self.own else {
+            return Ok(self.optimizer.tensor(moment.parameter, moment.place).shallow_clone());
+        };
+        let StateTensor { shape, kind, .. } = &moment.tensor;
+        let whole =
+            Tensor::zeros(shape.as_slice(), (*kind, self.parameters[moment.parameter].parameter.value.device()));
+        for piece in own.all.iter().filter(|piece| piece.parameter == moment.parameter) {
+            let place = moment.tensor.part(&whole, piece.from, piece.count);
+            if let Some(at) = own.place_of(piece) {
+                place.shallow_clone().copy_(&self.optimizer.tensor(at, moment.place).view(-1));
+            }
+            ranks.collective().broadcast(&place, piece.share)?;
+        }
+        Ok(whole)
+    }
+
+    /// Restores this process's part of a moment from the whole tensor.
+    pub fn restore_moment(&mut self, moment: &SavedMoment, whole: &Tensor) {
+        let Some(own) = &self.own else {
+            return self.optimizer.tensor(moment.parameter, moment.place).shallow_clone().copy_(whole);
+        };
+        for piece in own.all.iter().filter(|piece| piece.parameter == moment.parameter) {
+            if let Some(at) = own.place_of(piece) {
+                let part = moment.tensor.part(whole, piece.from, piece.count);
+                self.optimizer.tensor(at, moment.place).view(-1).copy_(&part);
+            }
+        }
     }
 
     /// All parameters, in order.
@@ -114,6 +307,9 @@ impl TrainState {
     }
 
     fn lm_head_gradients(&self) -> OutputGradients<'_> {
+        if let Some(CopiedEmbedding { gradient_vh, .. }) = &self.copied_embedding {
+            return OutputGradients { weight_vh: Some(gradient_vh), ..OutputGradients::default() };
+        }
         match self.gradients(self.lm_head_group)[..] {
             [a_rh, b_vr] => OutputGradients { adapter: Some([a_rh, b_vr]), ..OutputGradients::default() },
             [weight_vh] => OutputGradients { weight_vh: Some(weight_vh), ..OutputGradients::default() },
@@ -123,5 +319,20 @@ impl TrainState {
 
     fn gradients(&self, group: ParameterGroup) -> Vec<&Tensor> {
         self.parameters.iter().filter(|p| p.group == group).map(|p| &p.parameter.gradient).collect()
+    }
+}
+
+impl OwnPieces {
+    fn of(gradients: &FlatGradients, parameters: &[TrainedParameter], share: usize) -> Self {
+        let all = gradients.pieces();
+        let piece = |piece: &ParameterPiece| parameters[piece.parameter].parameter.piece(piece.from, piece.count);
+        let own = all.iter().filter(|piece| piece.share == share).map(piece).collect();
+        Self { all, parameters: own, share }
+    }
+
+    /// The place of a piece among those of this process; `None` if it is another's.
+    fn place_of(&self, piece: &ParameterPiece) -> Option<usize> {
+        let mut own = self.all.iter().filter(|piece| piece.share == self.share);
+        own.position(|own| own == piece)
     }
 }

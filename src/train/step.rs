@@ -2,6 +2,8 @@
 //! update. A frozen backbone has no loss and no backward pass.
 
 // B rows, T tokens of a row, N = B·T positions, H hidden, K heads
+use std::fmt::Display;
+
 use tch::{Kind, Tensor};
 
 use crate::draft::medusa::fused_loss::{HeadSums, OutputLayer, SoftObjective, TOP, head_loss, soft_head_loss};
@@ -9,15 +11,16 @@ use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::loss::LossConfig;
 use crate::dtype::Dtype;
-use crate::fused::optim::{first_not_finite, gradient_norm};
-use crate::torch::rehearsal;
+use crate::fused::optim::first_not_finite;
+use crate::torch::{TorchPanic, guard, rehearsal};
 use crate::train::backbone_pass::{BackbonePass, LmEvaluation, TrainingBackbone};
 use crate::train::fed_batch::{DeviceBatch, FedBatch};
+use crate::train::gathered_texts::EvaluatedTexts;
 use crate::train::head_states::HeadStates;
 use crate::train::hidden_states::HiddenStatesError;
+use crate::train::ranks::{Ranks, RanksError};
 use crate::train::state::TrainState;
-use crate::train::targets::{BatchTargets, TargetCount};
-use crate::tree::cross_validation::CrossValidation;
+use crate::train::targets::{TargetCount, TargetCounts};
 
 /// Losses and accuracies over some batches. Each head is averaged over its own targets.
 #[derive(Debug, Clone, PartialEq)]
@@ -34,7 +37,7 @@ pub struct StepMetrics {
     pub head_losses: Vec<Option<f64>>,
     /// For each head the fraction of its labels among the first 1, 2, … 5 guesses; `None` for a head without a label.
     pub head_top: Vec<Option<[f64; TOP]>>,
-    /// Tokens per step of a tree on rows that it was not searched on (see [`CrossValidation`]); only of evaluations.
+    /// Tokens per step of a tree on rows that it was not searched on (see [`crate::tree::cross_validation`]); only of evaluations.
     pub tokens_per_step: Option<f64>,
     /// Input tokens.
     pub tokens: u64,
@@ -61,6 +64,11 @@ pub enum StepError {
     },
     #[error(transparent)]
     HiddenStates(#[from] HiddenStatesError),
+    #[error(transparent)]
+    Torch(#[from] TorchPanic),
+    /// Another process of the run.
+    #[error(transparent)]
+    Ranks(#[from] RanksError),
     /// The update itself overflowed.
     #[error("step {step}: the update made {parameter} NaN or infinite; lower optimizer.learning_rate")]
     ParameterNotFinite {
@@ -103,40 +111,48 @@ pub struct StepWeights<'c> {
     pub max_grad_norm: f64,
 }
 
-/// Runs `batches` (the micro batches of one optimizer step) and updates the trained parameters. A head without a target
-/// in them has a zero gradient and no loss.
+/// What a process computes of an optimizer step.
+#[derive(Debug, Clone, Copy)]
+pub struct StepShare<'b> {
+    /// This process's micro batches.
+    pub batches: &'b [FedBatch],
+    /// Of all processes' micro batches.
+    pub counts: &'b TargetCounts,
+    pub ranks: Ranks<'b>,
+}
+
+/// Runs this process's micro batches of one optimizer step, sums the gradients over all processes and updates the trained parameters. A head
+/// without a target in the step has a zero gradient and no loss.
 ///
 /// # Errors
 /// [`StepError`]; the parameters are then unchanged.
 pub fn train_step(
     backbone: &mut TrainingBackbone,
     state: &mut TrainState,
-    batches: &[FedBatch],
+    share: StepShare,
     weights: &StepWeights,
 ) -> Result<StepOutcome, StepError> {
-    let mut sums = MetricSums::new(&state.heads, *weights.loss);
-    batches.iter().for_each(|batch| sums.count(&batch.targets));
-    let on_device: Vec<DeviceBatch> = batches.iter().map(FedBatch::on_device).collect();
-    for (micro, batch) in on_device.iter().enumerate() {
-        let pass = backbone.forward(batch, state.step, micro)?;
-        let inputs = HeadStates::trained(&state.heads, &pass, &batch.fed.batch);
-        let _ = sums.add_heads(&state.heads, (&pass, &inputs), batch, Some((state, weights.lambda0)));
-        let lm_scale = 1.0 / sums.lm_count.max(1) as f64;
-        if let Some(loss) = pass.lm_loss(state, batch, lm_scale) {
-            add_to(&mut sums.lm_loss, loss);
-        }
-        inputs.backward(&pass, state);
-        pass.backward(state);
-    }
+    let StepShare { batches, counts, ranks } = share;
+    let mut sums = MetricSums::new(&state.heads, *weights.loss, counts.clone());
+    let work = format!("training step {}", state.step + 1);
+    let passed =
+        guard(&work, || sums.pass_all(backbone, state, share, weights.lambda0)).map_err(StepError::from).flatten();
+    state.join_tied_gradients();
+    state.reduce_gradients(ranks)?; // also if this process failed: the others wait for it
     // The only time that a step waits for the device: whether the update is made depends on the norm.
-    let read = sums.read(Some(&gradient_norm(&state.all())));
-    let metrics = sums.finish(&read, weights.lambda0, batches.iter().map(|batch| batch.batch.tokens() as u64).sum());
-    let grad_norm = read.grad_norm.expect("it was read");
-    backbone.settle()?;
+    let read = passed.and_then(|()| Ok(guard(&work, || sums.read(Some(&state.gradient_norm())))?));
+    let read = read.and_then(|read| backbone.settle().map(|()| read).map_err(StepError::from));
+    let numbers = read.as_ref().map_or_else(|_| sums.no_numbers(), ReadSums::numbers);
+    let squared_norm = read.as_ref().map_or(0.0, |read| squared_norm(state, read, ranks));
+    let (read, numbers) = ranks.agree_and_sum(read, [numbers, vec![squared_norm]].concat())?;
+    let (squared_norm, numbers) = numbers.split_last().expect("the squared norm is the last");
+    // The square root of a square is not always the number itself.
+    let grad_norm = if ranks.is_alone() { read.grad_norm.expect("it was read") } else { squared_norm.sqrt() };
+    let metrics = sums.finish(&ReadSums::of_numbers(numbers), weights.lambda0);
     check_numbers(state.step + 1, &metrics, grad_norm, batches, backbone.dtype())?;
     // As in torch.nn.utils.clip_grad_norm_.
     let clip = (weights.max_grad_norm / (grad_norm + 1e-6)).min(1.0);
-    state.update(weights.rate, clip);
+    state.update(weights.rate, clip, ranks)?;
     state.step += 1;
     state.tokens += metrics.tokens;
     Ok(StepOutcome { metrics, grad_norm })
@@ -181,39 +197,46 @@ pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
     }
 }
 
-/// Losses and accuracies over groups of batches, which are taken one at a time, without an update. `lambda0` weighs the heads' loss.
+/// This process's part of the squared norm of the gradients: of its share, or all of it on rank 0, so that all processes clip alike.
+fn squared_norm(state: &TrainState, read: &ReadSums, ranks: Ranks) -> f64 {
+    let own = if state.is_shared() || ranks.is_first() { read.grad_norm } else { None };
+    own.map_or(0.0, |norm| norm * norm)
+}
+
+/// Losses and accuracies over groups of batches, which are taken one at a time, without an update: this process's share of them. `lambda0`
+/// weighs the heads' loss.
 ///
 /// # Errors
-/// The error of a group that cannot be read, or of the cache of hidden states.
-pub fn evaluate<E: From<StepError>>(
+/// The error of a group that cannot be read, of the cache of hidden states, or of another process.
+pub fn evaluate<E: From<StepError> + From<TorchPanic> + From<RanksError> + Display>(
     backbone: &mut TrainingBackbone,
     heads: &Heads,
     groups: impl Iterator<Item = Result<Vec<FedBatch>, E>>,
     loss: &LossConfig,
     lambda0: f64,
+    ranks: Ranks,
 ) -> Result<StepMetrics, E> {
-    let mut sums = MetricSums::new(heads, *loss);
-    let mut rows = CrossValidation::new(heads.num_heads());
-    let mut tokens = 0;
-    for group in groups {
-        for batch in &group? {
-            tokens += batch.batch.tokens() as u64;
-            sums.count(&batch.targets);
-            let ranks = sums.evaluate(backbone, heads, &batch.on_device()).map_err(StepError::from)?;
-            for (row, text) in batch.targets.texts(&batch.batch, &ranks) {
-                rows.fold_of(row).add_text(text);
-            }
-        }
-    }
-    Ok(StepMetrics { tokens_per_step: rows.tokens_per_step(), ..sums.finish(&sums.read(None), lambda0, tokens) })
+    let mut sums = MetricSums::new(heads, *loss, TargetCounts::new(heads.num_heads()));
+    let mut texts = EvaluatedTexts::new(heads.num_heads(), ranks);
+    let evaluated = guard("the evaluation", || {
+        sums.evaluate_all(backbone, heads, groups, &mut texts)?;
+        Ok(sums.read(None).numbers())
+    });
+    let evaluated = evaluated.map_err(E::from).flatten();
+    let numbers = evaluated.as_ref().map_or_else(|_| sums.no_numbers(), Clone::clone);
+    let counts = sums.counts.numbers();
+    let (_, numbers) = ranks.agree_and_sum(evaluated, [counts.clone(), numbers].concat())?;
+    let (counts, numbers) = numbers.split_at(counts.len());
+    sums.counts = TargetCounts::of_numbers(counts);
+    let metrics = sums.finish(&ReadSums::of_numbers(numbers), lambda0);
+    Ok(StepMetrics { tokens_per_step: texts.tokens_per_step()?, ..metrics })
 }
 
 /// Sums over micro batches; they stay on the device until [`MetricSums::finish`].
 struct MetricSums {
     config: LossConfig,
-    counts: Vec<TargetCount>,
+    counts: TargetCounts,
     by_head: Vec<HeadSums>,
-    lm_count: usize,
     /// The training loss of the LM head.
     lm_loss: Option<Tensor>,
     /// Only in evaluations.
@@ -221,22 +244,51 @@ struct MetricSums {
 }
 
 impl MetricSums {
-    fn new(heads: &Heads, config: LossConfig) -> Self {
+    fn new(heads: &Heads, config: LossConfig, counts: TargetCounts) -> Self {
         let (num_heads, device) = (heads.num_heads(), heads.parameters()[0].1.device());
         let by_head = (0..num_heads).map(|_| HeadSums::zero(device)).collect();
-        Self {
-            config,
-            counts: vec![TargetCount::default(); num_heads],
-            by_head,
-            lm_count: 0,
-            lm_loss: None,
-            lm_cross_entropy: None,
-        }
+        Self { config, counts, by_head, lm_loss: None, lm_cross_entropy: None }
     }
 
-    fn count(&mut self, targets: &BatchTargets) {
-        self.lm_count += targets.lm_head_count();
-        self.counts.iter_mut().zip(targets.head_counts()).for_each(|(count, of_head)| count.add(of_head));
+    /// Adds the losses and the gradients of a process's micro batches.
+    fn pass_all(
+        &mut self,
+        backbone: &mut TrainingBackbone,
+        state: &TrainState,
+        StepShare { batches, ranks, .. }: StepShare,
+        lambda0: f64,
+    ) -> Result<(), StepError> {
+        let on_device: Vec<DeviceBatch> = batches.iter().map(FedBatch::on_device).collect();
+        for (index, batch) in on_device.iter().enumerate() {
+            let pass = backbone.forward(batch, state.step, ranks.share().number(index))?;
+            let inputs = HeadStates::trained(&state.heads, &pass, &batch.fed.batch);
+            let _ = self.add_heads(&state.heads, (&pass, &inputs), batch, Some((state, lambda0)));
+            let lm_scale = 1.0 / self.counts.of_lm_head.max(1) as f64;
+            if let Some(loss) = pass.lm_loss(state, batch, lm_scale) {
+                add_to(&mut self.lm_loss, loss);
+            }
+            inputs.backward(&pass, state);
+            pass.backward(state);
+        }
+        Ok(())
+    }
+
+    /// Counts groups of batches and adds their losses.
+    fn evaluate_all<E: From<StepError>>(
+        &mut self,
+        backbone: &mut TrainingBackbone,
+        heads: &Heads,
+        groups: impl Iterator<Item = Result<Vec<FedBatch>, E>>,
+        texts: &mut EvaluatedTexts,
+    ) -> Result<(), E> {
+        for group in groups {
+            for batch in &group? {
+                self.counts.add(&batch.batch, &batch.targets);
+                let guesses = self.evaluate(backbone, heads, &batch.on_device()).map_err(StepError::from)?;
+                texts.add_batch(batch.targets.texts(&batch.batch, &guesses));
+            }
+        }
+        Ok(())
     }
 
     /// Adds the losses of a batch; returns the ranks of each head's targets.
@@ -277,7 +329,8 @@ impl MetricSums {
                 let soft = batch.soft_of_head(k);
                 soft_head_loss(head, output, hidden_nh, &soft, self.objective((heads, k), pass), into)
             } else {
-                let into = into.map(|(gradients, weight)| (gradients, weight / self.counts[k].labels.max(1) as f64));
+                let into =
+                    into.map(|(gradients, weight)| (gradients, weight / self.counts.by_head[k].labels.max(1) as f64));
                 head_loss(Some(head), output, hidden_nh, &batch.of_head(k), into)
             };
             self.by_head[k].add(&of_batch);
@@ -288,15 +341,15 @@ impl MetricSums {
 
     /// What a head learns from this pass. A weight is divided by the number of targets of the whole optimizer step.
     fn objective<'p>(&self, (heads, head): (&'p Heads, usize), pass: &'p BackbonePass) -> SoftObjective<'p> {
-        let (count, of) = (self.counts[head], self.config.targets);
+        let (count, of) = (self.counts.by_head[head], self.config.targets);
         let (labels, backbone) = (of.labels() / count.labels.max(1) as f64, of.backbone() / count.all.max(1) as f64);
         let lm_head = pass.lm_head.of_tokens(heads.token_map().map(TokenMap::tokens_n));
         SoftObjective { lm_head, teacher_nh: &pass.hidden_nh, labels, backbone }
     }
 
-    fn finish(&self, read: &ReadSums, lambda0: f64, tokens: u64) -> StepMetrics {
+    fn finish(&self, read: &ReadSums, lambda0: f64) -> StepMetrics {
         let mean = |sum: f64, count: usize| (count > 0).then(|| sum / count as f64);
-        let of_lm = |sum: Option<f64>| sum.and_then(|sum| mean(sum, self.lm_count));
+        let of_lm = |sum: Option<f64>| sum.and_then(|sum| mean(sum, self.counts.of_lm_head));
         let (lm_loss, cross_entropy) = (of_lm(read.lm_loss), of_lm(read.lm_cross_entropy));
         let losses = self.head_losses(read);
         let weighted: f64 =
@@ -310,10 +363,10 @@ impl MetricSums {
             lm_loss,
             heads_loss: weighted,
             perplexity: cross_entropy.map(f64::exp),
-            head_top: read.hits.iter().zip(&self.counts).map(top).collect(),
+            head_top: read.hits.iter().zip(&self.counts.by_head).map(top).collect(),
             tokens_per_step: None,
             head_losses: losses,
-            tokens,
+            tokens: self.counts.tokens,
         }
     }
 
@@ -325,7 +378,7 @@ impl MetricSums {
             let of_backbone = of.backbone() * read.divergences[head] / count.all.max(1) as f64;
             (count.all > 0).then_some(of_labels + of_backbone)
         };
-        self.counts.iter().enumerate().map(loss).collect()
+        self.counts.by_head.iter().enumerate().map(loss).collect()
     }
 }
 
@@ -339,7 +392,42 @@ struct ReadSums {
     grad_norm: Option<f64>,
 }
 
+/// How many of [`ReadSums::numbers`] are of the LM head.
+const OF_LM: usize = 4;
+
+impl ReadSums {
+    /// All sums but the norm in a list, so that processes can add them.
+    fn numbers(&self) -> Vec<f64> {
+        // Whether there is an LM loss at all: a process without a micro batch has none.
+        let of_lm = |sum: Option<f64>| [sum.map_or(0.0, |_| 1.0), sum.unwrap_or(0.0)];
+        let of_lm = [of_lm(self.lm_loss), of_lm(self.lm_cross_entropy)].concat();
+        [&of_lm, &self.cross_entropies, &self.divergences, self.hits.as_flattened()].concat()
+    }
+
+    /// From a list as [`ReadSums::numbers`] makes it.
+    fn of_numbers(numbers: &[f64]) -> Self {
+        let (of_lm, rest) = numbers.split_at(OF_LM);
+        let num_heads = rest.len() / (2 + TOP);
+        let of_lm = |at: usize| (of_lm[at] > 0.0).then_some(of_lm[at + 1]);
+        let (losses, hits) = rest.split_at(2 * num_heads);
+        let (cross_entropies, divergences) = losses.split_at(num_heads);
+        Self {
+            cross_entropies: cross_entropies.to_vec(),
+            divergences: divergences.to_vec(),
+            hits: hits.as_chunks().0.to_vec(),
+            lm_loss: of_lm(0),
+            lm_cross_entropy: of_lm(2),
+            grad_norm: None,
+        }
+    }
+}
+
 impl MetricSums {
+    /// As [`ReadSums::numbers`], of a process that failed.
+    fn no_numbers(&self) -> Vec<f64> {
+        vec![0.0; OF_LM + self.by_head.len() * (2 + TOP)]
+    }
+
     /// Copies all sums, and the norm of the gradients, to the host in one transfer.
     fn read(&self, grad_norm: Option<&Tensor>) -> ReadSums {
         let heads = || self.by_head.iter();

@@ -48,6 +48,48 @@ impl TargetCount {
     }
 }
 
+/// The numbers of targets and tokens of some micro batches.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TargetCounts {
+    pub by_head: Vec<TargetCount>,
+    pub of_lm_head: usize,
+    /// Input tokens.
+    pub tokens: u64,
+}
+
+impl TargetCounts {
+    /// None yet, of `num_heads` heads.
+    pub fn new(num_heads: usize) -> Self {
+        Self { by_head: vec![TargetCount::default(); num_heads], of_lm_head: 0, tokens: 0 }
+    }
+
+    /// Adds a micro batch.
+    pub fn add(&mut self, batch: &Batch, targets: &BatchTargets) {
+        self.of_lm_head += targets.lm_head_count();
+        self.by_head.iter_mut().zip(targets.head_counts()).for_each(|(count, of_head)| count.add(of_head));
+        self.tokens += batch.tokens() as u64;
+    }
+
+    /// All numbers in a list, so that processes can sum them.
+    pub fn numbers(&self) -> Vec<f64> {
+        let of_heads = self.by_head.iter().flat_map(|count| [count.labels, count.outside, count.all]);
+        of_heads.chain([self.of_lm_head, self.tokens as usize]).map(|number| number as f64).collect()
+    }
+
+    /// From a list as [`TargetCounts::numbers`] makes it.
+    ///
+    /// # Panics
+    /// If the list has another length.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "sums of counts, far below 2^52")]
+    pub fn of_numbers(numbers: &[f64]) -> Self {
+        let numbers: Vec<usize> = numbers.iter().map(|&number| number as usize).collect();
+        let (of_heads, rest) = numbers.as_chunks();
+        let &[of_lm_head, tokens] = rest else { panic!("a list as `numbers` makes it, got {numbers:?}") };
+        let count = |&[labels, outside, all]: &[usize; 3]| TargetCount { labels, outside, all };
+        Self { by_head: of_heads.iter().map(count).collect(), of_lm_head, tokens: tokens as u64 }
+    }
+}
+
 impl BatchTargets {
     /// Number of the LM head's targets.
     pub fn lm_head_count(&self) -> usize {

@@ -17,10 +17,13 @@ use crate::train::error::TrainError;
 use crate::train::fed_batch::FedBatch;
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::log::RunLog;
+use crate::train::next_tokens::NextTokens;
 use crate::train::patience::BestSoFar;
 use crate::train::plan::TrainPlan;
+use crate::train::ranks::Ranks;
 use crate::train::state::TrainState;
-use crate::train::step::{StepError, StepMetrics, StepWeights, check_finite, evaluate, train_step};
+use crate::train::step::{StepError, StepMetrics, StepShare, StepWeights, check_finite, evaluate, train_step};
+use crate::train::targets::TargetCounts;
 
 /// Progress of a run.
 #[derive(Debug)]
@@ -51,6 +54,10 @@ pub enum RunEvent<'e> {
         /// All training rows.
         rows: usize,
     },
+    /// The run trains on hidden states of a server; what the LM head makes of them.
+    CapturedStates(NextTokens),
+    /// Several processes read only a complete cache of hidden states, and this file is not one: the states are computed.
+    CacheIncomplete(&'e Path),
     /// The cache of the hidden states of these rows stores nothing more: the disk is full. States that it lacks are computed whenever they
     /// are read.
     CacheFull(MetricsSplit, &'e HiddenStatesError),
@@ -93,10 +100,12 @@ pub enum RunOutcome {
 /// A run in progress.
 pub(super) struct TrainingLoop<'r, 't> {
     pub(super) checked: &'r CheckedRun,
+    pub(super) ranks: Ranks<'r>,
     pub(super) backbone: TrainingBackbone<'r>,
     pub(super) checkpoints: Checkpoints<'r>,
     pub(super) state: TrainState,
-    pub(super) log: RunLog,
+    /// Of rank 0.
+    pub(super) log: Option<RunLog>,
     pub(super) watch: LossWatch,
     pub(super) tell: &'t mut dyn FnMut(RunEvent),
 }
@@ -108,7 +117,8 @@ impl<'r> TrainingLoop<'r, '_> {
     /// [`TrainError`]; earlier checkpoints stay.
     pub(super) fn run(mut self, interrupted: &AtomicBool) -> Result<RunOutcome, TrainError> {
         let (checked, steps) = (self.checked, self.state.step..self.checked.total_steps);
-        let batches = steps.map(|step| checked.batches(step));
+        let share = self.ranks.share();
+        let batches = steps.map(|step| checked.batches(step, share));
         let maker = self.backbone.batch_maker(&self.state.heads, MetricsSplit::Train);
         thread::scope(|scope| self.run_on(maker.feed(scope, batches), interrupted))
     }
@@ -119,16 +129,19 @@ impl<'r> TrainingLoop<'r, '_> {
         mut batches: impl Iterator<Item = Result<Vec<FedBatch>, TrainError>>,
         interrupted: &AtomicBool,
     ) -> Result<RunOutcome, TrainError> {
-        let total_steps = self.checked.total_steps;
+        let (ranks, total_steps) = (self.ranks, self.checked.total_steps);
         if self.state.step == 0 && !self.plan().trained.is_frozen() {
-            self.evaluate()?; // perplexity before training, as the baseline
+            let evaluated = self.evaluate(); // perplexity before training, as the baseline
+            ranks.agree(evaluated)?;
         }
         while self.state.step < total_steps && self.stopped_early().is_none() {
             let line = self.step(&mut batches)?;
-            self.after_step(&line)?;
+            let after = self.after_step(&line);
+            let interrupts = vec![f64::from(u8::from(interrupted.load(Ordering::Relaxed)))];
+            let ((), interrupts) = ranks.agree_and_sum(after, interrupts)?;
             let saves = self.state.step.is_multiple_of(self.plan().train.save_every.get());
             let goes_on = self.state.step < total_steps && self.stopped_early().is_none();
-            let stop = interrupted.load(Ordering::Relaxed) && goes_on;
+            let stop = interrupts[0] > 0.0 && goes_on;
             if saves || stop {
                 let saved = self.save()?;
                 if stop {
@@ -136,12 +149,22 @@ impl<'r> TrainingLoop<'r, '_> {
                 }
             }
         }
+        self.finish()
+    }
+
+    /// Writes the last checkpoint and `final/`.
+    fn finish(&mut self) -> Result<RunOutcome, TrainError> {
         // A finished run can go on from its last step if the recipe asks for more.
-        if newest_step(&self.plan().train.output_dir)? != Some(self.state.step) {
+        let newest = self.ranks.is_first().then(|| newest_step(&self.plan().train.output_dir)).transpose();
+        let newest = self.ranks.agree(newest.map_err(TrainError::from))?;
+        if self.ranks.of_first(newest)? != Some(self.state.step) {
             self.save()?;
         }
-        self.sync()?;
-        let heads = self.checkpoints.save_final(&self.state.heads)?;
+        let heads = self.sync().and_then(|()| match self.ranks.is_first() {
+            true => Ok(self.checkpoints.save_final(&self.state.heads)?),
+            false => Ok(self.checkpoints.final_folder()),
+        });
+        let heads = self.ranks.agree(heads)?;
         Ok(match self.stopped_early() {
             Some(so_far) => RunOutcome::StoppedEarly { heads, step: self.state.step, so_far },
             None => RunOutcome::Finished(heads),
@@ -163,7 +186,7 @@ impl<'r> TrainingLoop<'r, '_> {
         batches: &mut impl Iterator<Item = Result<Vec<FedBatch>, TrainError>>,
     ) -> Result<MetricsLine, TrainError> {
         let (began, plan, step) = (Instant::now(), self.plan(), self.state.step);
-        let batches = batches.next().expect("batches for every step")?;
+        let (batches, counts) = self.counted(batches.next().expect("batches for every step"))?;
         let weights = StepWeights {
             loss: &plan.loss,
             lambda0: self.lambda0(),
@@ -171,7 +194,8 @@ impl<'r> TrainingLoop<'r, '_> {
             max_grad_norm: plan.max_grad_norm,
         };
         let work = format!("training step {}", step + 1);
-        let outcome = guard(&work, || train_step(&mut self.backbone, &mut self.state, &batches, &weights))??;
+        let share = StepShare { batches: &batches, counts: &counts, ranks: self.ranks };
+        let outcome = guard(&work, || train_step(&mut self.backbone, &mut self.state, share, &weights))??;
         self.tell_of_cache();
         let mut line = self.line(MetricsSplit::Train, self.state.tokens, &outcome.metrics);
         line.update = Some(UpdateLine {
@@ -180,37 +204,52 @@ impl<'r> TrainingLoop<'r, '_> {
             lambda0: weights.lambda0,
             grad_norm: outcome.grad_norm,
             tokens_per_second: outcome.metrics.tokens as f64 / began.elapsed().as_secs_f64(),
-            memory_bytes: memory::in_use(plan.device),
+            memory_bytes: self.checked.stages.devices().filter_map(memory::in_use).max(),
         });
         Ok(line)
+    }
+
+    /// This process's batches of a step, and the targets of all processes' batches.
+    fn counted(&self, batches: Result<Vec<FedBatch>, TrainError>) -> Result<(Vec<FedBatch>, TargetCounts), TrainError> {
+        let mut counts = TargetCounts::new(self.state.heads.num_heads());
+        batches.iter().flatten().for_each(|batch| counts.add(&batch.batch, &batch.targets));
+        let (batches, counts) = self.ranks.agree_and_sum(batches, counts.numbers())?;
+        Ok((batches, TargetCounts::of_numbers(&counts)))
     }
 
     fn after_step(&mut self, line: &MetricsLine) -> Result<(), TrainError> {
         let (step, train) = (self.state.step, &self.plan().train);
         let last = step == self.checked.total_steps;
-        if last || step.is_multiple_of(train.log_every.get()) {
-            self.log.append(line)?;
-        }
+        let is_logged = last || step.is_multiple_of(train.log_every.get());
+        let logged = if is_logged { self.append(line) } else { Ok(()) };
         (self.tell)(RunEvent::Stepped(line));
         if let Some(loss) = self.watch.after(line) {
             let learning_rate = self.plan().learning_rate;
             (self.tell)(RunEvent::LossRisen { loss, step, learning_rate });
         }
         let due = train.eval_every.is_some_and(|every| step.is_multiple_of(every.get()));
-        if due || last { self.evaluate() } else { Ok(()) }
+        // Rank 0 takes part in the evaluation also if it could not write the line: the others wait for it there.
+        let evaluated = if due || last { self.evaluate() } else { Ok(()) };
+        logged.and(evaluated)
     }
 
-    /// Evaluates on the validation rows, if there are any.
+    /// Writes a line to the logs, if this is rank 0.
+    fn append(&mut self, line: &MetricsLine) -> Result<(), TrainError> {
+        Ok(self.log.iter_mut().try_for_each(|log| log.append(line))?)
+    }
+
+    /// Evaluates on the validation rows, if there are any. After the last thing that the processes do together here, rank 0 may fail alone.
     fn evaluate(&mut self) -> Result<(), TrainError> {
         let Some(validation) = &self.checked.validation else { return Ok(()) };
-        let batches = validation.eval_batches().map(|batch| Ok(vec![batch.map_err(DataError::from)?]));
+        let batches = validation.eval_share(self.ranks.share()).map(|batch| Ok(vec![batch.map_err(DataError::from)?]));
         let maker = self.backbone.batch_maker(&self.state.heads, MetricsSplit::Validation);
         let (backbone, heads, loss) = (&mut self.backbone, &self.state.heads, &self.checked.plan.loss);
         // The peak of λ0 at every step: with a rising λ0 the loss of better heads would be higher.
         let lambda0 = self.checked.plan.heads_coefficient.peak;
+        let ranks = self.ranks;
         let metrics = thread::scope(|scope| {
             let batches = maker.feed(scope, batches);
-            guard("the evaluation", || evaluate::<TrainError>(backbone, heads, batches, loss, lambda0))?
+            guard("the evaluation", || evaluate::<TrainError>(backbone, heads, batches, loss, lambda0, ranks))?
         })?;
         self.tell_of_cache();
         if !metrics.loss.is_finite() {
@@ -223,7 +262,7 @@ impl<'r> TrainingLoop<'r, '_> {
             self.state.best = Some(BestSoFar::after(self.state.best, evaluation));
         }
         line.stopped_early = self.stopped_early().is_some();
-        self.log.append(&line)?;
+        self.append(&line)?;
         (self.tell)(RunEvent::Evaluated(&line));
         if judged.is_some() { self.keep_best() } else { Ok(()) }
     }
@@ -232,14 +271,18 @@ impl<'r> TrainingLoop<'r, '_> {
     fn keep_best(&mut self) -> Result<(), TrainError> {
         let Some(BestSoFar { best, evaluations_since: 0 }) = self.state.best else { return Ok(()) };
         check_finite(&self.state)?;
-        let saved = self.checkpoints.save_best(&self.state.heads, best)?;
-        (self.tell)(RunEvent::Best(best, &saved));
+        if self.ranks.is_first() {
+            let saved = self.checkpoints.save_best(&self.state.heads, best)?;
+            (self.tell)(RunEvent::Best(best, &saved));
+        }
         Ok(())
     }
 
     fn save(&mut self) -> Result<PathBuf, TrainError> {
-        self.sync()?;
-        let saved = self.checkpoints.save_step(&self.state)?;
+        let synced = self.sync();
+        self.ranks.agree(synced)?;
+        let saved = self.checkpoints.save_step(&self.state, self.ranks);
+        let saved = self.ranks.agree(saved.map_err(TrainError::from))?;
         (self.tell)(RunEvent::Saved(&saved));
         Ok(saved)
     }
@@ -248,7 +291,7 @@ impl<'r> TrainingLoop<'r, '_> {
     fn sync(&mut self) -> Result<(), TrainError> {
         check_finite(&self.state)?;
         self.backbone.commit()?;
-        Ok(self.log.sync()?)
+        Ok(self.log.iter().try_for_each(RunLog::sync)?)
     }
 
     /// Reports once that the cache of hidden states stores nothing more.

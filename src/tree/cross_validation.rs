@@ -14,7 +14,7 @@ const NODES: usize = 63;
 pub const TOP_K: usize = 10;
 
 /// The counts of each half of the rows.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub struct CrossValidation {
     folds: [RankCounts; 2],
 }

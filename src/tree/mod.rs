@@ -3,6 +3,7 @@
 pub mod accept;
 pub mod by_load;
 mod calibrated;
+pub mod calibration_shares;
 pub mod cross_validation;
 pub mod drawing;
 pub mod dynamic;

@@ -5,6 +5,8 @@ use std::collections::HashMap;
 use serde_json::Map;
 
 use crate::formats::calibration::{Calibration, HeadAccuracy, JointPath, JointStatistics, RankTrace};
+use crate::formats::calibration_share::{CalibratedWork, CalibrationShare, RanksOfRow};
+use crate::formats::share::Share;
 
 /// Maximum number of positions whose ranks are written: about 2 MB; enough to estimate a tree's tokens per step to
 /// about 1 in 200.
@@ -94,10 +96,46 @@ impl RankCounts {
 
     /// Adds a text's ranks, unless they exceed [`MAX_POSITIONS`].
     fn add_run(&mut self, run: RankTrace) {
-        if !run.is_empty() && self.positions + run.len() <= MAX_POSITIONS {
-            self.positions += run.len();
+        if self.takes_run(run.len()) {
             self.runs.push(run);
         }
+    }
+
+    /// Passes a run of another machine's share: its positions count towards the limit as if they were added here.
+    pub fn pass_run(&mut self, positions: usize) {
+        self.takes_run(positions);
+    }
+
+    fn takes_run(&mut self, positions: usize) -> bool {
+        let fits = positions > 0 && self.positions + positions <= MAX_POSITIONS;
+        self.positions += if fits { positions } else { 0 };
+        fits
+    }
+
+    /// Adds what another machine counted, except for its ranks.
+    pub fn add_share(&mut self, share: &CalibrationShare) {
+        for (hits, more) in self.hits.iter_mut().zip(&share.hits) {
+            hits.iter_mut().zip(more).for_each(|(hits, more)| *hits += more);
+        }
+        self.totals.iter_mut().zip(&share.totals).for_each(|(total, more)| *total += more);
+        for JointPath { path, count } in &share.paths {
+            *self.paths.entry(path.clone()).or_default() += count;
+        }
+        self.joint_total += share.joint_total;
+        self.tokens += share.tokens;
+    }
+
+    /// Adds ranks that were kept within the limit already.
+    pub fn add_kept_runs(&mut self, runs: Vec<RankTrace>) {
+        self.runs.extend(runs);
+    }
+
+    /// The counts of a share, whose ranks are given by row.
+    pub fn into_share(self, share: Share, of: CalibratedWork, rows_with_ranks: Vec<RanksOfRow>) -> CalibrationShare {
+        let mut paths: Vec<JointPath> = self.paths.into_iter().map(|(path, count)| JointPath { path, count }).collect();
+        paths.sort_by(|a, b| a.path.cmp(&b.path));
+        let Self { hits, totals, joint_total, tokens, .. } = self;
+        CalibrationShare { share, of, tokens, hits, totals, joint_total, paths, rows_with_ranks }
     }
 
     /// Adds to the number of input tokens.
@@ -215,6 +253,20 @@ mod tests {
             counts.add_run(vec![vec![0]; length]);
         }
         assert_eq!(counts.runs().iter().map(Vec::len).collect::<Vec<_>>(), [MAX_POSITIONS - 2, 2]);
+    }
+
+    /// Which runs are kept does not depend on the machine that adds them.
+    #[test]
+    fn runs_of_other_shares_count_towards_the_limit() {
+        let lengths = [MAX_POSITIONS - 2, 3, 0, 2, 1];
+        for other in 0..lengths.len() {
+            let mut counts = RankCounts::new(1, 1);
+            for (at, length) in lengths.into_iter().enumerate() {
+                if at == other { counts.pass_run(length) } else { counts.add_run(vec![vec![0]; length]) }
+            }
+            let kept: Vec<usize> = [0, 3].into_iter().filter(|at| *at != other).map(|at| lengths[at]).collect();
+            assert_eq!(counts.runs().iter().map(Vec::len).collect::<Vec<_>>(), kept, "{other}");
+        }
     }
 
     #[test]

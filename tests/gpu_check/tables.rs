@@ -40,6 +40,7 @@ fn recorded_results() -> serde_json::Value {
             "endurance": part(json!([{"check": "endurance", "steps": 20_000, "device_growth_bytes": 0, "host_growth_bytes": 1_048_576}])),
             "transformers": part(json!([{"check": "transformers", "context": 128, "step_ms": 20.0}])),
             "fused": part(json!([{"check": "fused", "operation": "gradient norm and adamw", "distance": 1.25e-7, "kernel_ms": 2.5, "libtorch_ms": 90.0, "gb_per_s": 2400.0}])),
+            "layers": part(json!([{"check": "layers", "map": "cuda:0 2, cpu 3", "trained": "Backbone", "distance": 1.5e-6, "of": "norm 1", "copies": [2, 2]}])),
             "medusa1": part(json!([8000.0, 8192.0, 8192.0, 9000.0].map(|speed| {
                 json!({"check": "training", "stage": "medusa1", "tokens_per_second": speed, "memory_bytes": 3u64 << 32, "device_memory_bytes": 1u64 << 34})
             }))),
@@ -85,6 +86,7 @@ fn what_was_recorded_becomes_a_table() {
         "| transformers, 1 | 20.00 | - |",
         "20000 steps: device memory grew by 0.0 MiB, the host's by 1.0 MiB.",
         "| gradient norm and adamw | 1.2e-07 | 2.50 | 90.00 | 2400 |",
+        "| cuda:0 2, cpu 3 | Backbone | 1.5e-06 | norm 1 | 2 + 2 |",
         "| medusa1 | 2.00 | 8192 | 12.0 | 16.0 |",
         "| PyTorch, Medusa-1, micro batch of 4 | 4.00 | 4096 | 20.0 | - |",
         "medusa1 beside PyTorch: 2.00 times its tokens/s, with 0.60 of its memory (allocators' peaks).",

@@ -9,7 +9,8 @@ use medusa::cli::{MedusaCommand, MedusaTrainCommand};
 use super::{Page, ROOT, assert_none, pages, recipes};
 
 /// Other programs that the documentation uses.
-const OTHERS: [&str; 9] = ["cargo", "export", "head", "hf", "ln", "pip", "printf", "python3", "rm"];
+const OTHERS: [&str; 13] =
+    ["cargo", "curl", "export", "head", "hf", "ln", "pip", "podman", "printf", "python3", "rm", "srun", "torchrun"];
 /// A command's word that starts with one of these names a file of the repository.
 const FOLDERS: [&str; 7] = ["scripts/", "recipes/", "data/tiny/", "docs/", "tests/", "examples/", "benches/"];
 
@@ -105,8 +106,8 @@ fn faults(page: &Page) -> Vec<String> {
         let place = format!("{}:{}", page.path.display(), block.line);
         match block.language {
             "bash" => faults.extend(faults_of(&place, &block.text)),
-            "toml" | "text" => {}
-            other => faults.push(format!("{place}: a code block of {other:?}; expected bash, toml or text")),
+            "python" | "toml" | "text" => {}
+            other => faults.push(format!("{place}: a code block of {other:?}; expected bash, python, toml or text")),
         }
     }
     faults
@@ -203,7 +204,7 @@ fn a_wrong_command_is_found() {
     assert!(fault("python3 scripts/no.py").contains("there is no scripts/no.py"));
     assert!(fault("folder/scripts/no").contains("there is no scripts/no"));
     assert!(fault("cargo bench --bench no").contains("there is no benches/no"));
-    assert!(fault("curl x").contains("curl: a program that"));
+    assert!(fault("wget x").contains("wget: a program that"));
     assert!(!faults(&Page::of("p.md", "```sh\nls\n```\n")).is_empty());
 }
 

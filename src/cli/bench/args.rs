@@ -1,10 +1,11 @@
 //! The command line of `medusa bench`.
 
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{ArgGroup, Args};
 
+use super::load::flags::LoadFlags;
 use super::sweep::SweepFlag;
 use crate::cli::decoding::DecodingFlags;
 use crate::cli::drafter::DrafterFlags;
@@ -24,16 +25,22 @@ const EXAMPLES: &str = "Example:
   medusa bench --backbone B --drafter ngram --prompts prompts.jsonl
   medusa bench --backbone B --prompts prompts.jsonl \\
     --drafters plain,ngram,medusa:checkpoints/first/final --csv drafters.csv
+  medusa bench --backbone B --heads checkpoints/first --tree tree.json \\
+    --prompts prompts.jsonl --concurrency 1,2,4,8 --svg load.svg
+  medusa bench --endpoint http://127.0.0.1:8000 --prompts prompts.jsonl \\
+    --concurrency 1,4,16 --max-new-tokens 128 --csv server.csv
 
-Times exclude the prompt's prefill, which is reported as prefill_seconds.";
+Times exclude the prompt's prefill, which is reported as prefill_seconds;
+with --concurrency and --endpoint it is part of the time to first token.";
 
-/// Compare plain and drafted decoding: tokens per step (the paper's acceleration rate), overhead, speedup.
+/// Compare plain and drafted decoding: tokens per step (the paper's acceleration rate), overhead, speedup. Measure throughput and latencies
+/// under load, in process or of a server.
 #[derive(Debug, Args)]
-#[command(after_help = EXAMPLES, group = ArgGroup::new("guesses").required(true).multiple(true).args(["heads", "drafter", "drafters"]))]
+#[command(after_help = EXAMPLES, group = ArgGroup::new("guesses").required(true).multiple(true).args(["heads", "drafter", "drafters", "concurrency", "endpoint"]))]
 pub struct BenchArgs {
     /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
-    #[arg(long, value_name = "B")]
-    pub backbone: PathBuf,
+    #[arg(long, value_name = "B", required_unless_present = "endpoint")]
+    pub backbone: Option<PathBuf>,
     /// Heads: a folder such as a run's `final/`, or a Hub id.
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
@@ -69,11 +76,15 @@ pub struct BenchArgs {
     /// the calibration.json beside its heads.
     #[arg(long, help_heading = "Measurement", value_name = "N", value_parser = above_zero::<NonZeroUsize>, conflicts_with_all = ["tree", "sweep"])]
     pub nodes: Option<NonZeroUsize>,
-    /// Also write the results as CSV: one row per category and one for all, for each drafter and each value of a sweep.
+    #[command(flatten)]
+    pub(in crate::cli) load: LoadFlags,
+    /// Also write the results as CSV: one row per category and one for all, for each drafter and each value of a sweep; under load one row
+    /// per level and drafter.
     #[arg(long, help_heading = "Output", value_name = "FILE")]
     pub csv: Option<PathBuf>,
-    /// Also draw a sweep as SVG: tokens per second and tokens per step of each drafter against the swept value.
-    #[arg(long, help_heading = "Output", value_name = "FILE", requires = "sweep")]
+    /// Also draw a sweep or a load as SVG: tokens per second and tokens per step of each drafter against the swept value, or tokens per
+    /// second and latencies against --concurrency.
+    #[arg(long, help_heading = "Output", value_name = "FILE")]
     pub svg: Option<PathBuf>,
     #[command(flatten)]
     pub(in crate::cli) drafter: DrafterFlags,
@@ -86,6 +97,14 @@ pub struct BenchArgs {
 }
 
 impl BenchArgs {
+    /// The backbone.
+    ///
+    /// # Panics
+    /// With `--endpoint`, which needs none.
+    pub(super) fn backbone(&self) -> &Path {
+        self.backbone.as_deref().expect("required without --endpoint")
+    }
+
     /// The flag that asks for trees of given sizes, if there is one.
     pub(super) fn nodes_flag(&self) -> Option<&'static str> {
         match self.sweep {

@@ -37,10 +37,10 @@ pub(super) fn served(
     heads: Option<&Path>,
     common: &CommonFlags,
 ) -> anyhow::Result<Served> {
-    let served = args.served.resolve(&args.backbone, heads, common)?;
+    let served = args.served.resolve(args.backbone(), heads, common)?;
     for other in of_all(args, rows).into_iter().filter(|other| Some(*other) != heads) {
         let one = heads.unwrap_or(other).display();
-        let others = args.served.resolve(&args.backbone, Some(other), common)?;
+        let others = args.served.resolve(args.backbone(), Some(other), common)?;
         if served.quantization != others.quantization {
             let [ours, theirs] = [&served, &others].map(|served| shown(served.quantization));
             let why = format!("{one} was trained with quantization {ours}, {} with {theirs}", other.display());

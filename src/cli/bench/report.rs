@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 
 use super::drafters::Rows;
 use super::measure::{BenchPass, BenchRun, Contestant, LogProbability, Measured, Texts};
+use super::rows::write_rows;
 use crate::cli::drafter::plan::DrafterPlan;
 use crate::decode::stats::{Comparison, Tally};
 use crate::dtype::Dtype;
-use crate::files;
 use crate::formats::bench::{BenchResult, DecodingComparison, DecodingFigures, PLAIN};
 use crate::numbers::Positive;
 use crate::torch::device_name;
@@ -166,15 +166,6 @@ fn csv_row(result: &BenchResult, category: &str, group: &DecodingComparison) -> 
     ]
 }
 
-/// Empty for absent values.
-fn csv_cell(value: &Value) -> String {
-    match value {
-        Value::Null => String::new(),
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
-    }
-}
-
 /// Writes a header and one row per group of each result, atomically.
 ///
 /// # Errors
@@ -182,13 +173,7 @@ fn csv_cell(value: &Value) -> String {
 pub(super) fn write_csv(path: &Path, results: &[BenchResult]) -> io::Result<()> {
     let groups =
         results.iter().flat_map(|result| result.groups().map(move |(name, group)| csv_row(result, name, group)));
-    let rows: Vec<_> = groups.collect();
-    files::write_atomic(path, |out| {
-        let mut csv = csv::Writer::from_writer(out);
-        csv.write_record(rows[0].iter().map(|(column, _)| column))?;
-        rows.iter().try_for_each(|row| csv.write_record(row.iter().map(|(_, value)| csv_cell(value))))?;
-        csv.flush()
-    })
+    write_rows(path, &groups.collect::<Vec<_>>())
 }
 
 #[cfg(test)]

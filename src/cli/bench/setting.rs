@@ -10,6 +10,7 @@ use crate::cli::UsageError;
 use crate::cli::backbone::backbone_config;
 use crate::cli::decoding::{AcceptanceName, DecodingFlags};
 use crate::cli::drafter::spec::DrafterSpec;
+use crate::cli::engine::EngineName;
 use crate::cli::served::rope_context;
 use crate::formats::bench::SweptValue;
 use crate::numbers::Positive;
@@ -48,6 +49,36 @@ pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
             Ok(swept(sweep, &base))
         }
     }
+}
+
+/// Checks the flags of measuring under load, and those that need a load or a sweep.
+///
+/// # Errors
+/// [`UsageError`].
+pub(super) fn check_load(args: &BenchArgs) -> anyhow::Result<()> {
+    let load = &args.load;
+    // Checked here, since clap requires nothing that conflicts with a flag that was given, such as --heads.
+    let of_server = [("--model", load.model.is_some()), ("--api-key-file", load.api_key_file.is_some())];
+    if let Some((flag, _)) = of_server.iter().find(|(_, is_given)| *is_given && load.endpoint.is_none()) {
+        return refused(&format!("{flag} is for a server; give it --endpoint URL"));
+    }
+    if !load.is_set() {
+        if load.requests.is_some() {
+            return refused(
+                "--requests is the number of requests under load; give it --concurrency N,N… or --endpoint URL",
+            );
+        }
+        if args.svg.is_some() && args.sweep.is_none() {
+            return refused(
+                "--svg draws a sweep or a load: give it --sweep NAME=V,V…, --concurrency N,N… or --endpoint URL",
+            );
+        }
+        return Ok(());
+    }
+    if args.engine.engine == EngineName::Cuda {
+        return refused("--engine cuda decodes one text at a time; --concurrency needs --engine tch or cpu");
+    }
+    Ok(load.check(args.decoding.max_new_tokens)?)
 }
 
 /// A setting for each value of the sweep.
@@ -160,7 +191,7 @@ fn check_typical(args: &BenchArgs) -> anyhow::Result<()> {
 /// Answers have the same maximum length at every context: truncated answers would measure something else.
 fn check_context(args: &BenchArgs, length: usize) -> anyhow::Result<()> {
     let decoding = &args.decoding;
-    let backbone = backbone_config(&args.backbone)?;
+    let backbone = backbone_config(args.backbone())?;
     let context = args.engine.context(&backbone, rope_context(args.heads.as_deref(), &backbone)?)?;
     let context = usize::try_from(context)?;
     let needed = length.saturating_add(decoding.max_new_tokens);

@@ -49,7 +49,7 @@ impl<'a> ChatHistory<'a> {
         match &self.said {
             ChatContext::Turns(turns) => {
                 let turns: Vec<Message> = turns.iter().cloned().chain([Message::new("user", words)]).collect();
-                Ok(wide(&prompts::chat_ids(&turns, tokenizer, template.as_ref())?))
+                Ok(wide(&prompts::chat_ids(&turns, tokenizer, template.as_deref())?))
             }
             ChatContext::Text(ids) if ids.is_empty() => Ok(wide(&tokenizer.encode(words, true)?)),
             ChatContext::Text(ids) if words.is_empty() => Ok(ids.clone()),

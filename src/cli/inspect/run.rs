@@ -3,9 +3,11 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use console::Term;
 use serde::Serialize;
 use serde_json::Value;
 
+use super::super::{load_table, wrap};
 use super::tensors::{self, HeadsFound, WeightsFound};
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::formats::FormatError;
@@ -13,8 +15,9 @@ use crate::formats::bench::{self, BenchHeadline};
 use crate::formats::best::BestEvaluation;
 use crate::formats::calibration::Calibration;
 use crate::formats::heads_config::PublishedHeadsConfig;
+use crate::formats::load::{self, LoadResult};
 use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit};
-use crate::formats::run_folder::{BENCH, BEST, CALIBRATION, FINAL, METRICS, step_of};
+use crate::formats::run_folder::{BENCH, BEST, CALIBRATION, FINAL, LOAD, METRICS, step_of};
 use crate::tree::cross_validation;
 
 /// Contents of a run's folder.
@@ -31,6 +34,9 @@ pub(super) struct RunContents {
     accuracy: Vec<TopAccuracy>,
     /// Results of `medusa bench --json` for these heads, if the folder has them as bench.json.
     bench: Option<JsonLine<BenchHeadline>>,
+    /// Its results under load, if the folder has them as load.json.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    load: Vec<LoadResult>,
     files: Vec<String>,
 }
 
@@ -63,6 +69,7 @@ impl RunContents {
             heads: newest_heads(path, &checkpoints)?,
             accuracy: accuracy(&path.join(CALIBRATION), validation.as_ref().map(|line| &line.read))?,
             bench: JsonLine::fastest(&path.join(BENCH))?,
+            load: load(&path.join(LOAD))?,
             best: PublishedHeadsConfig::best_of_run(path),
             checkpoints,
             training,
@@ -97,7 +104,11 @@ impl RunContents {
         }
         writeln!(out, "files        {}", self.files.join(" "))?;
         accuracy_text(&self.accuracy, out)?;
-        self.bench.as_ref().map_or(Ok(()), |bench| bench.text(out))
+        self.bench.as_ref().map_or(Ok(()), |bench| bench.text(out))?;
+        match self.load.is_empty() {
+            true => Ok(()),
+            false => writeln!(out, "\n{}", load_text(&self.load)),
+        }
     }
 }
 
@@ -111,6 +122,11 @@ pub(super) fn accuracy_text(heads: &[TopAccuracy], out: &mut String) -> std::fmt
         writeln!(out, "{name:>20}  {:>6.3}  {:>6.3}", accuracy.top1, accuracy.top5)?;
     }
     Ok(())
+}
+
+/// Results under load as `medusa bench` shows them.
+pub(super) fn load_text(results: &[LoadResult]) -> String {
+    load_table::table(results, wrap::columns(&Term::stdout()))
 }
 
 impl JsonLine<BenchHeadline> {
@@ -134,6 +150,11 @@ impl JsonLine<BenchHeadline> {
         let identical = identical.map_or("-", |same| if same { "yes" } else { "no" });
         writeln!(out, "{:>20}  {identical:>6}  to plain greedy decoding", "identical")
     }
+}
+
+/// Empty if the file is missing.
+fn load(path: &Path) -> Result<Vec<LoadResult>, FormatError> {
+    if path.exists() { load::load(path) } else { Ok(vec![]) }
 }
 
 /// Sorted names; checkpoints by step.
@@ -198,6 +219,10 @@ mod tests {
         write("bench.json", b"{\"speedup\": ");
         let error = RunContents::read(dir.path()).unwrap_err().to_string();
         assert!(error.contains("bench.json is no result of medusa bench --json"), "{error}");
+        write("bench.json", b"");
+        write("load.json", b"{\"concurrency\": ");
+        let error = RunContents::read(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("load.json is no result of medusa bench --json with --concurrency"), "{error}");
     }
 
     #[test]

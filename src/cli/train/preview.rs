@@ -1,13 +1,18 @@
 //! The plan printed before the first step: data, steps and memory.
 
+use std::collections::BTreeMap;
+use std::fmt;
 use std::path::PathBuf;
 
 use serde::Serialize;
+use tch::Device;
 
 use crate::cli::{gibibytes, mebibytes};
-use crate::data::LoadReport;
 use crate::data::mix::MixedShare;
+use crate::data::{BadRows, LoadReport};
 use crate::draft::medusa::heads::HeadsShape;
+use crate::dtype::Dtype;
+use crate::model::device_map::SharedGpus;
 use crate::plural::counted;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
@@ -15,8 +20,10 @@ use crate::train::checked::CheckedRun;
 use crate::train::device_room::{DeviceRoom, MemorySaving};
 use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
+use crate::train::hidden_states::CapturedSplits;
 use crate::train::memory_plan::{MemoryGroup, MemoryPlan};
 use crate::train::run_folder::check_output_dir;
+use crate::train::stage_memory::{PlannedStage, StageMemory};
 
 /// Data, steps and memory of a run.
 #[derive(Debug, Serialize)]
@@ -31,12 +38,17 @@ pub(super) struct RunPreview {
     weights_checked: bool,
     backbone_parameters: u64,
     backbone_bytes: u64,
+    /// Those of a backbone with several.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    stages: Vec<StagePreview>,
     heads: HeadsShape,
     heads_parameters: u64,
     heads_bytes: u64,
     adapters_parameters: u64,
     adapters_bytes: u64,
+    /// Of all devices together.
     memory: MemoryPlan,
+    /// Of several devices, on the one that has the least to spare.
     peak_bytes: u64,
     data: LoadReport,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -51,13 +63,69 @@ pub(super) struct RunPreview {
     tokens: usize,
     hidden_state_cache_bytes: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    hidden_states: Option<CapturedFiles>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     draft_vocabulary: Option<DraftVocabulary>,
-    /// `None` if the system does not say.
+    /// Of the device of `peak_bytes`; `None` if the system does not say.
     device_memory: Option<DeviceRoom>,
     /// What would make the run fit, if it does not.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     memory_savings: Vec<MemorySaving>,
     warnings: Vec<String>,
+}
+
+/// A stage of the backbone.
+#[derive(Debug, Serialize)]
+struct StagePreview {
+    device: String,
+    /// First and last, counted from 1.
+    layers: [usize; 2],
+    peak_bytes: u64,
+}
+
+/// The files of `data.hidden_states`.
+#[derive(Debug, Serialize)]
+struct CapturedFiles {
+    entry: String,
+    files: usize,
+    bytes: u64,
+    layers: usize,
+    dtype: Dtype,
+    /// Files whose tokens are those of no row.
+    of_no_row: usize,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    left_out: BTreeMap<&'static str, BadRows>,
+}
+
+impl CapturedFiles {
+    fn of(captured: &CapturedSplits) -> Self {
+        let set = captured.train.set();
+        let first = &set.files()[0];
+        Self {
+            entry: set.entry().to_owned(),
+            files: set.files().len(),
+            bytes: set.bytes(),
+            layers: first.layers,
+            dtype: first.dtype,
+            of_no_row: captured.files_of_no_row(),
+            left_out: set.left_out().clone(),
+        }
+    }
+}
+
+impl fmt::Display for CapturedFiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { entry, files, bytes, layers, dtype, of_no_row, left_out } = self;
+        let layers = if *layers == 1 { "one layer".into() } else { format!("the last of {layers} layers") };
+        write!(f, "{layers} in {dtype}, {} in {} in {entry}", binary(*bytes), counted(*files, "file"))?;
+        if *of_no_row > 0 {
+            write!(f, ", {of_no_row} with the tokens of no row")?;
+        }
+        for (kind, bad) in left_out {
+            write!(f, ", {} skipped ({kind}; first {})", bad.rows, bad.first)?;
+        }
+        Ok(())
+    }
 }
 
 /// An entry of `data.train` and its part in an epoch.
@@ -74,22 +142,24 @@ impl RunPreview {
     /// # Errors
     /// A file of an earlier run in the folder cannot be read.
     pub(super) fn of(checked: &CheckedRun, recipe: &Recipe, resume: bool) -> Result<Self, TrainError> {
-        let memory = checked.memory();
+        let planned = checked.memory();
+        let (memory, FullestDevice { device, peak_bytes, room: device_memory }) = (planned.whole(), fullest(&planned));
         let group = |name: &str| memory.groups.iter().find(|group| group.name == name);
         let parameters = |name| group(name).map_or(0, |group| group.parameters);
         let bytes = |name| group(name).map_or(0, MemoryGroup::bytes);
         let (sequences, validation_sequences) = checked.sequence_counts();
         let steps_per_epoch = checked.steps_per_epoch();
-        let device_memory = DeviceRoom::of(checked.plan.device);
-        let memory_savings = device_memory.map_or(vec![], |room| checked.savings(room));
+        let memory_savings = device_memory.map_or(vec![], |room| checked.savings(device, room));
         let finished_step = checked.finished_step()?;
         let taken = check_output_dir(&checked.plan.train.output_dir, resume || finished_step.is_some()).err();
-        let mut warnings = warnings(checked, memory.peak_bytes(), device_memory, &memory_savings);
+        let mut warnings =
+            warnings(checked, &FullestDevice { device, peak_bytes, room: device_memory }, &memory_savings);
         warnings.extend(taken.map(|error| error.to_string()));
         Ok(Self {
             finished_step,
             output_dir: checked.plan.train.output_dir.clone(),
-            device: device_name(checked.plan.device),
+            device: checked.device_names(),
+            stages: stages(&planned),
             backbone: recipe.backbone.path.clone(),
             weights_checked: checked.has_weights,
             backbone_parameters: parameters("backbone"),
@@ -99,7 +169,7 @@ impl RunPreview {
             heads_bytes: bytes("heads"),
             adapters_parameters: parameters("adapters"),
             adapters_bytes: bytes("adapters"),
-            peak_bytes: memory.peak_bytes(),
+            peak_bytes,
             data: checked.train_report.clone(),
             mix: recipe
                 .data
@@ -116,6 +186,7 @@ impl RunPreview {
             is_by_epochs: checked.plan.train.max_steps.is_none(),
             tokens: tokens(checked, steps_per_epoch),
             hidden_state_cache_bytes: checked.hidden_state_bytes,
+            hidden_states: checked.captured.as_ref().map(CapturedFiles::of),
             draft_vocabulary: checked.draft_vocabulary.clone(),
             warnings,
             device_memory,
@@ -155,6 +226,7 @@ impl RunPreview {
         lines.push(("heads", format!("{medusa_num_heads}{kind} of {}{w2}", counted(medusa_num_layers, "ResBlock"))));
         lines.extend(self.draft_vocabulary.iter().map(|vocabulary| ("vocabulary", vocabulary.to_string())));
         lines.push(("data", self.data.to_string()));
+        lines.extend(self.hidden_states.iter().map(|files| ("states", files.to_string())));
         lines.extend(self.mix.iter().map(|MixedEntry { entry, share }| ("mix", format!("{entry}: {share}"))));
         lines.extend(self.data.tokenised.map(|took| ("tokenised", took.to_string())));
         lines.push((
@@ -168,10 +240,18 @@ impl RunPreview {
         ));
         let steps = format!("{} ({} per epoch), {}", self.steps, self.steps_per_epoch, counted(self.tokens, "token"));
         lines.push(("steps", steps));
+        lines.extend((self.memory.world_size > 1).then(|| ("processes", self.processes())));
         lines
             .extend(self.hidden_state_cache_bytes.map(|bytes| ("disk", format!("hidden states {}", mebibytes(bytes)))));
         let lines = lines.into_iter().map(|(name, value)| format!("{name:<12} {value}"));
         self.finished().into_iter().chain(lines).chain(self.table()).collect::<Vec<_>>().join("\n")
+    }
+
+    /// How many there are, and what each sends.
+    fn processes(&self) -> String {
+        let MemoryPlan { world_size, sent_bytes, .. } = self.memory;
+        let sends = mebibytes(sent_bytes);
+        format!("{world_size}; each sends and receives {sends} an optimizer step, and needs the memory below")
     }
 
     /// Parameters by group, other memory, and the peak.
@@ -192,10 +272,15 @@ impl RunPreview {
             ("  hidden states", hidden_state_bytes),
             ("  working memory", working_bytes),
             ("  program", program_bytes),
-            ("peak", self.peak_bytes),
         ] {
             rows.push(row([name, "", "", "", "", &binary(bytes)]));
         }
+        for StagePreview { device, layers: [first, last], peak_bytes } in &self.stages {
+            let layers = if first == last { format!("layer {first}") } else { format!("layers {first} to {last}") };
+            let name = format!("  {layers} on {device}");
+            rows.push(format!("{name:<68}{:>12}", binary(*peak_bytes)));
+        }
+        rows.push(row(["peak", "", "", "", "", &binary(self.peak_bytes)]));
         rows
     }
 }
@@ -211,15 +296,60 @@ fn binary(bytes: u64) -> String {
     if bytes < 10 << 30 { mebibytes(bytes) } else { gibibytes(bytes) }
 }
 
-fn warnings(checked: &CheckedRun, peak: u64, room: Option<DeviceRoom>, savings: &[MemorySaving]) -> Vec<String> {
+/// That some processes wait for others in each step.
+fn uneven(micro_batches: usize, world_size: usize) -> Option<String> {
+    (!micro_batches.is_multiple_of(world_size)).then(|| {
+        format!(
+            "train.gradient_accumulation_steps = {micro_batches} is no multiple of the {world_size} processes: some of them have fewer micro \
+             batches than others, and wait in each step"
+        )
+    })
+}
+
+/// A device and its planned peak.
+struct FullestDevice {
+    device: Device,
+    peak_bytes: u64,
+    room: Option<DeviceRoom>,
+}
+
+/// The device with the least to spare, or the most planned where the system does not say.
+fn fullest(planned: &StageMemory) -> FullestDevice {
+    let devices = planned.devices().into_iter().map(|(device, plan)| FullestDevice {
+        device,
+        peak_bytes: plan.peak_bytes(),
+        room: DeviceRoom::of(device),
+    });
+    let over = |of: &FullestDevice| i128::from(of.peak_bytes) - of.room.map_or(0, |room| i128::from(room.free_bytes));
+    devices.max_by_key(over).expect("a device")
+}
+
+fn stages(planned: &StageMemory) -> Vec<StagePreview> {
+    let stage = |PlannedStage { device, layers, plan }: &PlannedStage| StagePreview {
+        device: device_name(*device),
+        layers: [layers.start + 1, layers.end],
+        peak_bytes: plan.peak_bytes(),
+    };
+    if planned.stages.len() > 1 { planned.stages.iter().map(stage).collect() } else { vec![] }
+}
+
+fn warnings(checked: &CheckedRun, fullest: &FullestDevice, savings: &[MemorySaving]) -> Vec<String> {
+    let FullestDevice { device, peak_bytes, room } = *fullest;
     let quantized_teacher =
         "the teacher of self-distillation is the quantised backbone, so the adapters also learn its quantisation error";
     let mut warnings = vec![];
     if checked.plan.trained.has_teacher() && checked.plan.backbone.quantization.is_some() {
         warnings.push(quantized_teacher.into());
     }
-    let too_small = room.filter(|room| !room.holds(peak));
-    warnings.extend(too_small.map(|room| does_not_fit(&device_name(checked.plan.device), peak, room, savings)));
+    warnings.extend(uneven(checked.plan.train.gradient_accumulation_steps.get(), checked.plan.world_size));
+    let too_small = room.filter(|room| !room.holds(peak_bytes));
+    warnings.extend(too_small.map(|room| does_not_fit(&device_name(device), peak_bytes, room, savings)));
+    let gpus = SharedGpus::of_this_process().of_each(device).filter(|&gpus| gpus > 1);
+    if let (Some(_), Some(gpus), None) = (too_small, gpus, &checked.plan.backbone.device_map) {
+        warnings.push(format!(
+            "this process has {gpus} GPUs: backbone.device_map = \"auto\" spreads the backbone over them"
+        ));
+    }
     warnings
 }
 

@@ -7,6 +7,7 @@ use crate::cli::{CommonFlags, gibibytes, print_json};
 use crate::formats::metrics::{MetricsLine, MetricsSplit};
 use crate::train::divergence::RisenLoss;
 use crate::train::hidden_states::HiddenStatesError;
+use crate::train::next_tokens::NextTokens;
 use crate::train::training_loop::RunEvent;
 use crate::tree::cross_validation;
 
@@ -44,6 +45,12 @@ impl<'c> TrainProgress<'c> {
             RunEvent::HiddenStates { path, filled, rows } => {
                 self.line(&format!("hidden states of {filled} of {rows} rows are cached in {}", path.display()));
             }
+            RunEvent::CapturedStates(next_tokens) => self.line(&of_server(next_tokens)),
+            RunEvent::CacheIncomplete(path) => self.line(&format!(
+                "hidden states are computed, not read: several processes read only a cache with the states of all rows, which {} is not; fill it \
+                 with one process",
+                path.display()
+            )),
             RunEvent::CacheFull(split, why) => self.line(&cache_full(*split, why)),
             RunEvent::Stepped(line) => self.stepped(line),
             RunEvent::LossRisen { loss: RisenLoss { name, first, mean }, step, learning_rate } => self.line(&format!(
@@ -83,6 +90,21 @@ impl<'c> TrainProgress<'c> {
             let _ = self.progress.above(|| print_json(line)); // a closed stdout must not end the run
         }
     }
+}
+
+fn of_server(next_tokens: &NextTokens) -> String {
+    let NextTokens { tokens, accuracy, cross_entropy, at_random } = next_tokens;
+    let found = format!(
+        "from {tokens} hidden states of the server the LM head predicts {:.1} % of the next tokens (cross-entropy {cross_entropy:.2})",
+        100.0 * accuracy
+    );
+    if !next_tokens.is_noise() {
+        return found;
+    }
+    format!(
+        "warning: {found}, which is no better than a guess at random ({at_random:.2}): are these the states of the last layer, before the \
+         final norm, and of this backbone?"
+    )
 }
 
 fn cache_full(split: MetricsSplit, why: &HiddenStatesError) -> String {

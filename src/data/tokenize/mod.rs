@@ -246,6 +246,11 @@ impl TextStream<'_> {
         Ok(self.clone().push(id)?.unwrap_or_default())
     }
 
+    /// Whether an id stands for no text.
+    pub fn is_special(&self, id: i32) -> bool {
+        self.tokenizer.is_special(id)
+    }
+
     /// What is left: an incomplete character shows as U+FFFD.
     ///
     /// # Errors

@@ -1,5 +1,7 @@
 //! Texts of a batch are those of each text alone.
 
+mod out_of_memory;
+mod per_text;
 mod random_entry;
 
 use std::cell::Cell;
@@ -198,88 +200,6 @@ impl Engine for &Counted<'_> {
     }
 }
 
-/// Runs out of memory at some of its calls.
-#[derive(Debug)]
-struct Cramped<'a> {
-    engine: TchEngine<'a>,
-    calls: Cell<usize>,
-    fails_at: &'a [usize],
-}
-
-impl Cramped<'_> {
-    fn call(&self) {
-        self.calls.set(self.calls.get() + 1);
-        if self.fails_at.contains(&self.calls.get()) {
-            let _ = Tensor::ones([1 << 55], (Kind::Float, Device::Cpu)); // libtorch's own error
-        }
-    }
-}
-
-impl Engine for Cramped<'_> {
-    fn name(&self) -> &'static str {
-        self.engine.name()
-    }
-
-    fn backbone(&self) -> &Llama {
-        self.engine.backbone()
-    }
-
-    fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
-        self.call();
-        self.engine.extend(cache, tokens_n, batch)
-    }
-
-    fn extend_each(&self, cache: &mut KvCache, tokens_b: &Tensor, rows: &[usize], token: &NewTokens) -> Tensor {
-        self.call();
-        self.engine.extend_each(cache, tokens_b, rows, token)
-    }
-
-    fn prompt_pass(&self) -> PromptPass {
-        self.engine.prompt_pass()
-    }
-
-    fn logits(&self, hidden_nh: &Tensor) -> Tensor {
-        self.call();
-        self.engine.logits(hidden_nh)
-    }
-}
-
-#[test]
-fn memory_that_runs_out_halves_the_batch_and_loses_nothing() {
-    let llama = backbone(None, vec![11], 3);
-    let wanted: Vec<Wanted> = (0..12).map(|key| Wanted::new(key, 40)).collect();
-    for temperature in [0.0, 0.8] {
-        let whole = decode(&llama, temperature, 8, &wanted);
-        // In passes over prompts and their logits, and in steps and theirs.
-        for (fails_at, size) in
-            [(&[1][..], 4), (&[2], 4), (&[18, 25], 2), (&[19, 40], 2), (&[5, 30, 61], 1), (&[26, 27], 2)]
-        {
-            for together in [None, NonZeroUsize::new(30)] {
-                let engine = TchEngine::for_batches(&llama);
-                let engine =
-                    together.map_or_else(|| TchEngine::for_batches(&llama), |n| engine.with_prompts_together(n));
-                let engine = Box::new(Cramped { engine, calls: Cell::new(0), fails_at });
-                let mut batch = SequenceBatch::new(engine, None, NonZeroUsize::new(8).unwrap());
-                assert_eq!(told(&run(&mut batch, temperature, &wanted)), told(&whole), "{fails_at:?}, {together:?}");
-                assert_eq!(batch.size().get(), size, "{fails_at:?}, {together:?}");
-                assert_eq!(batch.tokens(), whole.iter().map(|text| text.new_ids.len() + text.end.len()).sum::<usize>());
-            }
-        }
-    }
-}
-
-#[test]
-fn a_single_text_that_runs_out_of_memory_is_an_error() {
-    let llama = backbone(None, vec![], 3);
-    let engine =
-        Box::new(Cramped { engine: TchEngine::for_batches(&llama), calls: Cell::new(0), fails_at: &[1, 2, 5] });
-    let mut batch = SequenceBatch::new(engine, None, NonZeroUsize::new(2).unwrap());
-    (0..2).for_each(|key| batch.enter(key, &Wanted::new(key, 9).request(0.0)).unwrap());
-    assert!(batch.step().unwrap().is_empty());
-    let error = batch.step().unwrap_err();
-    assert!(matches!(&error, DecodeError::Torch(panic) if panic.out_of_memory), "{error}");
-}
-
 /// Even in float32, and where the last piece of a prompt is a single token, as in a step.
 #[test]
 fn a_prompts_bits_do_not_depend_on_the_batch() {
@@ -343,6 +263,12 @@ fn a_batch_with_a_drafter_makes_the_texts_of_one_without() {
             let fast = drafted(&llama, Some((medusa, acceptance)), temperature, 4, &wanted);
             assert_eq!(told(&fast), told(&slow), "heads, temperature {temperature}");
             assert!(more_than_one(&fast));
+            for (text, plain) in fast.iter().zip(&slow) {
+                // 25 + 25 · 4 guesses a step. The last root may have no step of its own.
+                let (steps, rest) = (text.proposed / 125, text.proposed % 125);
+                assert!(rest == 0 && (steps..=steps + 1).contains(&text.accept_lengths.len()), "{text:?}");
+                assert_eq!(plain.proposed, 0);
+            }
             let limits = DynamicTree { nodes: 60, depth: 2, top_k: 25 };
             let levels = Box::new(MedusaLevels::new(&llama, &heads, limits));
             let dynamic: Box<dyn Drafter> = Box::new(LevelDrafter::dynamic(&llama, levels, limits));

@@ -24,7 +24,7 @@ use crate::engine::sample::{Sampling, Stream};
 use crate::model::attention::RowMask;
 use crate::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use crate::model::lora::Adapters;
-use crate::numbers::{NonNegative, Positive, Probability};
+use crate::numbers::{Finite, NonNegative, Positive, Probability};
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
 use crate::tree::sparse_tree::SparseTree;
 use crate::tree::sparse_tree::strategy::trees;
@@ -137,6 +137,8 @@ struct Case {
     max_new_tokens: usize,
     acceptance: Acceptance,
     repetition_penalty: Positive,
+    frequency_penalty: Finite,
+    presence_penalty: Finite,
     seed: u64,
 }
 
@@ -146,9 +148,10 @@ fn cases() -> impl Strategy<Value = Case> {
     let eos = prop_oneof![Just(vec![]), proptest::collection::vec(0..VOCABULARY, 1..3)];
     let backbone = (prop_oneof![Just(1i64), Just(2), Just(4)], prop_oneof![Just(None), (1i64..10).prop_map(Some)]);
     let penalty = prop_oneof![2 => Just(1.0), 1 => 0.5f64..0.9, 2 => 1.1f64..2.0];
-    let request = (prompt, 0usize..40, acceptances(), penalty);
+    let subtracted = || prop_oneof![2 => Just(0.0), 1 => -1.0f64..2.0].prop_map(|by| Finite::new(by).expect("finite"));
+    let request = (prompt, 0usize..40, acceptances(), (penalty, subtracted(), subtracted()));
     (trees(20, 4, TOP_K), backbone, eos, request, 0u64..1000).prop_map(
-        |(tree, (key_value_heads, window), eos, (prompt, max_new_tokens, acceptance, penalty), seed)| Case {
+        |(tree, (key_value_heads, window), eos, (prompt, max_new_tokens, acceptance, penalties), seed)| Case {
             tree,
             key_value_heads,
             window,
@@ -156,7 +159,9 @@ fn cases() -> impl Strategy<Value = Case> {
             prompt,
             max_new_tokens,
             acceptance,
-            repetition_penalty: Positive::new(penalty).expect("above 0"),
+            repetition_penalty: Positive::new(penalties.0).expect("above 0"),
+            frequency_penalty: penalties.1,
+            presence_penalty: penalties.2,
             seed,
         },
     )
@@ -178,8 +183,13 @@ fn greedy_tree_equals_greedy_plain() {
         let llama = backbone(config(case.key_value_heads, case.window, case.eos.clone()), case.seed);
         let heads = heads(4, case.seed + 1);
         let prepared = prepare(&llama, &heads, &case.tree, case.acceptance).unwrap();
-        let repetition_penalty = case.repetition_penalty;
-        let request = Request { repetition_penalty, ..request(&case.prompt, case.max_new_tokens, 0.0) };
+        let (frequency_penalty, presence_penalty) = (case.frequency_penalty, case.presence_penalty);
+        let request = Request {
+            repetition_penalty: case.repetition_penalty,
+            frequency_penalty,
+            presence_penalty,
+            ..request(&case.prompt, case.max_new_tokens, 0.0)
+        };
         let slow = plain(&llama, &request, &mut go_on()).unwrap();
         let mut streamed = Vec::new();
         let fast = medusa(&llama, &prepared, &request, &mut |ids: &[i64]| {
@@ -197,7 +207,8 @@ fn greedy_tree_equals_greedy_plain() {
         prop_assert!(slow.accept_lengths.iter().all(|&length| length == 1));
         steps_are_consistent(&fast, case.max_new_tokens);
         steps_are_consistent(&slow, case.max_new_tokens);
-        let penalised = case.repetition_penalty != Positive::ONE;
+        let counted = frequency_penalty != Finite::ZERO || presence_penalty != Finite::ZERO;
+        let penalised = case.repetition_penalty != Positive::ONE && counted;
         count(&penalised_runs_with_several, penalised && fast.accept_lengths.iter().any(|&length| length > 1));
         count(&runs_with_several, fast.accept_lengths.iter().any(|&length| length > 1));
         count(&runs_to_eos, fast.finish_reason == FinishReason::Eos);
@@ -321,7 +332,9 @@ fn rejection_with_a_seed_is_plain_decoding_with_that_seed() {
         let (temperature, top_p) = (NonNegative::new(temperature).unwrap(), Probability::new(top_p).unwrap());
         let sampling = Sampling { temperature, top_k, top_p };
         let repetition_penalty = Positive::new(penalty).unwrap();
-        let request = Request { sampling, repetition_penalty, stream: seeded(seed), ..request(&[1, 2, 1], 50, 0.0) };
+        let frequency_penalty = Finite::new(if seed % 4 == 0 { 0.6 } else { 0.0 }).unwrap();
+        let request = Request { frequency_penalty, sampling, repetition_penalty, ..request(&[1, 2, 1], 50, 0.0) };
+        let request = Request { stream: seeded(seed), ..request };
         let slow = plain(&llama, &request, &mut go_on()).unwrap();
         let fast = medusa(&llama, &prepared, &request, &mut go_on()).unwrap();
         let looked_up =
@@ -332,6 +345,22 @@ fn rejection_with_a_seed_is_plain_decoding_with_that_seed() {
         steps += fast.accept_lengths.len();
     }
     assert!(tokens > 400 && tokens > steps * 3 / 2, "{tokens} tokens in {steps} steps");
+}
+
+/// Beyond any difference between logits, no token comes twice, and the prompt's may come.
+#[test]
+fn a_presence_penalty_keeps_tokens_of_the_text_from_coming_again_and_leaves_the_prompts() {
+    let llama = backbone(config(2, None, vec![]), 12);
+    let prompt: Vec<i64> = (0..VOCABULARY).collect();
+    let by = Finite::new(1e6).unwrap();
+    for request in [
+        Request { presence_penalty: by, ..request(&prompt, VOCABULARY as usize, 0.0) },
+        Request { frequency_penalty: by, ..request(&prompt, VOCABULARY as usize, 1.0) },
+    ] {
+        let mut ids = plain(&llama, &request, &mut go_on()).unwrap().new_ids;
+        ids.sort_unstable();
+        assert_eq!(ids, prompt);
+    }
 }
 
 #[test]

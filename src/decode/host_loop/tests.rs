@@ -9,6 +9,7 @@ use super::super::generate::tests::{
     CONTEXT, VOCABULARY, backbone, config, every_pair_of_guesses, go_on, heads, medusa, prepare, request,
 };
 use super::*;
+use crate::decode::likelihood::scored;
 use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::engine::prefill::prefill;
 use crate::engine::tch::TchEngine;
@@ -164,4 +165,27 @@ fn only_what_is_not_cached_is_computed() {
         after.eq(9.0).to_kind(tch::Kind::Int64).sum_dim_intlist([0i64, 1, 3].as_slice(), false, tch::Kind::Int64);
     let per_token = after.numel() as i64 / 9;
     assert_eq!(Vec::<i64>::try_from(marked).unwrap(), [[per_token; 6].as_slice(), &[0; 3]].concat());
+}
+
+/// [`scored`] reads the finished text in one pass, and rounds its logits to float32.
+#[test]
+fn log_probabilities_come_with_the_text() {
+    let llama = backbone(config(2, None, vec![]), 3);
+    let (heads, tree) = (heads(2, 3), every_pair_of_guesses());
+    let (drafter, _) = prepare(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
+    for (temperature, drafter) in [(0.0, None), (0.7, None), (0.0, Some(&drafter))] {
+        let request = Request { logprobs: Some(3), ..request(&[1, 2, 3], 30, temperature) };
+        let mut decoding = conversation(&llama, drafter);
+        assert!(decoding.scores_tokens());
+        let text = decoding.decode(Drafting::On, &request, &mut go_on()).unwrap();
+        let expected = scored(&llama, request.prompt, &text.new_ids, 3).unwrap();
+        assert_eq!((text.scored.len(), expected.len()), (30, 30));
+        for (got, expected) in text.scored.iter().zip(expected) {
+            let off = got.likeliest.iter().zip(&expected.likeliest).map(|(a, b)| (a.1 - b.1).abs()).fold(0.0, f64::max);
+            assert!(
+                got.id == expected.id && off < 1e-5 && (got.log_p - expected.log_p).abs() < 1e-5,
+                "{got:?}, {expected:?}"
+            );
+        }
+    }
 }

@@ -56,10 +56,8 @@ impl Stepper<'_> {
         while done < tokens {
             self.take_prefixes(sequences);
             let pieces = match self.engine.prompt_pass() {
-                PromptPass::OfOne => self.pieces(sequences, [1, PREFILL_CHUNK.min(tokens)]),
-                PromptPass::OfSeveral { tokens: of_pass } => {
-                    self.pieces(sequences, [usize::MAX, of_pass.min(tokens - done)])
-                }
+                PromptPass::OfOne => self.piece_of_oldest(sequences, PREFILL_CHUNK.min(tokens)),
+                PromptPass::OfSeveral { tokens: of_pass } => self.pieces(sequences, of_pass.min(tokens - done)),
             };
             if pieces.is_empty() {
                 return;
@@ -69,23 +67,33 @@ impl Stepper<'_> {
         }
     }
 
-    /// Copies the beginnings of prompts that earlier texts had, to rows that are empty: for the oldest text, or for all where they run together.
-    fn take_prefixes(&mut self, sequences: &[Sequence]) {
-        let texts = if self.engine.prompt_pass() == PromptPass::OfOne { 1 } else { usize::MAX };
-        for row in self.waiting(sequences).into_iter().take(texts) {
-            if self.cache.len(row) > 0 {
-                continue;
+    /// Copies the beginnings of prompts that earlier texts had, to rows that are empty: up to the oldest text that lacks more, or for all where they
+    /// run together.
+    fn take_prefixes(&mut self, sequences: &mut [Sequence]) {
+        let is_one = self.engine.prompt_pass() == PromptPass::OfOne;
+        for row in self.waiting(sequences) {
+            if self.cache.len(row) == 0 {
+                self.take_prefix(&mut sequences[row], row);
             }
-            let (ids, has_begun) = (sequences[row].computed(), sequences[row].has_begun());
-            let most = if has_begun { ids.len() } else { ids.len() - 1 }; // the last token's logits are needed
-            let Some(prefixes) = &mut self.prefixes else { return };
-            self.cache.append(row, &prefixes.longest(ids, most));
-            self.reused += self.cache.len(row).unsigned_abs() as usize;
+            if is_one && !self.is_computed(&sequences[row], row) {
+                return;
+            }
         }
     }
 
-    /// Keeps the beginning of a row's text for later prompts.
+    fn take_prefix(&mut self, sequence: &mut Sequence, row: usize) {
+        let Some(prefixes) = &mut self.prefixes else { return };
+        self.cache.append(row, &prefixes.longest(sequence.computed(), needed(sequence)));
+        let taken = self.cache.len(row).unsigned_abs() as usize;
+        self.reused += taken;
+        sequence.text.came_with(taken);
+    }
+
+    /// Keeps the beginning of a row's text for later prompts, unless memory has just run out.
     pub(in crate::decode) fn keep_prefix(&mut self, row: usize, ids: &[i64]) {
+        if self.is_bare {
+            return;
+        }
         let (cache, computed) = (&self.cache, self.cache.len(row).unsigned_abs() as usize);
         let Some(prefixes) = &mut self.prefixes else { return };
         prefixes.keep(&ids[..computed.min(ids.len())], |from| cache.copied(row, from, BLOCK_TOKENS));
@@ -99,15 +107,21 @@ impl Stepper<'_> {
         waiting
     }
 
-    /// What a pass runs: at most `tokens` tokens of the oldest `texts`, in the order of their rows.
-    fn pieces(&self, sequences: &[Sequence], [texts, tokens]: [usize; 2]) -> Vec<PromptPiece> {
+    /// What a pass over one prompt runs: at most `tokens` tokens of the oldest text.
+    fn piece_of_oldest(&self, sequences: &[Sequence], tokens: usize) -> Vec<PromptPiece> {
+        let oldest = self.waiting(sequences).into_iter().take(1);
+        oldest.map(|row| PromptPiece { row, tokens: self.lacking(&sequences[row], row).min(tokens) }).collect()
+    }
+
+    /// What a pass over several prompts runs: at most `tokens` tokens, those of the oldest texts, in the order of their rows.
+    fn pieces(&self, sequences: &[Sequence], tokens: usize) -> Vec<PromptPiece> {
         let mut left = tokens;
         let piece = |row| {
             let tokens = self.lacking(&sequences[row], row).min(left);
             left -= tokens;
             PromptPiece { row, tokens }
         };
-        let mut pieces: Vec<PromptPiece> = self.waiting(sequences).into_iter().take(texts).map(piece).collect();
+        let mut pieces: Vec<PromptPiece> = self.waiting(sequences).into_iter().map(piece).collect();
         pieces.retain(|piece| piece.tokens > 0);
         pieces.sort_by_key(|piece| piece.row);
         pieces
@@ -164,15 +178,16 @@ impl Stepper<'_> {
         let mut new: Vec<&mut Sequence> =
             sequences.iter_mut().enumerate().filter(|(at, _)| is_whole(*at)).map(|(_, sequence)| sequence).collect();
         let roots: Vec<Chosen> = match &self.drafter {
-            Some((_, acceptance)) if drafting == Drafting::On => new
+            Some((_, of_loop)) if drafting == Drafting::On => new
                 .iter_mut()
                 .zip(0..)
-                .map(|(sequence, row)| first_root(*acceptance, &logits_bv.narrow(0, row, 1), sequence))
+                .map(|(sequence, row)| first_root(*of_loop, &logits_bv.narrow(0, row, 1), sequence))
                 .collect(),
             _ => next_roots(&logits_bv, &mut new),
         };
         for ((sequence, root), row) in new.into_iter().zip(roots).zip(0..) {
-            sequence.begin(root, hidden_bh.narrow(0, row, 1));
+            let scored = sequence.scored(&[root.id], || logits_bv.narrow(0, row, 1));
+            sequence.begin(root, hidden_bh.narrow(0, row, 1), scored);
         }
     }
 
@@ -198,7 +213,8 @@ impl Stepper<'_> {
 
     /// Tells a drafter that remembers texts of a new one. If the text would depend on what it remembers, it learns the whole prompt anew.
     fn begin_text(&mut self, sequence: &Sequence, row: usize) {
-        let Some((_, acceptance)) = self.drafter.as_ref().filter(|(drafter, _)| drafter.remembers()) else { return };
+        let Some((_, of_loop)) = self.drafter.as_ref().filter(|(drafter, _)| drafter.remembers()) else { return };
+        let acceptance = sequence.acceptance(*of_loop);
         let temperature = sequence.sampler.sampling().temperature.get();
         let memory = if acceptance.depends_on_guesses(temperature) { Memory::OfText } else { Memory::Common };
         if memory == Memory::OfText {
@@ -206,4 +222,9 @@ impl Stepper<'_> {
         }
         self.drafter.iter_mut().for_each(|(drafter, _)| drafter.begin_text(row, memory));
     }
+}
+
+/// The most tokens that a sequence's row can hold before the next pass: the logits after a prompt's last token are needed.
+fn needed(sequence: &Sequence) -> usize {
+    sequence.computed().len() - usize::from(!sequence.has_begun())
 }

@@ -24,12 +24,15 @@ struct Follower<'a> {
     rows: Vec<Vec<(i64, Tensor)>>,
     /// Proposals, and guesses that were accepted.
     counts: Rc<RefCell<[usize; 2]>>,
+    /// Runs out of memory when it is told of so many accepted guesses.
+    fails_at: usize,
 }
 
 impl<'a> Follower<'a> {
     fn boxed(llama: &'a Llama) -> (Box<dyn Drafter + 'a>, Rc<RefCell<[usize; 2]>>) {
         let counts = Rc::new(RefCell::new([0; 2]));
-        (Box::new(Self { guesses: NgramDrafter::new(llama), rows: vec![], counts: counts.clone() }), counts)
+        let (guesses, counts_of_it) = (NgramDrafter::new(llama), counts.clone());
+        (Box::new(Self { guesses, rows: vec![], counts: counts_of_it, fails_at: usize::MAX }), counts)
     }
 }
 
@@ -61,6 +64,10 @@ impl Drafter for Follower<'_> {
     }
 
     fn verified(&mut self, row: usize, verified: &VerifiedTree) {
+        if verified.path.len() > self.fails_at {
+            self.fails_at = usize::MAX;
+            let _ = Tensor::ones([1 << 55], (Kind::Float, Device::Cpu)); // libtorch's own error
+        }
         self.committed(row, &verified.accepted);
         assert_eq!(verified.logits_nv.size()[0], verified.proposal.tokens_n.size()[0]);
         self.counts.borrow_mut()[1] += verified.path.len() - 1;
@@ -72,6 +79,10 @@ impl Drafter for Follower<'_> {
 
     fn swap_remove(&mut self, row: usize) {
         self.rows.swap_remove(row);
+    }
+
+    fn drop_rows(&mut self) {
+        self.rows.clear();
     }
 }
 
@@ -117,6 +128,25 @@ fn a_follower_keeps_its_rows_in_the_order_of_a_batch() {
         ended += batch.step().unwrap().len();
     }
     assert!(counts.borrow()[0] > prompts.len());
+}
+
+/// The cache has the accepted path then, and the text does not.
+#[test]
+fn a_step_that_fails_after_it_committed_a_path_is_repeated() {
+    let llama = backbone();
+    let text = |fails_at: usize| {
+        let (guesses, counts) = (NgramDrafter::new(&llama), Rc::default());
+        let drafter = Follower { guesses, rows: vec![], counts, fails_at };
+        let engine = Box::new(TchEngine::for_batches(&llama));
+        let mut batch = SequenceBatch::new(engine, Some((Box::new(drafter), Acceptance::Greedy)), NonZeroUsize::MIN);
+        let request = Request { ends_at_eos: false, ..Request::greedy(&[1, 5, 9, 5, 9, 5], 40) };
+        batch.enter(0, &request).unwrap();
+        let steps = (0..60).find_map(|step| Some((step, batch.step().unwrap().pop()?)));
+        let (steps, (_, text)) = steps.expect("40 tokens take at most 40 steps");
+        (text.unwrap().new_ids, steps)
+    };
+    let (whole, steps) = text(usize::MAX);
+    assert_eq!(text(1), (whole, steps + 1));
 }
 
 /// Does not follow the rows, and records how they were truncated.

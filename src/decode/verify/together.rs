@@ -6,57 +6,116 @@ use tch::Tensor;
 use super::{Verdict, verify};
 use crate::decode::sequence::Sequence;
 use crate::draft::Proposal;
-use crate::engine::sample::{Chosen, Sampler, Sampling, next_of_each};
+use crate::engine::sample::{Chosen, Sampler, next_of_each};
 use crate::model::llama::most_probable;
 use crate::torch::upload;
 use crate::tree::accept::{Acceptance, walk_all};
 use crate::tree::sparse_tree::SparseTree;
 
-/// Decides at the nodes of each text's tree, from logits `[N, V]` after the nodes that each proposal reads, text after text; spare rows may follow.
+/// How a text's next tokens are chosen at the nodes of its tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Choosing {
+    /// The most probable ones, beside those of other texts.
+    Best,
+    /// Drawn, beside those of other texts.
+    Drawn,
+    /// By [`verify`].
+    Alone,
+}
+
+impl Choosing {
+    /// Penalties change logits, and guesses that were drawn have another rule.
+    fn of(acceptance: Acceptance, proposal: &Proposal, sequence: &Sequence) -> Self {
+        let is_greedy = sequence.sampler.sampling().temperature.get() == 0.0;
+        match acceptance {
+            _ if !sequence.penalty.is_off() || proposal.drawn.is_some() => Self::Alone,
+            Acceptance::Forced { .. } => Self::Alone,
+            Acceptance::Greedy => Self::Best,
+            _ if is_greedy => Self::Best,
+            Acceptance::Rejection => Self::Drawn,
+            Acceptance::Typical(_) | Acceptance::Nucleus => Self::Alone,
+        }
+    }
+}
+
+/// Decides at the nodes of each text's tree, from logits `[N, V]` after the nodes that each proposal reads, text after text; spare rows may
+/// follow. Texts without a rule of their own have that of the loop.
 pub(in crate::decode) fn verify_all(
-    acceptance: Acceptance,
+    of_loop: Acceptance,
     proposals: &[Proposal],
     logits_nv: &Tensor,
     sequences: &mut [&mut Sequence],
 ) -> Vec<Verdict> {
     let reads: Vec<i64> = proposals.iter().map(|proposal| proposal.tree.read().count() as i64).collect();
-    let first_of: Vec<i64> = (reads.iter())
-        .scan(0, |end, read| {
-            *end += read;
-            Some(*end - read)
-        })
-        .collect();
-    let is_greedy = |sampling: Sampling| match acceptance {
-        Acceptance::Forced { .. } => false,
-        Acceptance::Greedy => true,
-        _ => sampling.temperature.get() == 0.0,
-    };
-    match common_sampling(proposals, sequences) {
-        Some(sampling) if is_greedy(sampling) => greedily(proposals, &first_of, logits_nv),
-        Some(_) if acceptance == Acceptance::Rejection => drawn(proposals, &first_of, logits_nv, sequences),
-        _ => (proposals.iter().zip(sequences).zip(first_of.iter().zip(&reads)))
-            .map(|((proposal, sequence), (&first, &read))| {
-                verify(acceptance, proposal, &logits_nv.narrow(0, first, read), sequence)
-            })
-            .collect(),
+    let first_of = (reads.iter()).scan(0, |end, read| {
+        *end += read;
+        Some(*end - read)
+    });
+    let (mut together, mut verdicts) = (vec![], vec![]);
+    for (((proposal, sequence), &read), first) in proposals.iter().zip(sequences).zip(&reads).zip(first_of) {
+        match Choosing::of(sequence.acceptance(of_loop), proposal, sequence) {
+            way if way == Choosing::Alone || proposals.len() == 1 => {
+                verdicts.push(Some(verify(of_loop, proposal, &logits_nv.narrow(0, first, read), sequence)));
+            }
+            way => {
+                together.push(JointText { proposal, sampler: &mut sequence.sampler, first, way });
+                verdicts.push(None);
+            }
+        }
     }
+    let mut others = verify_together(logits_nv, &mut together).into_iter();
+    verdicts.into_iter().filter_map(|verdict| verdict.or_else(|| others.next())).collect()
 }
 
-/// How all texts choose their tokens; `None` for a single text, and where a text needs [`verify`]: penalties change logits, and guesses that were
-/// drawn have another rule.
-fn common_sampling(proposals: &[Proposal], sequences: &[&mut Sequence]) -> Option<Sampling> {
-    let sampling = sequences.first()?.sampler.sampling();
-    let is_plain = |sequence: &&mut Sequence| sequence.penalty.is_off() && sequence.sampler.sampling() == sampling;
-    let plain = sequences.len() > 1 && sequences.iter().all(is_plain);
-    (plain && proposals.iter().all(|proposal| proposal.drawn.is_none())).then_some(sampling)
+/// A text whose tokens are chosen beside those of others.
+struct JointText<'s> {
+    proposal: &'s Proposal,
+    sampler: &'s mut Sampler,
+    /// The row of its first node's logits.
+    first: i64,
+    way: Choosing,
+}
+
+/// The paths of the most probable tokens, as far as tokens can be chosen, and of drawn tokens. A text's numbers are drawn in the order of its
+/// tokens.
+fn verify_together(logits_nv: &Tensor, texts: &mut [JointText]) -> Vec<Verdict> {
+    if texts.is_empty() {
+        return vec![];
+    }
+    let proposals: Vec<&Proposal> = texts.iter().map(|text| text.proposal).collect();
+    let any_best = texts.iter().any(|text| text.way == Choosing::Best);
+    let best: Option<Vec<i64>> = any_best.then(|| Vec::try_from(most_probable(logits_nv)).expect("one axis of int64"));
+    walked(&proposals, |nodes| {
+        let mut drawn = draw_after(logits_nv, nodes, texts).into_iter();
+        let token = |&(text, node): &(usize, usize)| match (&best, texts[text].way) {
+            (Some(best), Choosing::Best) => best[texts[text].first.unsigned_abs() as usize + node],
+            _ => drawn.next().expect("one for each text that draws"),
+        };
+        nodes.iter().map(token).collect()
+    })
+}
+
+/// A token after each of these nodes whose text draws; there is at most one node of a text, by rising places.
+fn draw_after(logits_nv: &Tensor, nodes: &[(usize, usize)], texts: &mut [JointText]) -> Vec<i64> {
+    let (mut at, mut samplers): (Vec<i64>, Vec<&mut Sampler>) = (vec![], vec![]);
+    for (place, text) in texts.iter_mut().enumerate().filter(|(_, text)| text.way == Choosing::Drawn) {
+        if let Ok(reached) = nodes.binary_search_by_key(&place, |(text, _)| *text) {
+            at.push(text.first + nodes[reached].1 as i64);
+            samplers.push(&mut *text.sampler);
+        }
+    }
+    if at.is_empty() {
+        return vec![];
+    }
+    next_of_each(&logits_nv.index_select(0, &upload(&at, logits_nv.device())), &mut samplers)
 }
 
 /// The token of each node of each tree. A device is asked once.
-fn tokens_of_trees(proposals: &[Proposal]) -> Vec<Vec<i64>> {
+fn tokens_of_trees(proposals: &[&Proposal]) -> Vec<Vec<i64>> {
     let all = Tensor::cat(&proposals.iter().map(|proposal| &proposal.tokens_n).collect::<Vec<_>>(), 0);
     let all: Vec<i64> = Vec::try_from(&all).expect("one axis of int64");
     let mut rest = &all[..];
-    let tokens = |proposal: &Proposal| {
+    let tokens = |proposal: &&Proposal| {
         let (own, others) = rest.split_at(proposal.tokens_n.size()[0].unsigned_abs() as usize);
         rest = others;
         own[..proposal.tree.tree.len()].to_vec()
@@ -64,32 +123,7 @@ fn tokens_of_trees(proposals: &[Proposal]) -> Vec<Vec<i64>> {
     proposals.iter().map(tokens).collect()
 }
 
-/// The path of the most probable tokens, as far as tokens can be chosen.
-fn greedily(proposals: &[Proposal], first_of: &[i64], logits_nv: &Tensor) -> Vec<Verdict> {
-    let best: Vec<i64> = Vec::try_from(most_probable(logits_nv)).expect("one axis of int64");
-    walked(proposals, |nodes| {
-        nodes.iter().map(|&(text, node)| best[first_of[text].unsigned_abs() as usize + node]).collect()
-    })
-}
-
-/// The path of drawn tokens. A text's numbers are drawn in the order of its tokens.
-fn drawn(
-    proposals: &[Proposal],
-    first_of: &[i64],
-    logits_nv: &Tensor,
-    sequences: &mut [&mut Sequence],
-) -> Vec<Verdict> {
-    walked(proposals, |nodes| {
-        let at: Vec<i64> = nodes.iter().map(|&(text, node)| first_of[text] + node as i64).collect();
-        let logits_bv = logits_nv.index_select(0, &upload(&at, logits_nv.device()));
-        let is_asked = |text: usize| nodes.binary_search_by_key(&text, |(text, _)| *text).is_ok();
-        let asked = sequences.iter_mut().enumerate().filter(|(text, _)| is_asked(*text));
-        let mut samplers: Vec<&mut Sampler> = asked.map(|(_, sequence)| &mut sequence.sampler).collect();
-        next_of_each(&logits_bv, &mut samplers)
-    })
-}
-
-fn walked(proposals: &[Proposal], choose: impl FnMut(&[(usize, usize)]) -> Vec<i64>) -> Vec<Verdict> {
+fn walked(proposals: &[&Proposal], choose: impl FnMut(&[(usize, usize)]) -> Vec<i64>) -> Vec<Verdict> {
     let tokens = tokens_of_trees(proposals);
     let trees: Vec<(&SparseTree, &[i64])> =
         proposals.iter().zip(&tokens).map(|(proposal, tokens)| (&proposal.tree.tree, &tokens[..])).collect();

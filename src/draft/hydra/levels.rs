@@ -146,6 +146,10 @@ impl LevelGuesser for HydraLevels<'_> {
     fn swap_remove(&mut self, row: usize) {
         self.prefix.iter_mut().for_each(|(_, rows)| rows.swap_remove(row));
     }
+
+    fn drop_rows(&mut self) {
+        self.prefix.iter_mut().for_each(|(layer, rows)| *rows = PrefixRows::new(layer));
+    }
 }
 
 #[cfg(test)]
@@ -170,6 +174,7 @@ mod tests {
                 hidden_1h,
                 sampling: Sampling::of_temperature(NonNegative::ZERO),
                 stream: Stream::default(),
+                may_draw: false,
             })
             .collect();
         let below_roots: Vec<FrontierNode> =

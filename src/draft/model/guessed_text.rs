@@ -15,7 +15,7 @@ use crate::tree::sparse_tree::SparseTree;
 /// How guesses are chosen above temperature 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Guessing {
-    /// By draws, which rejection accepts most often.
+    /// By draws, which rejection accepts most often; the most probable tokens for a text with another rule.
     Drawn,
     /// The most probable tokens, as at temperature 0. For acceptance that does not know the draws.
     Best,
@@ -56,7 +56,7 @@ pub(super) struct Part {
 
 impl GuessedText {
     pub(super) fn new(text: &TextSoFar, guessing: Guessing, fits: bool) -> Self {
-        let draws = text.sampling.temperature.get() > 0.0 && guessing == Guessing::Drawn;
+        let draws = text.may_draw && text.sampling.temperature.get() > 0.0 && guessing == Guessing::Drawn;
         let sampler = draws.then(|| Sampler::of_guesses(text.sampling, text.stream, text.ids.len()));
         let root = GuessedNode { parent: 0, token: text.root.id, drawn: DrawnChildren::default() };
         Self { row: text.row, fits, sampler, nodes: vec![root], committed: 1 }

@@ -85,7 +85,7 @@ impl<'a> Texts<'a> {
         let hidden_1h = &hidden_1h;
         let batch = self.texts.iter().zip(&roots).enumerate().map(|(row, ((index, ids), root))| {
             let stream = Stream { seed: 3, index: *index, ..Stream::default() };
-            TextSoFar { row, ids, root, hidden_1h, sampling: self.sampling, stream }
+            TextSoFar { row, ids, root, hidden_1h, sampling: self.sampling, stream, may_draw: true }
         });
         let batch: Vec<TextSoFar> = batch.collect();
         no_grad(|| self.drafter.propose(&batch))

@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 use crate::model::config::LlamaConfig;
 use crate::model::mask::{additive, readable};
 use crate::model::rope::{Ropes, RotationsByKind};
+use crate::model::stages::Stages;
 use crate::torch::flash_attention::Segments;
 use crate::torch::{rehearsal, upload};
 
@@ -19,9 +20,15 @@ const KERNEL_KEYS: i64 = 512;
 /// Queries of a block of capped attention, whose scores are a tensor `[B, Q, N, S]`.
 pub const CAPPED_BLOCK: i64 = 128;
 
-/// Which tokens of whole rows attend to which, and the position of each token.
+/// Which tokens of whole rows attend to which, and the position of each token, on every stage of a backbone.
 #[derive(Debug)]
 pub struct RowMask {
+    stages: Vec<StageRows>,
+}
+
+/// A [`RowMask`] on one device.
+#[derive(Debug)]
+pub(in crate::model) struct StageRows {
     /// By kind of layer.
     kinds: Vec<KindMask>,
     /// `[T]` or `[B, T]`, float32.
@@ -65,7 +72,8 @@ impl RowMask {
             Some(window) => KindMask::new(Some(Pattern::new(positions.unsqueeze(0), None, Some(window))), capped),
             None => KindMask::new(None, capped.or(causal)),
         };
-        Self { kinds: config.layer_kinds().windows().into_iter().map(of_window).collect(), positions }
+        let kinds = config.layer_kinds().windows().into_iter().map(of_window).collect();
+        Self { stages: vec![StageRows { kinds, positions }] }
     }
 
     /// Each row holds several texts (segments) that do not see each other; positions restart with each.
@@ -82,9 +90,27 @@ impl RowMask {
             KindMask::new(Some(pattern), capped_block(config))
         };
         let kinds = config.layer_kinds().windows().into_iter().map(of_window).collect();
-        Self { kinds, positions: positions_bt }
+        Self { stages: vec![StageRows { kinds, positions: positions_bt }] }
     }
 
+    /// That of one device, on every stage.
+    pub(in crate::model) fn of_stages(stages: &Stages, of: impl Fn(Device) -> Self) -> Self {
+        Self { stages: stages.devices().flat_map(|device| of(device).stages).collect() }
+    }
+
+    /// That of one stage.
+    pub(in crate::model) fn stage(&self, stage: usize) -> &StageRows {
+        &self.stages[stage]
+    }
+
+    /// The masks of all kinds of layers.
+    #[cfg(test)]
+    pub(super) fn kinds(&self) -> &[KindMask] {
+        &self.stages[0].kinds
+    }
+}
+
+impl StageRows {
     pub(in crate::model) fn rotations(&self, ropes: &Ropes) -> RotationsByKind {
         ropes.at(&self.positions)
     }
@@ -92,12 +118,6 @@ impl RowMask {
     /// The mask of the layers of one kind.
     pub(in crate::model) fn of(&self, kind: usize) -> &KindMask {
         &self.kinds[kind]
-    }
-
-    /// Those of all kinds of layers.
-    #[cfg(test)]
-    pub(super) fn kinds(&self) -> &[KindMask] {
-        &self.kinds
     }
 }
 

@@ -88,7 +88,7 @@ impl Llama {
 
     /// What the rotations of the layers of one kind are computed from; `None` where they have none.
     pub fn rotary_frequencies(&self, kind: usize) -> Option<&Frequencies> {
-        self.ropes.frequencies(kind)
+        self.ropes[0].frequencies(kind)
     }
 }
 

@@ -31,6 +31,14 @@ pub fn files_of(folder: &Path) -> Result<Vec<PathBuf>, WeightsError> {
     Ok(WeightListing::of(folder)?.paths)
 }
 
+/// The files that hold some tensors of a folder, sorted; others need not be there.
+///
+/// # Errors
+/// As [`WeightFiles::open_tensors`](super::WeightFiles::open_tensors); the files themselves are not looked into.
+pub fn files_with(folder: &Path, names: &[&str]) -> Result<Vec<PathBuf>, WeightsError> {
+    Ok(WeightListing::of_tensors(folder, names)?.paths)
+}
+
 /// Which files hold a folder's weights.
 pub(super) struct WeightListing {
     /// The index, or the only file.
@@ -42,10 +50,24 @@ pub(super) struct WeightListing {
 
 impl WeightListing {
     pub(super) fn of(folder: &Path) -> Result<Self, WeightsError> {
+        Self::of_folder(folder)?.complete()
+    }
+
+    /// Without the shards that hold none of these tensors, which need not be in the folder.
+    pub(super) fn of_tensors(folder: &Path, names: &[&str]) -> Result<Self, WeightsError> {
+        Self::of_folder(folder)?.only(names).complete()
+    }
+
+    pub(super) fn of_index(index: PathBuf) -> Result<Self, WeightsError> {
+        Self::named_by(index)?.complete()
+    }
+
+    /// Its shards may be absent.
+    fn of_folder(folder: &Path) -> Result<Self, WeightsError> {
         for (index, single) in [(MODEL_INDEX, MODEL_FILE), (TORCH_INDEX, TORCH_FILE)] {
             let [index, single] = [index, single].map(|name| folder.join(name));
             if index.exists() {
-                return Self::of_index(index);
+                return Self::named_by(index);
             }
             if single.exists() {
                 return Ok(Self { source: single.clone(), weight_map: None, paths: vec![single] });
@@ -54,20 +76,37 @@ impl WeightListing {
         Err(WeightsError::NoWeights { folder: folder.into() })
     }
 
-    pub(super) fn of_index(index: PathBuf) -> Result<Self, WeightsError> {
+    fn named_by(index: PathBuf) -> Result<Self, WeightsError> {
         let text = fs::read_to_string(&index).map_err(failed("read", &index))?;
         let ShardIndex { weight_map } =
             serde_json::from_str(&text).map_err(|source| WeightsError::Index { path: index.clone(), source })?;
         if let Some(name) = weight_map.values().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
             return Err(WeightsError::ShardName { index, name: name.clone() });
         }
-        let mut paths: Vec<PathBuf> = weight_map.values().map(|name| files::parent(&index).join(name)).collect();
-        paths.sort();
-        paths.dedup();
-        let (expected, present) = (paths.len(), paths.iter().filter(|shard| shard.exists()).count());
-        match paths.iter().find(|shard| !shard.exists()) {
-            Some(shard) => Err(WeightsError::MissingShard { shard: shard.clone(), index, present, expected }),
-            None => Ok(Self { source: index, weight_map: Some(weight_map), paths }),
+        Ok(Self { paths: paths_of(&index, &weight_map), source: index, weight_map: Some(weight_map) })
+    }
+
+    fn only(self, names: &[&str]) -> Self {
+        let Some(mut weight_map) = self.weight_map else { return self };
+        weight_map.retain(|name, _| names.contains(&name.as_str()));
+        Self { paths: paths_of(&self.source, &weight_map), weight_map: Some(weight_map), ..self }
+    }
+
+    fn complete(self) -> Result<Self, WeightsError> {
+        let (expected, present) = (self.paths.len(), self.paths.iter().filter(|shard| shard.exists()).count());
+        match self.paths.iter().find(|shard| !shard.exists()) {
+            Some(shard) if self.weight_map.is_some() => {
+                Err(WeightsError::MissingShard { shard: shard.clone(), index: self.source, present, expected })
+            }
+            _ => Ok(self),
         }
     }
+}
+
+/// The shards, sorted.
+fn paths_of(index: &Path, weight_map: &BTreeMap<String, String>) -> Vec<PathBuf> {
+    let mut paths: Vec<PathBuf> = weight_map.values().map(|name| files::parent(index).join(name)).collect();
+    paths.sort();
+    paths.dedup();
+    paths
 }

@@ -1,7 +1,7 @@
 //! AdamW (Loshchilov & Hutter, 2019), with the same equations as `torch.optim.AdamW` and accessible moments, which are
 //! stored in float32, or in 8 bits between updates (Dettmers et al. 2021).
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::torch::optim::blockwise::{BLOCK, Blockwise, DynamicMap};
 use crate::torch::optim::{AdamWConfig, OptimizerName};
@@ -11,17 +11,21 @@ use crate::torch::optim::{AdamWConfig, OptimizerName};
 const SLICE: i64 = 512 * BLOCK;
 /// Smaller tensors keep float32 moments, as in bitsandbytes: quantizing them saves little, and they are often
 /// sensitive.
-const WORTH_8_BITS: usize = 4096;
+const WORTH_8_BITS: u64 = 4096;
+
+/// Names of the moments in saved files, as PyTorch has them.
+const FIRST: &str = "exp_avg";
+const SECOND: &str = "exp_avg_sq";
 
 impl OptimizerName {
+    /// Whether the moments of a parameter with so many numbers have 8 bits.
+    fn has_8_bits(self, numbers: u64) -> bool {
+        self == Self::AdamW8bit && numbers >= WORTH_8_BITS
+    }
+
     /// Bytes of both moments of a tensor with this many elements.
     pub fn moment_bytes(self, numbers: u64) -> u64 {
-        match self {
-            Self::AdamW8bit if numbers >= WORTH_8_BITS as u64 => {
-                2 * numbers + 8 * numbers.div_ceil(BLOCK.unsigned_abs())
-            }
-            Self::AdamW | Self::AdamW8bit => 8 * numbers,
-        }
+        if self.has_8_bits(numbers) { 2 * numbers + 8 * numbers.div_ceil(BLOCK.unsigned_abs()) } else { 8 * numbers }
     }
 }
 
@@ -38,18 +42,35 @@ pub struct Parameter {
     pub rate_factor: f64,
     /// Whether weight decay applies. It does for matrices, and not for biases and norms (one axis), as in transformers' Trainer.
     decays: bool,
+    /// Numbers of the whole parameter, which a piece is a part of.
+    whole_numel: usize,
 }
 
 impl Parameter {
     /// Makes `value` require a gradient, which starts at 0.
     pub fn new(name: impl Into<String>, value: &Tensor) -> Self {
+        Self::accumulating(name, value, value.detach().zeros_like())
+    }
+
+    /// As [`Parameter::new`], with the tensor in which the gradient is accumulated: zeros of `value`'s shape in float32.
+    pub fn accumulating(name: impl Into<String>, value: &Tensor, gradient: Tensor) -> Self {
         Self {
             name: name.into(),
             value: value.set_requires_grad(true),
-            gradient: value.detach().zeros_like(),
+            gradient,
             rate_factor: 1.0,
             decays: value.dim() > 1,
+            whole_numel: value.numel(),
         }
+    }
+
+    /// The numbers `from..from + count` of the flattened parameter as one that is updated alone: value and gradient are views. It decays, and
+    /// has moments of as many bits, as the whole. `from` is a multiple of [`BLOCK`], so that its 8-bit blocks are those of the whole.
+    #[must_use]
+    pub fn piece(&self, from: i64, count: i64) -> Self {
+        assert!(from % BLOCK == 0, "a piece begins at {from}, within a block of moments");
+        let part = |tensor: &Tensor| tensor.detach().view(-1).narrow(0, from, count);
+        Self { name: self.name.clone(), value: part(&self.value), gradient: part(&self.gradient), ..*self }
     }
 
     /// Sets the learning rate to `factor` times the optimizer's.
@@ -91,7 +112,6 @@ pub struct AdamW {
 /// The moments of a parameter, of its shape or flattened.
 #[derive(Debug)]
 pub struct Moments {
-    name: String,
     /// Of the gradient.
     pub first: Moment,
     /// Of its square.
@@ -108,17 +128,15 @@ pub enum Moment {
 impl AdamW {
     /// All moments start at 0.
     pub fn new<'p>(config: AdamWConfig, parameters: impl IntoIterator<Item = &'p Parameter>) -> Self {
-        let mut parameters = parameters.into_iter().peekable();
-        // Tables shared by all moments.
-        let device = parameters.peek().map(|p| p.value.device());
-        let device = device.filter(|_| config.name == OptimizerName::AdamW8bit);
-        let maps = device.map(|device| [DynamicMap::signed(device), DynamicMap::unsigned(device)]);
+        // Tables shared by all moments on a device.
+        let mut maps: Vec<(Device, [DynamicMap; 2])> = vec![];
         let moments = |p: &Parameter| {
-            let maps = maps.as_ref().filter(|_| p.value.numel() >= WORTH_8_BITS);
+            let narrow = config.name.has_8_bits(p.whole_numel as u64);
+            let maps = narrow.then(|| maps_on(p.value.device(), &mut maps));
             let zeros = |map: usize| Moment::zeros(&p.gradient, maps.map(|maps| &maps[map]));
-            Moments { name: p.name.clone(), first: zeros(0), second: zeros(1) }
+            Moments { first: zeros(0), second: zeros(1) }
         };
-        let moments = parameters.map(moments).collect();
+        let moments = parameters.into_iter().map(moments).collect();
         Self { config, moments, step: 0 }
     }
 
@@ -126,8 +144,14 @@ impl AdamW {
     /// clipped), then zeroes the gradients.
     pub fn step<'p>(&mut self, parameters: impl IntoIterator<Item = &'p mut Parameter>, rate: f64, scale: f64) {
         self.count_update();
+        self.apply(parameters.into_iter().enumerate(), rate, scale);
+    }
+
+    /// The part of the update that was counted last in some parameters, each with its place in the list.
+    pub fn apply<'p>(&self, parameters: impl IntoIterator<Item = (usize, &'p mut Parameter)>, rate: f64, scale: f64) {
         tch::no_grad(|| {
-            for (parameter, moments) in parameters.into_iter().zip(&self.moments) {
+            for (at, parameter) in parameters {
+                let moments = &self.moments[at];
                 let update = self.update_of(parameter, rate, scale);
                 let slices = |tensor: &Tensor| tensor.view(-1).split(SLICE, 0);
                 let (values, gradients) = (slices(&parameter.value), slices(&parameter.gradient));
@@ -167,39 +191,49 @@ impl AdamW {
         self.config.name
     }
 
-    /// All state tensors by name, for saving: `NAME.exp_avg` and `NAME.exp_avg_sq`; 8-bit moments as `….codes` (uint8)
-    /// and `….absmax`.
-    pub fn state(&self) -> Vec<(String, &Tensor)> {
-        self.moments.iter().flat_map(Moments::named).flat_map(|(name, moment)| moment.tensors(&name)).collect()
+    /// All state tensors, parameter after parameter.
+    pub fn state(&self) -> Vec<&Tensor> {
+        self.moments.iter().flat_map(|moments| [&moments.first, &moments.second]).flat_map(Moment::tensors).collect()
     }
 
     /// Bytes of the state.
     pub fn state_bytes(&self) -> usize {
-        self.state().iter().map(|(_, tensor)| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
+        self.state().iter().map(|tensor| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
     }
 
-    /// Restores a saved state: `read` returns the tensor with a given name, shape and dtype.
-    ///
-    /// # Errors
-    /// An error of `read`.
-    pub fn restore<E>(
-        &mut self,
-        updates: i32,
-        mut read: impl FnMut(&str, &[i64], Kind) -> Result<Tensor, E>,
-    ) -> Result<(), E> {
-        for (name, tensor) in self.state() {
-            tensor.shallow_clone().copy_(&read(&name, &tensor.size(), tensor.kind())?);
-        }
+    /// The state tensors of a whole parameter, of which a piece may be updated here, in the order of [`AdamW::tensor`].
+    pub fn tensors_of(&self, name: &str, shape: &[i64]) -> Vec<StateTensor> {
+        let numel: i64 = shape.iter().product();
+        let of = |name: String, shape: Vec<i64>, kind, numbers| StateTensor { name, shape, kind, numbers };
+        let of_moment = |moment: &str| match self.config.name.has_8_bits(numel.unsigned_abs()) {
+            false => vec![of(format!("{name}.{moment}"), shape.to_vec(), Kind::Float, 1)],
+            true => vec![
+                of(format!("{name}.{moment}.codes"), vec![numel], Kind::Uint8, 1),
+                of(format!("{name}.{moment}.absmax"), vec![(numel + BLOCK - 1) / BLOCK], Kind::Float, BLOCK),
+            ],
+        };
+        [FIRST, SECOND].into_iter().flat_map(of_moment).collect()
+    }
+
+    /// A state tensor of the `parameter`-th parameter, by its place among them.
+    pub fn tensor(&self, parameter: usize, place: usize) -> &Tensor {
+        let Moments { first, second, .. } = &self.moments[parameter];
+        first.tensors().into_iter().chain(second.tensors()).nth(place).expect("a tensor of the state")
+    }
+
+    /// Sets the number of updates, when the state of a saved run is restored.
+    pub fn set_updates(&mut self, updates: i32) {
         self.step = updates;
-        Ok(())
     }
 }
 
-impl Moments {
-    /// The moments with PyTorch's names.
-    fn named(&self) -> [(String, &Moment); 2] {
-        [(format!("{}.exp_avg", self.name), &self.first), (format!("{}.exp_avg_sq", self.name), &self.second)]
-    }
+/// The tables of a device: those that are there, or new ones.
+fn maps_on(device: Device, all: &mut Vec<(Device, [DynamicMap; 2])>) -> &[DynamicMap; 2] {
+    let at = all.iter().position(|(other, _)| *other == device).unwrap_or_else(|| {
+        all.push((device, [DynamicMap::signed(device), DynamicMap::unsigned(device)]));
+        all.len() - 1
+    });
+    &all[at].1
 }
 
 impl Moment {
@@ -234,13 +268,29 @@ impl Moment {
         }
     }
 
-    fn tensors(&self, name: &str) -> Vec<(String, &Tensor)> {
+    fn tensors(&self) -> Vec<&Tensor> {
         match self {
-            Self::Float32(moment) => vec![(name.to_owned(), moment)],
-            Self::EightBit(moment) => {
-                vec![(format!("{name}.codes"), &moment.codes), (format!("{name}.absmax"), &moment.absmax)]
-            }
+            Self::Float32(moment) => vec![moment],
+            Self::EightBit(moment) => vec![&moment.codes, &moment.absmax],
         }
+    }
+}
+
+/// A tensor of a whole parameter's state.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StateTensor {
+    /// `NAME.exp_avg` or `NAME.exp_avg_sq`; of 8-bit moments `….codes` (uint8) and `….absmax`.
+    pub name: String,
+    pub shape: Vec<i64>,
+    pub kind: Kind,
+    /// Numbers of the parameter for each element: 1, or a block's.
+    numbers: i64,
+}
+
+impl StateTensor {
+    /// The elements of a whole tensor, flattened, for `count` numbers of the parameter from `from` on, a multiple of [`BLOCK`].
+    pub fn part(&self, whole: &Tensor, from: i64, count: i64) -> Tensor {
+        whole.view(-1).narrow(0, from / self.numbers, (count + self.numbers - 1) / self.numbers)
     }
 }
 
@@ -295,7 +345,6 @@ impl Update {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::Device;
 
     fn config() -> AdamWConfig {
         AdamWConfig { name: OptimizerName::AdamW, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.01 }
@@ -340,7 +389,11 @@ mod tests {
     /// An optimizer over one parameter of `n` ones.
     fn adamw(name: OptimizerName, n: i64) -> (AdamW, [Parameter; 1]) {
         let parameters = [Parameter::new("w", &Tensor::ones([n], (Kind::Float, Device::Cpu)))];
-        (AdamW::new(AdamWConfig { name, ..config() }, &parameters), parameters)
+        (AdamW::new(config_of(name), &parameters), parameters)
+    }
+
+    fn config_of(name: OptimizerName) -> AdamWConfig {
+        AdamWConfig { name, ..config() }
     }
 
     /// A different gradient for each step, with elements of all magnitudes.
@@ -349,16 +402,21 @@ mod tests {
         place.sin().pow_tensor_scalar(3) * f64::from(step + 1)
     }
 
-    fn copied_state(adamw: &AdamW) -> Vec<(String, Tensor)> {
-        adamw.state().into_iter().map(|(name, tensor)| (name, tensor.copy())).collect()
+    /// The state of the only parameter, by name.
+    fn copied_state(adamw: &AdamW, parameter: &Parameter) -> Vec<(String, Tensor)> {
+        let tensors = adamw.tensors_of("w", &parameter.value.size());
+        let copy = |(place, planned): (usize, StateTensor)| {
+            let tensor = adamw.tensor(0, place).copy();
+            assert_eq!((tensor.size(), tensor.kind()), (planned.shape, planned.kind), "{}", planned.name);
+            (planned.name, tensor)
+        };
+        tensors.into_iter().enumerate().map(copy).collect()
     }
 
-    /// Returns the tensor with a name in a state; checks its dtype.
-    fn reader(state: &[(String, Tensor)]) -> impl Fn(&str, &[i64], Kind) -> Result<Tensor, ()> + '_ {
-        |name, _, kind| {
-            let tensor = &state.iter().find(|(n, _)| n == name).unwrap().1;
-            assert_eq!(tensor.kind(), kind, "{name}");
-            Ok(tensor.copy())
+    fn restore(adamw: &mut AdamW, updates: i32, state: &[(String, Tensor)]) {
+        adamw.set_updates(updates);
+        for (place, (_, tensor)) in state.iter().enumerate() {
+            adamw.tensor(0, place).shallow_clone().copy_(tensor);
         }
     }
 
@@ -369,14 +427,14 @@ mod tests {
                 let (mut adamw, mut parameters) = adamw(name, 300_000);
                 for step in 0..4 {
                     if restart && step == 2 {
-                        let saved = copied_state(&adamw);
+                        let saved = copied_state(&adamw, &parameters[0]);
                         adamw = AdamW::new(adamw.config, &parameters);
-                        adamw.restore(2, reader(&saved)).unwrap();
+                        restore(&mut adamw, 2, &saved);
                     }
                     parameters[0].gradient.copy_(&gradient(300_000, step));
                     adamw.step(&mut parameters, 0.1, 1.0);
                 }
-                (parameters[0].value.copy(), copied_state(&adamw))
+                (parameters[0].value.copy(), copied_state(&adamw, &parameters[0]))
             };
             assert_eq!(run(false), run(true), "{name}");
         }
@@ -410,22 +468,52 @@ mod tests {
         let maps = [DynamicMap::signed(Device::Cpu), DynamicMap::unsigned(Device::Cpu)];
         let maps = maps.map(|map| Vec::<f32>::try_from(&map.codes).unwrap());
         for step in 0..3 {
-            let before = copied_state(&eight_bit);
+            let before = copied_state(&eight_bit, &parameters[0]);
             let moment = |i: usize| dequantized(&before[2 * i].1, &before[2 * i + 1].1, &maps[i]);
             let moments = ["w.exp_avg", "w.exp_avg_sq"].map(str::to_owned).into_iter();
             let moments: Vec<_> = moments.enumerate().map(|(i, n)| (n, Tensor::from_slice(&moment(i)))).collect();
-            oracle.restore(step, reader(&moments)).unwrap();
+            restore(&mut oracle, step, &moments);
             for (adamw, parameters) in [(&mut eight_bit, &mut parameters), (&mut oracle, &mut its_parameters)] {
                 parameters[0].gradient.copy_(&gradient(n, step));
                 adamw.step(parameters, 0.1, 0.5);
             }
             assert_eq!(parameters[0].value, its_parameters[0].value, "step {step}");
-            let (after, expected) = (copied_state(&eight_bit), copied_state(&oracle));
+            let after = copied_state(&eight_bit, &parameters[0]);
+            let expected = copied_state(&oracle, &its_parameters[0]);
             for (i, map) in maps.iter().enumerate() {
                 let (codes, absmax) = quantized(&expected[i].1, map);
                 assert_eq!(Vec::<u8>::try_from(&after[2 * i].1).unwrap(), codes, "{} at step {step}", expected[i].0);
                 assert_eq!(Vec::<f32>::try_from(&after[2 * i + 1].1).unwrap(), absmax);
             }
+        }
+    }
+
+    #[test]
+    fn pieces_are_updated_as_the_whole() {
+        for name in [OptimizerName::AdamW, OptimizerName::AdamW8bit] {
+            let n = 70_000;
+            let bounds = [0, 65_536, 65_536 + 2048, n]; // the last two pieces alone would have too few numbers for 8 bits, or a part of a block
+            let run = |in_pieces: bool| {
+                let (_, [parameter]) = adamw(name, n);
+                let mut parameters = match in_pieces {
+                    true => bounds.windows(2).map(|at| parameter.piece(at[0], at[1] - at[0])).collect(),
+                    false => vec![parameter.piece(0, n)],
+                };
+                let mut adamw = AdamW::new(config_of(name), &parameters);
+                for step in 0..3 {
+                    parameter.gradient.shallow_clone().copy_(&gradient(n, step));
+                    adamw.step(&mut parameters, 0.1, 0.5);
+                }
+                let tensors = adamw.tensors_of("w", &[n]);
+                let joined = |place| {
+                    Tensor::cat(&(0..parameters.len()).map(|at| adamw.tensor(at, place)).collect::<Vec<_>>(), 0)
+                };
+                let state: Vec<Tensor> = (0..tensors.len()).map(joined).collect();
+                let shapes: Vec<Vec<i64>> = tensors.into_iter().map(|tensor| tensor.shape).collect();
+                assert_eq!(state.iter().map(Tensor::size).collect::<Vec<_>>(), shapes);
+                (parameter.value.detach().copy(), state)
+            };
+            assert_eq!(run(true), run(false), "{name}");
         }
     }
 

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 pub mod adamw;
 pub mod blockwise;
+pub mod flat_gradients;
 
 /// The constants of AdamW's update.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -29,6 +30,38 @@ pub enum OptimizerName {
     AdamW,
     /// AdamW with 8-bit moments.
     AdamW8bit,
+}
+
+/// What the processes of a run share of the optimizer, in the words of ZeRO (Rajbhandari et al. 2020). A recipe has its number.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "u8", try_from = "u8")]
+pub enum ZeroStage {
+    /// Nothing: each has all moments.
+    #[default]
+    Zero,
+    /// The moments: each has a share of them, and updates that share of the parameters.
+    One,
+}
+
+impl From<ZeroStage> for u8 {
+    fn from(stage: ZeroStage) -> Self {
+        match stage {
+            ZeroStage::Zero => 0,
+            ZeroStage::One => 1,
+        }
+    }
+}
+
+impl TryFrom<u8> for ZeroStage {
+    type Error = String;
+
+    fn try_from(number: u8) -> Result<Self, String> {
+        match number {
+            0 => Ok(Self::Zero),
+            1 => Ok(Self::One),
+            other => Err(format!("expected 0 or 1, got {other}")),
+        }
+    }
 }
 
 impl fmt::Display for OptimizerName {

@@ -1,11 +1,13 @@
-//! Errors of cached hidden states.
+//! Errors of stored hidden states.
 
 use std::io;
 use std::path::PathBuf;
 
 use crate::data::cache::CacheError;
+use crate::formats::captured_states::CapturedError;
+use crate::torch::TorchPanic;
 
-/// Why hidden states cannot be cached.
+/// Why hidden states cannot be stored or read.
 #[derive(Debug, thiserror::Error)]
 pub enum HiddenStatesError {
     #[error(
@@ -27,6 +29,11 @@ pub enum HiddenStatesError {
     NoSpace { folder: PathBuf, needed: u64, free: u64, reserved: u64 },
     #[error(transparent)]
     Rows(#[from] CacheError),
+    /// A file that a server captured.
+    #[error("data.hidden_states: {_0}{}", skipping(_0))]
+    Captured(#[from] CapturedError),
+    #[error(transparent)]
+    Torch(#[from] TorchPanic),
     /// Another run is writing the file.
     #[error("train.hidden_state_cache: {} is in use by another run on the same rows and backbone: wait for it to finish, or choose another folder", path.display())]
     InUse { path: PathBuf },
@@ -47,9 +54,14 @@ impl HiddenStatesError {
         match self {
             Self::NoSpace { .. } => true,
             Self::Io { source, .. } => matches!(source.kind(), FileTooLarge | QuotaExceeded | StorageFull),
-            Self::Rows(_) | Self::InUse { .. } | Self::Size { .. } => false,
+            Self::Rows(_) | Self::Captured(_) | Self::Torch(_) | Self::InUse { .. } | Self::Size { .. } => false,
         }
     }
+}
+
+/// The alternative to another file.
+fn skipping(error: &CapturedError) -> &'static str {
+    if error.kind().is_some() { "; a run that begins with --skip-bad-rows leaves such files out" } else { "" }
 }
 
 fn mib(bytes: u64) -> f64 {

@@ -20,7 +20,6 @@ use tch::{Device, Tensor};
 use super::error::HiddenStatesError;
 use super::file::{StatesFile, StatesKind};
 use super::layout::{StatesLayout, identity, key};
-use crate::data::IGNORE;
 use crate::data::loader::Batch;
 use crate::data::pack::Sequences;
 use crate::files::{free_bytes, parent};
@@ -57,7 +56,7 @@ struct PendingRows {
 
 /// Reads states for the run that fills the file, on any thread.
 #[derive(Debug, Clone)]
-pub struct StatesReader {
+pub struct KeptReader {
     file: Arc<StatesFile>,
 }
 
@@ -99,6 +98,21 @@ impl StatesPlace {
     /// The file's path.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Opens the file to read the states of all rows; `None` if it lacks some, or another run fills it now. Creates nothing.
+    ///
+    /// # Errors
+    /// [`HiddenStatesError`].
+    pub fn open_if_complete(self, backbone: &Llama) -> Result<Option<KeptStates<'_>>, HiddenStatesError> {
+        if !self.path.exists() {
+            return Ok(None);
+        }
+        match self.open(backbone, 0) {
+            Ok(kept) => Ok((kept.filled() == kept.rows()).then_some(kept)),
+            Err(HiddenStatesError::InUse { .. } | HiddenStatesError::NoSpace { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// Opens or creates the file. Its disk must also have room for the `other_bytes` that other caches of the run still take.
@@ -176,8 +190,8 @@ impl<'r> KeptStates<'r> {
     }
 
     /// Reads the same file.
-    pub fn reader(&self) -> StatesReader {
-        StatesReader { file: Arc::clone(&self.file) }
+    pub fn reader(&self) -> KeptReader {
+        KeptReader { file: Arc::clone(&self.file) }
     }
 
     /// Why nothing is written any more, the first time that it is asked.
@@ -186,7 +200,7 @@ impl<'r> KeptStates<'r> {
     }
 
     /// The states of a batch at its kept positions, `[M, H]` on the backbone's device: read ahead, read from the file, or computed and stored.
-    /// `kept_m` are [`StatesReader::positions`] on the device; `compute` runs the backbone, for `[N, H]`.
+    /// `kept_m` are [`super::StatesReader::positions`] on the device; `compute` runs the backbone, for `[N, H]`.
     ///
     /// # Errors
     /// [`HiddenStatesError`].
@@ -315,16 +329,9 @@ impl<'r> KeptStates<'r> {
     }
 }
 
-impl StatesReader {
-    /// The positions of a batch whose states are kept, flat and in the order of the file's.
-    pub fn positions(&self, batch: &Batch) -> Vec<i64> {
-        let mut positions_m = vec![];
-        for (row, lengths) in batch.segment_lengths.iter().enumerate() {
-            let labels = &batch.labels[row * batch.length..];
-            let of_row = self.file.layout.rule.positions(lengths, |t| labels[t] != i64::from(IGNORE));
-            positions_m.extend(of_row.into_iter().map(|t| (row * batch.length + t) as i64));
-        }
-        positions_m
+impl KeptReader {
+    pub(super) fn rule(&self) -> TargetRule {
+        self.file.layout.rule
     }
 
     /// The states of a batch, if all of its rows are stored. A file that cannot be read is left to the run, which reports it.

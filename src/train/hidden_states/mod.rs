@@ -1,15 +1,21 @@
-//! The frozen backbone's hidden states, the heads' input: computed per batch, or cached on disk across epochs and runs
-//! (`train.hidden_state_cache`).
+//! The frozen backbone's hidden states, the heads' input: computed per batch, cached on disk across epochs and runs
+//! (`train.hidden_state_cache`), or captured by a server (`data.hidden_states`).
 
 mod batch;
+mod captured;
 mod error;
 mod file;
 mod kept;
 mod layout;
+mod positions;
+mod reader;
 #[cfg(test)]
 mod tests;
 
 pub use batch::{hidden_states, of_every_position};
+pub use captured::{CapturedReader, CapturedRows, CapturedSplits};
 pub use error::HiddenStatesError;
-pub use kept::{CacheSettings, KeptStates, StatesPlace, StatesReader};
+pub use kept::{CacheSettings, KeptStates, StatesPlace};
 pub use layout::file_bytes;
+pub use positions::RowPositions;
+pub use reader::{ReadStates, StatesReader};

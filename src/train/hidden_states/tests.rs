@@ -23,6 +23,7 @@ use crate::model::attention::RowMask;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
+use crate::model::stages::Stages;
 use crate::torch::TorchPanic;
 use crate::train::fed_batch::FedBatch;
 use crate::train::feed::BatchMaker;
@@ -88,7 +89,7 @@ fn computed(backbone: &Llama, batch: &Batch) -> Tensor {
 
 /// `[N, H]` of the cache, zeros where it keeps none.
 fn of(kept: &mut KeptStates, batch: &Batch) -> Tensor {
-    let (backbone, kept_m) = (kept.backbone, Tensor::from_slice(&kept.reader().positions(batch)));
+    let (backbone, kept_m) = (kept.backbone, Tensor::from_slice(&StatesReader::Kept(kept.reader()).positions(batch)));
     let hidden_mh = kept.of(batch, &kept_m, None, || computed(backbone, batch)).unwrap();
     kept.settle().unwrap();
     of_every_position(&hidden_mh, &kept_m, batch.input_ids.len() as i64)
@@ -244,7 +245,7 @@ fn another_thread_reads_what_the_run_stored() {
     assert!(reader.read(&row_ids).is_none(), "nothing is stored");
     let stored_nh = of(&mut kept, batch);
     let ahead = std::thread::spawn(move || reader.read(&row_ids)).join().unwrap();
-    let kept_m = Tensor::from_slice(&kept.reader().positions(batch));
+    let kept_m = Tensor::from_slice(&StatesReader::Kept(kept.reader()).positions(batch));
     let never = || -> Tensor { panic!("the states were read ahead") };
     let hidden_mh = kept.of(batch, &kept_m, ahead, never).unwrap();
     assert_eq!(of_every_position(&hidden_mh, &kept_m, batch.input_ids.len() as i64), stored_nh);
@@ -358,7 +359,7 @@ fn a_file_of_another_size_is_refused() {
 fn maker(reader: Option<StatesReader>) -> BatchMaker {
     let shape = HeadsShape { medusa_num_heads: NUM_HEADS, hidden_size: 16, vocab_size: 40, ..HeadsShape::default() };
     let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
-    BatchMaker::new(&LossConfig::default(), &heads, Device::Cpu, true, reader)
+    BatchMaker::new(&LossConfig::default(), &heads, &Stages::one(Device::Cpu), true, reader)
 }
 
 #[test]
@@ -371,10 +372,10 @@ fn batches_that_nobody_takes_end_the_threads_that_make_and_read_them() {
     for taken in 0..3 {
         let groups = (0..loader.steps_per_epoch()).map(|step| Ok::<_, TorchPanic>(loader.step(step).unwrap()));
         thread::scope(|scope| {
-            for group in maker(Some(kept.reader())).feed(scope, groups).take(taken) {
+            for group in maker(Some(StatesReader::Kept(kept.reader()))).feed(scope, groups).take(taken) {
                 let first = &group.unwrap()[0]; // the states of the second are not taken
-                let ahead = first.on_device().read_ahead().expect("all rows are stored").on_device();
-                let positions = Tensor::from_slice(&kept.reader().positions(&first.batch));
+                let ahead = first.on_device().read_ahead().expect("no error").expect("all rows are stored").on_device();
+                let positions = Tensor::from_slice(&StatesReader::Kept(kept.reader()).positions(&first.batch));
                 assert_eq!(ahead, computed(&backbone, &first.batch).index_select(0, &positions));
             }
         }); // waits for the threads

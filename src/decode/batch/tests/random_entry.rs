@@ -59,8 +59,8 @@ fn visit(batch: &mut SequenceBatch, visits: &[Visit]) -> HashMap<usize, Generati
                 texts.insert(visit.wanted.key, text.unwrap());
             }
         }
-        let mut listen = |key: usize, ids: &[i64]| {
-            heard.entry(key).or_default().extend(ids);
+        let mut listen = |key: usize, told: ToldTokens| {
+            heard.entry(key).or_default().extend(told.ids);
             ControlFlow::Continue(())
         };
         texts.extend(batch.step_telling(&mut listen).unwrap().into_iter().map(|(key, text)| (key, text.unwrap())));
@@ -136,6 +136,50 @@ fn each_text_is_the_one_that_is_decoded_alone() {
     assert!(reused > 500, "{reused} tokens reused");
 }
 
+/// On engines that run one prompt at a time, and on those that run several.
+#[test]
+fn a_text_counts_the_tokens_of_its_prompt_that_were_not_computed() {
+    let config = LlamaConfig { max_position_embeddings: 160, ..LlamaConfig::tiny() };
+    let llama = Llama::random(config, Kind::Double, Device::Cpu, 3);
+    let prompt = |own: i64| (0..70).map(|at| at * at % 50).chain([own; 9]).collect::<Vec<i64>>();
+    let texts = [prompt(7), prompt(8), prompt(7), prompt(7)[..64].to_vec(), vec![9; 40]];
+    for together in [None, NonZeroUsize::new(4096)] {
+        let engine = together.into_iter().fold(TchEngine::for_batches(&llama), TchEngine::with_prompts_together);
+        let size = NonZeroUsize::new(4).unwrap();
+        let mut batch = SequenceBatch::new(Box::new(engine), None, size).with_prefix_cache(1 << 30);
+        let mut cached = |keys: std::ops::Range<usize>| -> Vec<usize> {
+            keys.clone().for_each(|key| batch.enter(key, &Request::greedy(&texts[key], 5)).unwrap());
+            let mut ended = vec![];
+            while !batch.is_idle() {
+                ended.extend(batch.step().unwrap());
+            }
+            ended.sort_by_key(|(key, _)| *key);
+            ended.into_iter().map(|(_, text): Ended| text.unwrap().cached).collect()
+        };
+        assert_eq!(cached(0..1), [0]);
+        // Whole blocks of 32, and never a prompt's last token.
+        assert_eq!(cached(1..5), [64, 64, 32, 0], "{together:?}");
+        assert_eq!(batch.reused_tokens(), 160);
+    }
+}
+
+/// A step at a load without guesses is one of plain decoding.
+#[test]
+fn a_load_without_guesses_steps_as_plain_decoding_does() {
+    let llama = backbone(None, vec![], 4);
+    let wanted: Vec<Wanted> = (0..3).map(|key| Wanted::new(key, 20)).collect();
+    let drafter: Box<dyn Drafter> = {
+        let ngram: Box<dyn Drafter> = Box::new(NgramDrafter::new(&llama));
+        let parts = vec![AtLoad { texts: 1, tree: Some(ngram) }, AtLoad { texts: 2, tree: None }];
+        Box::new(LoadDrafter::new(&llama, ByLoad::new(parts).unwrap()))
+    };
+    let engine = Counted { engine: TchEngine::for_batches(&llama), passes: Cell::new(0), steps: Cell::new(0) };
+    let size = NonZeroUsize::new(3).unwrap();
+    let mut batch = SequenceBatch::new(Box::new(&engine), Some((drafter, Acceptance::Greedy)), size);
+    assert_eq!(told(&run(&mut batch, 0.0, &wanted)), told(&decode(&llama, 0.0, 3, &wanted)));
+    assert_eq!((engine.passes.get(), engine.steps.get()), (3, 19), "a pass over each prompt, and steps");
+}
+
 /// A listener ends a text, and the others go on.
 #[test]
 fn a_listener_can_end_a_text() {
@@ -146,8 +190,8 @@ fn a_listener_can_end_a_text() {
     wanted.iter().for_each(|text| batch.enter(text.key, &text.request(0.8)).unwrap());
     let (mut heard, mut texts) = ([0; 3], vec![]);
     while !batch.is_idle() {
-        let mut listen = |key: usize, ids: &[i64]| {
-            heard[key] += ids.len();
+        let mut listen = |key: usize, told: ToldTokens| {
+            heard[key] += told.ids.len();
             if key == 1 && heard[1] >= 5 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         texts.extend(batch.step_telling(&mut listen).unwrap());
@@ -172,8 +216,8 @@ fn nobody_waits_for_anothers_prompt() {
     let mut told_of = [vec![], vec![]];
     for _ in 0..9 {
         let mut new = [0; 2];
-        let mut listen = |key: usize, ids: &[i64]| {
-            new[key] = ids.len();
+        let mut listen = |key: usize, told: ToldTokens| {
+            new[key] = told.ids.len();
             ControlFlow::Continue(())
         };
         batch.step_telling(&mut listen).unwrap();

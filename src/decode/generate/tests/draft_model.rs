@@ -66,7 +66,8 @@ fn every_rule_decodes_and_the_same_seed_gives_the_same_text() {
         assert_eq!((&one.new_ids, &one.accept_lengths), (&again.new_ids, &again.accept_lengths));
         assert_eq!(one.new_ids.len(), 30);
         match acceptance {
-            Acceptance::Greedy => assert_eq!(one.new_ids, text(2).new_ids),
+            // Its guesses are drawn for rejection only.
+            Acceptance::Greedy | Acceptance::Typical(_) => assert_eq!(one.new_ids, text(2).new_ids),
             _ => assert_ne!(one.new_ids, text(2).new_ids, "{acceptance:?}"),
         }
     }

@@ -77,7 +77,8 @@ fn proposed(backbone: &Llama, heads: &Heads, tree: &SparseTree, hidden_1h: &Tens
     let (tree, root) = (GuessTree::Static(tree.clone()), Chosen::on_host(root));
     let mut drafter = HeadsDrafter::new(backbone, heads, &tree).unwrap().on_host();
     let sampling = Sampling::of_temperature(NonNegative::ZERO);
-    let text = TextSoFar { row: 0, ids: &[], root: &root, hidden_1h, sampling, stream: Stream::default() };
+    let text =
+        TextSoFar { row: 0, ids: &[], root: &root, hidden_1h, sampling, stream: Stream::default(), may_draw: false };
     Vec::try_from(&drafter.propose(&[text])[0].tokens_n).unwrap()
 }
 

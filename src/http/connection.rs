@@ -8,7 +8,7 @@ use url::{Host, Url};
 
 /// Mozilla's root certificates, compiled in, and those of this machine (`SSL_CERT_FILE`, `SSL_CERT_DIR` or the system's
 /// store).
-pub(super) fn trusted() -> Arc<ClientConfig> {
+pub fn trusted() -> Arc<ClientConfig> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs); // broken certificates are skipped
     let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
@@ -20,7 +20,7 @@ pub(super) fn trusted() -> Arc<ClientConfig> {
 }
 
 /// The proxy's variable and address; `None` for the local machine and hosts in `NO_PROXY`.
-pub(super) fn proxy(endpoint: &Url, setting: &dyn Fn(&str) -> Option<String>) -> Option<(&'static str, String)> {
+pub fn proxy(endpoint: &Url, setting: &dyn Fn(&str) -> Option<String>) -> Option<(&'static str, String)> {
     let names: [&'static str; 4] = match endpoint.scheme() {
         "https" => ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"],
         _ => ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"],

@@ -1,0 +1,116 @@
+//! Clients that each send a request when the one before is answered.
+
+use std::io::BufReader;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ureq::Response;
+
+use super::super::load::flags::LoadLevel;
+use super::super::load::timeline::{AnsweredRequest, LevelRun, RequestTimeline};
+use super::stream;
+use crate::http::EndpointError;
+use crate::http::backoff::pause;
+use crate::http::endpoint::{EndpointClient, EndpointRequest};
+
+/// Answers of status 429 until a request has failed.
+const MOST_WAITS: usize = 20;
+/// Wait where the server does not tell one.
+const USUAL_WAIT: Duration = Duration::from_secs(1);
+const LONGEST_WAIT: Duration = Duration::from_secs(300);
+
+/// What came of a request.
+#[derive(Debug)]
+pub(super) struct RequestOutcome {
+    /// Answers of status 429, after each of which it was sent again.
+    pub(super) rate_limited: usize,
+    pub(super) answer: anyhow::Result<AnsweredRequest>,
+}
+
+/// Sends the requests of a level, the prompts as often as that takes, until all are answered or `stop` is set. `on_end` learns how many
+/// ended.
+pub(super) fn closed_loop(
+    client: &EndpointClient,
+    requests: &[EndpointRequest],
+    level: LoadLevel,
+    stop: &AtomicBool,
+    on_end: &mut dyn FnMut(usize),
+) -> LevelRun {
+    let next = AtomicUsize::new(0);
+    let (tell, told) = mpsc::channel();
+    let mut run = LevelRun::default();
+    let began = Instant::now();
+    thread::scope(|scope| {
+        for _ in 0..level.concurrency.get() {
+            let (tell, next) = (tell.clone(), &next);
+            scope.spawn(move || {
+                loop {
+                    let at = next.fetch_add(1, Ordering::Relaxed);
+                    if at >= level.requests || stop.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    let outcome = answer(client, &requests[at % requests.len()], stop);
+                    let _ = tell.send(outcome); // the receiver lives as long as the clients
+                }
+            });
+        }
+        drop(tell);
+        for outcome in told {
+            run.rate_limited += outcome.rate_limited;
+            match outcome.answer {
+                Ok(answered) => run.answered.push(answered),
+                Err(why) => run.failures.push(format!("{why:#}")),
+            }
+            on_end(run.answered.len() + run.failures.len());
+        }
+    });
+    run.elapsed = began.elapsed();
+    run
+}
+
+/// Sends a request, again where the server is busy, and reads the stream that answers it. Its latencies include the waits.
+pub(super) fn answer(client: &EndpointClient, request: &EndpointRequest, stop: &AtomicBool) -> RequestOutcome {
+    let timeline = RequestTimeline::begin(Instant::now());
+    let mut rate_limited = 0;
+    loop {
+        if stop.load(Ordering::Relaxed) {
+            return RequestOutcome { rate_limited, answer: Err(anyhow::anyhow!("interrupted")) };
+        }
+        let response = client.post(request);
+        match response.as_ref().err().filter(|_| rate_limited < MOST_WAITS).and_then(wait) {
+            Some(wait) => {
+                rate_limited += 1;
+                pause(wait, stop);
+            }
+            None => {
+                let answer = response.map_err(anyhow::Error::new);
+                let answer = answer.and_then(|response| streamed(client, response, timeline, stop));
+                return RequestOutcome { rate_limited, answer };
+            }
+        }
+    }
+}
+
+fn streamed(
+    client: &EndpointClient,
+    response: Response,
+    timeline: RequestTimeline,
+    stop: &AtomicBool,
+) -> anyhow::Result<AnsweredRequest> {
+    let kind = response.content_type().to_owned();
+    anyhow::ensure!(
+        kind == "text/event-stream",
+        "the server answered with {}, not with a stream (text/event-stream)",
+        client.clean(&kind)
+    );
+    let answer = stream::read(&mut BufReader::new(response.into_reader()), timeline, stop);
+    answer.map_err(|why| anyhow::anyhow!("{}", client.clean(&format!("{why:#}"))))
+}
+
+/// How long to wait before a request is sent again; `None` for any other error than status 429, and where the wait is too long.
+fn wait(error: &EndpointError) -> Option<Duration> {
+    let wait = error.retry_after().unwrap_or(USUAL_WAIT);
+    (error.is_rate_limit() && wait <= LONGEST_WAIT).then_some(wait)
+}

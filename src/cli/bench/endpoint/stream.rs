@@ -1,0 +1,172 @@
+//! An answer as it comes: server-sent events, each a chunk of JSON.
+
+use std::io::BufRead;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use anyhow::Context;
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::super::load::timeline::{AnsweredRequest, RequestTimeline, TokenCounts};
+
+const DONE: &[u8] = b"[DONE]";
+
+#[derive(Debug, Deserialize)]
+struct AnswerChunk {
+    choices: Option<Vec<ChunkChoice>>,
+    usage: Option<ChunkUsage>,
+    error: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ChunkChoice {
+    /// Of /v1/completions.
+    text: Option<String>,
+    /// Of /v1/chat/completions.
+    delta: Option<ChunkDelta>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ChunkDelta {
+    content: Option<String>,
+    // Servers do not agree on the name for what a model thinks before it answers.
+    reasoning_content: Option<String>,
+    reasoning: Option<String>,
+    tool_calls: Option<Vec<Value>>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ChunkUsage {
+    prompt_tokens: Option<usize>,
+    completion_tokens: usize,
+    completion_tokens_details: Option<ChunkUsageDetails>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ChunkUsageDetails {
+    accepted_prediction_tokens: Option<usize>,
+    rejected_prediction_tokens: Option<usize>,
+}
+
+impl ChunkChoice {
+    fn has_text(&self) -> bool {
+        let is_text = |text: &Option<String>| text.as_ref().is_some_and(|text| !text.is_empty());
+        let of_delta = |delta: &ChunkDelta| {
+            [&delta.content, &delta.reasoning_content, &delta.reasoning].into_iter().any(is_text)
+                || delta.tool_calls.as_ref().is_some_and(|calls| !calls.is_empty())
+        };
+        is_text(&self.text) || self.delta.as_ref().is_some_and(of_delta)
+    }
+}
+
+impl ChunkUsage {
+    fn counts(&self) -> TokenCounts {
+        let new = self.completion_tokens;
+        // Each step makes one token itself; the others are accepted guesses. A server that does not guess tells 0 of both.
+        let steps = self.completion_tokens_details.as_ref().and_then(|details| {
+            let accepted = details.accepted_prediction_tokens?;
+            let guessed = accepted + details.rejected_prediction_tokens.unwrap_or(0);
+            new.checked_sub(accepted).filter(|_| guessed > 0)
+        });
+        TokenCounts { prompt: self.prompt_tokens.unwrap_or(0), new, steps }
+    }
+}
+
+/// Reads a stream to its end, so that its connection can be used again.
+///
+/// # Errors
+/// An error of the server, a stream that breaks off or is none, one without usage.
+pub(super) fn read(
+    stream: &mut impl BufRead,
+    mut timeline: RequestTimeline,
+    stop: &AtomicBool,
+) -> anyhow::Result<AnsweredRequest> {
+    let (mut usage, mut line, mut data) = (None, Vec::new(), Vec::new());
+    loop {
+        line.clear();
+        let length = stream.read_until(b'\n', &mut line).context("the stream broke off")?;
+        let now = Instant::now();
+        anyhow::ensure!(length > 0, "the stream ended without data: [DONE]");
+        anyhow::ensure!(!stop.load(Ordering::Relaxed), "interrupted");
+        let text = line.trim_ascii_end();
+        if let Some(more) = text.strip_prefix(b"data:") {
+            data.extend_from_slice(more.strip_prefix(b" ").unwrap_or(more));
+        }
+        if !text.is_empty() || data.is_empty() {
+            continue; // an event ends with an empty line; comments keep a connection alive
+        }
+        if data == DONE {
+            let _ = std::io::copy(stream, &mut std::io::sink()); // the answer is complete, whatever comes behind it
+            let usage: ChunkUsage =
+                usage.context("the stream has no usage: the server must know stream_options.include_usage")?;
+            return Ok(timeline.end(now, usage.counts()));
+        }
+        let chunk: AnswerChunk =
+            serde_json::from_slice(&data).context("a chunk of the stream is not one of the API")?;
+        data.clear();
+        if let Some(error) = chunk.error.filter(|error| !error.is_null()) {
+            anyhow::bail!(
+                "error in the stream: {}",
+                error["message"].as_str().map_or_else(|| error.to_string(), str::to_owned)
+            );
+        }
+        if chunk.choices.iter().flatten().any(ChunkChoice::has_text) {
+            timeline.arrive(now);
+        }
+        usage = chunk.usage.or(usage);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::bench::load::timeline::LevelRun;
+    use crate::formats::load::{LoadResult, LoadSource};
+
+    fn result(stream: &str) -> anyhow::Result<LoadResult> {
+        let timeline = RequestTimeline::begin(Instant::now());
+        let answered = vec![read(&mut stream.as_bytes(), timeline, &AtomicBool::new(false))?];
+        let source = LoadSource::Server { endpoint: String::new(), model: String::new() };
+        Ok(LevelRun { answered, ..LevelRun::default() }.result(1, source))
+    }
+
+    const USAGE: &str = r#"{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":8,"completion_tokens_details":{"accepted_prediction_tokens":4,"rejected_prediction_tokens":9}}}"#;
+
+    #[test]
+    fn tokens_are_those_of_the_usage_and_steps_those_without_accepted_guesses() {
+        let stream = format!("data: {{\"choices\":[{{\"text\":\"a\"}}]}}\n\ndata: {USAGE}\n\ndata: [DONE]\n\n");
+        let found = result(&stream).unwrap();
+        assert_eq!((found.prompt_tokens, found.tokens, found.tokens_per_step), (3, 8, Some(2.0)));
+        let plain = stream.replace(":4,", ":0,").replace(":9}", ":0}");
+        assert_eq!(result(&plain).unwrap().tokens_per_step, None, "a server that does not guess");
+    }
+
+    #[test]
+    fn only_chunks_with_text_arrive() {
+        let chunk = |delta: &str| format!("data:{{\"choices\":[{{\"delta\":{delta}}}],\"usage\":null}}\r\n\r\n");
+        let all = [
+            chunk(r#"{"role":"assistant","content":""}"#),
+            ": alive\n\n".into(),
+            chunk(r#"{"reasoning_content":"hm"}"#),
+            chunk(r#"{"content":"a"}"#),
+            chunk(r#"{"tool_calls":[{"index":0}]}"#),
+            chunk("{}"),
+            format!("event: x\ndata: {USAGE}\n\ndata: [DONE]\n\n"),
+        ];
+        let timeline = RequestTimeline::begin(Instant::now());
+        let answered = read(&mut all.concat().as_bytes(), timeline, &AtomicBool::new(false)).unwrap();
+        assert_eq!(answered.arrivals(), 3);
+    }
+
+    #[test]
+    fn a_stream_that_is_not_whole_is_an_error() {
+        let error = |stream: &str| format!("{:#}", result(stream).unwrap_err());
+        assert!(error("data: {\"choices\":[]}\n\n").contains("ended without data: [DONE]"));
+        assert!(error("data: [DONE]\n\n").contains("stream_options.include_usage"));
+        assert!(error("data: {\"error\":{\"message\":\"too hot\"}}\n\n").contains("error in the stream: too hot"));
+        assert!(error("data: nonsense\n\n").contains("not one of the API"));
+        let stopped = read(&mut &b"data: x\n"[..], RequestTimeline::begin(Instant::now()), &AtomicBool::new(true));
+        assert!(stopped.is_err_and(|why| why.to_string() == "interrupted"));
+    }
+}

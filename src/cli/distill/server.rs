@@ -1,0 +1,270 @@
+//! `medusa distill --endpoint`: an OpenAI-compatible server answers. Needs no libtorch.
+
+use std::cell::Cell;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use serde_json::json;
+use url::Url;
+
+use super::args::{DistillArgs, PromptsUsed, say_resumed};
+use crate::cli::backbone::backbone_config;
+use crate::cli::engine::EngineName;
+use crate::cli::progress::Counter;
+use crate::cli::served::needs_template;
+use crate::cli::{CommonFlags, UsageError, api_key, interrupted, print_json, print_text, prompts};
+use crate::data::chat_template::ChatTemplate;
+use crate::data::prompts::Dialogue;
+use crate::data::tokenize::TextTokenizer;
+use crate::distill::output::{self, Output};
+use crate::distill::render::Renderer;
+use crate::distill::server::ServerAnswerer;
+use crate::distill::server::settings::ServerSettings;
+use crate::distill::server::tally::{ServerCounts, ServerTally};
+use crate::distill::{self, DistillProgress};
+use crate::formats::provenance::DistillProvenance;
+use crate::http::endpoint::{ClientLimits, EndpointClient, ListedModel};
+use crate::model::config::LlamaConfig;
+use crate::plural::counted;
+
+/// Each request in flight has a thread and a connection.
+const MOST_REQUESTS: usize = 1024;
+/// The backbone without its weights.
+struct BackboneTokens {
+    config: LlamaConfig,
+    tokenizer: TextTokenizer,
+    template: Option<ChatTemplate>,
+}
+
+impl BackboneTokens {
+    fn load(folder: &Path, args: &DistillArgs, dialogues: &[Dialogue]) -> anyhow::Result<Self> {
+        let config = backbone_config(folder)?;
+        let template = args.served.template_of(folder)?;
+        let asked = dialogues.iter().position(|dialogue| dialogue.questions.needs_template());
+        if let Some(at) = asked.filter(|_| template.is_none()) {
+            let why = format!("prompt {} is a conversation, and {}", at + 1, needs_template(folder));
+            return Err(UsageError(why).into());
+        }
+        let tokenizer = TextTokenizer::load(folder)?;
+        tokenizer.check_vocabulary(usize::try_from(config.vocab_size)?)?;
+        Ok(Self { config, tokenizer, template })
+    }
+
+    fn renderer(&self) -> Renderer<'_> {
+        Renderer { tokenizer: &self.tokenizer, template: self.template.as_ref() }
+    }
+}
+
+/// Lets the server answer the prompts of this machine's share.
+///
+/// # Errors
+/// An error in the command line, the prompts, the backbone's folder or the output folder; a server without the model; a question that it does
+/// not answer; [`Interrupted`](crate::cli::Interrupted) after Ctrl-C.
+pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    args.check_server_flags()?;
+    if !args.resume {
+        output::check_is_free(&args.out, args.shard)?;
+    }
+    let key = api_key::find(args.server.api_key_file.as_deref())?;
+    let file = prompts::open(&args.prompts, common)?;
+    let dialogues = file.dialogues()?;
+    let all = dialogues.len();
+    let words = args.backbone.as_deref().map(|folder| BackboneTokens::load(folder, args, &dialogues)).transpose()?;
+    let renderer = words.as_ref().map(BackboneTokens::renderer);
+    let endpoint = args.server.endpoint.clone().context("--endpoint is given")?;
+    let timeout = Duration::from_secs(u64::from(args.server.timeout.get()));
+    let limits = ClientLimits { idle: args.server.concurrency.get(), read_timeout: timeout };
+    let client = EndpointClient::new(endpoint, key, limits)?;
+    let model = args.server.model(&client, common)?;
+    let settings = args.settings(args.context(words.as_ref(), &model)?, common);
+    let (dialogues, _) = args.fitting(dialogues, renderer.as_ref(), &settings, common)?;
+    let prompts = PromptsUsed { file: &file, conversations: dialogues.len(), too_long: all - dialogues.len() };
+    let provenance = args.server_provenance(words.as_ref(), &model.id, settings.context, &prompts, common);
+    let mut output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
+    say_resumed(&output, common);
+    let (stop, began, before) = (interrupted(), Instant::now(), output.kept());
+    let asking = args.server_settings(words.as_ref(), model.id, settings.context);
+    let answerer = ServerAnswerer::start(client, asking, renderer.as_ref(), stop)
+        .context("cannot start a thread for each request of --concurrency")?;
+    let progress = ServerProgress::new(&output, answerer.tally(), began, common);
+    let mut tokens = 0;
+    let mut on_step = |now: DistillProgress| {
+        tokens = now.tokens;
+        progress.show(now);
+        if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    let end = distill::run(&dialogues, renderer.as_ref(), &settings, answerer, &mut output, &mut on_step)?;
+    let tally = progress.end();
+    args.check_ended(end, &output)?;
+    let done =
+        ServerRun { too_long: prompts.too_long, resumed: before, tokens, seconds: began.elapsed().as_secs_f64() };
+    done.say_differences(&tally, common);
+    done.print(args, &output, &tally.counts(), common)
+}
+
+impl DistillArgs {
+    fn check_server_flags(&self) -> Result<(), UsageError> {
+        let concurrency = self.server.concurrency;
+        if concurrency.get() > MOST_REQUESTS {
+            return Err(UsageError(format!(
+                "--concurrency {concurrency}: at most {MOST_REQUESTS} requests are in flight"
+            )));
+        }
+        if self.engine.engine != EngineName::Auto || self.served.quantization.is_some() {
+            let why = "--engine and --quantization have no effect with --endpoint: the server decodes; leave them out";
+            return Err(UsageError(why.to_owned()));
+        }
+        Ok(())
+    }
+
+    /// The smallest limit that is known: of the backbone, the server and the flag.
+    fn context(&self, words: Option<&BackboneTokens>, model: &ListedModel) -> anyhow::Result<usize> {
+        let of_backbone = words.map(|words| usize::try_from(words.config.max_position_embeddings)).transpose()?;
+        let of_server = model.max_model_len.map(usize::try_from).transpose()?;
+        let of_flag = self.engine.max_context.map(|tokens| usize::try_from(tokens.get())).transpose()?;
+        Ok([of_backbone, of_server, of_flag].into_iter().flatten().min().unwrap_or(usize::MAX))
+    }
+
+    fn server_settings(&self, words: Option<&BackboneTokens>, model: String, context: usize) -> ServerSettings {
+        ServerSettings {
+            model,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            concurrency: self.server.concurrency.get(),
+            retries: self.server.retries,
+            context,
+            strict: self.fit.strict,
+            eos: words.map_or_else(Vec::new, |words| words.config.eos_token_ids.clone()),
+        }
+    }
+
+    fn server_provenance(
+        &self,
+        words: Option<&BackboneTokens>,
+        model: &str,
+        context: usize,
+        prompts: &PromptsUsed,
+        common: &CommonFlags,
+    ) -> DistillProvenance {
+        let template = words.and_then(|words| words.template.as_ref());
+        DistillProvenance {
+            model: Some(model.to_owned()),
+            endpoint: self.server.endpoint.as_ref().map(Url::to_string),
+            tokenizer_sha256: words.map(|words| words.tokenizer.sha256().to_owned()),
+            chat_template_sha256: template.map(|template| template.sha256().to_owned()),
+            max_context: u32::try_from(context).ok().filter(|_| words.is_some()),
+            ..self.provenance(prompts, common)
+        }
+    }
+}
+
+/// The bar, and the first answer with other tokens.
+struct ServerProgress {
+    counter: Counter,
+    tally: Arc<ServerTally>,
+    began: Instant,
+    before: usize,
+    has_told: Cell<bool>,
+}
+
+impl ServerProgress {
+    fn new(output: &Output, tally: Arc<ServerTally>, began: Instant, common: &CommonFlags) -> Self {
+        let before = output.kept();
+        let counter = Counter::new(output.conversations(), before, "conversations", common);
+        Self { counter, tally, began, before, has_told: false.into() }
+    }
+
+    fn show(&self, now: DistillProgress) {
+        let (seconds, counts) = (self.began.elapsed().as_secs_f64(), self.tally.counts());
+        let rate = |count: usize| count as f64 / seconds;
+        let mut note =
+            format!("{:.1} conversations/s, {:.0} tokens/s", rate(now.conversations - self.before), rate(now.tokens));
+        if counts.retries > 0 {
+            let why = self.tally.last_error().unwrap_or_default();
+            note = format!("{note}, {} (the last: {why})", counted_retries(counts.retries));
+        }
+        self.counter.set(now.conversations, &note);
+        if let Some(fault) =
+            self.tally.first_fault().filter(|_| !self.has_told.replace(self.tally.first_fault().is_some()))
+        {
+            self.counter.say(format_args!("{fault}; the run goes on and counts (--strict makes this an error)"));
+        }
+    }
+
+    fn end(self) -> Arc<ServerTally> {
+        self.tally
+    }
+}
+
+fn counted_retries(retries: usize) -> String {
+    if retries == 1 { "1 retry".to_owned() } else { format!("{retries} retries") }
+}
+
+/// What this run did.
+struct ServerRun {
+    /// Prompts that do not fit.
+    too_long: usize,
+    /// Conversations of earlier runs.
+    resumed: usize,
+    /// New ones, as far as the server tells them.
+    tokens: usize,
+    seconds: f64,
+}
+
+impl ServerRun {
+    fn say_differences(&self, tally: &ServerTally, common: &CommonFlags) {
+        let ServerCounts { prompts_differ, answers_differ, unchecked, other_model, .. } = tally.counts();
+        let first = tally.first_fault().map_or_else(String::new, |fault| format!(" (the first: {fault})"));
+        if prompts_differ + answers_differ > 0 {
+            let (prompts, answers) = (counted(prompts_differ, "prompt"), counted(answers_differ, "answer"));
+            let advice = match prompts_differ {
+                0 => "a model sometimes writes a word in other pieces than its tokenizer",
+                _ => "check that both have the same tokenizer and chat template",
+            };
+            common.say(format_args!(
+                "server and --backbone differ in the tokens of {prompts} and {answers}{first}; {advice}"
+            ));
+        }
+        if other_model > 0 {
+            common.say(format_args!("{} from another model{first}", counted(other_model, "answer")));
+        }
+        if unchecked > 0 {
+            common
+                .say(format_args!("{} could not be checked: the server tells no tokens", counted(unchecked, "prompt")));
+        }
+    }
+
+    fn print(
+        &self,
+        args: &DistillArgs,
+        output: &Output,
+        counts: &ServerCounts,
+        common: &CommonFlags,
+    ) -> anyhow::Result<()> {
+        let Self { too_long, resumed, tokens, seconds } = *self;
+        let (kept, shards) = (output.kept(), output.shards());
+        let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
+        if common.json {
+            let mut summary = json!({
+                "conversations": kept, "resumed": resumed, "tokens": tokens, "seconds": seconds, "tokens_per_second": speed,
+                "shards": shards, "too_long": too_long, "out": args.out,
+            });
+            if let (Some(summary), serde_json::Value::Object(counts)) = (summary.as_object_mut(), json!(counts)) {
+                summary.extend(counts);
+            }
+            return print_json(&summary);
+        }
+        print_text(format_args!(
+            "{} in {} of {}; {} in {seconds:.1} s, {speed:.0} tokens/s, {}",
+            counted(kept, "conversation"),
+            counted(shards, "file"),
+            args.out.display(),
+            counted(tokens, "new token"),
+            counted_retries(counts.retries)
+        ))
+    }
+}

@@ -1,0 +1,167 @@
+//! `--nproc N`: starts the processes of a run on this machine, and waits for them.
+
+use std::env;
+use std::num::NonZeroUsize;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus};
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::cli::{CommonFlags, end, interrupted};
+use crate::torch::process_group::LocalStore;
+use crate::torch::process_group::rendezvous::Rendezvous;
+
+/// How long processes may go on after one has failed. They notice it at the next exchange.
+const GRACE: Duration = Duration::from_secs(10);
+const POLL: Duration = Duration::from_millis(20);
+/// The process that started this one.
+const STARTER: &str = "MEDUSA_STARTER";
+
+/// A process of the run.
+struct RankProcess {
+    rank: usize,
+    process: Child,
+    ended: Option<ExitStatus>,
+    was_killed: bool,
+}
+
+/// Starts `count` processes with the arguments of this one, and ends with their status.
+///
+/// # Errors
+/// If they cannot be started.
+pub(super) fn run(count: NonZeroUsize, common: &CommonFlags) -> anyhow::Result<()> {
+    let stop = interrupted(); // from here on the first signal is passed on
+    let store = LocalStore::start().context("cannot open a port on 127.0.0.1 for the processes to meet")?;
+    let mut workers =
+        (0..count.get()).map(|rank| start(rank, count, store.port(), common)).collect::<Result<Vec<_>, _>>()?;
+    let (mut failed, mut asked) = (None, false); // when the first of them failed; whether a signal was passed on
+    while workers.iter().any(|worker| worker.ended.is_none()) {
+        for worker in &mut workers {
+            let had_ended = worker.ended.is_some();
+            worker.poll()?;
+            if !had_ended && worker.ended.is_some_and(|status| !status.success()) {
+                failed.get_or_insert_with(Instant::now);
+            }
+        }
+        if stop.load(Ordering::Relaxed) && !asked {
+            asked = true;
+            workers.iter_mut().for_each(|worker| worker.signal(Signal::TERM));
+        }
+        if failed.is_some_and(|since| since.elapsed() > GRACE) {
+            workers.iter_mut().for_each(|worker| worker.kill(common));
+        }
+        thread::sleep(POLL);
+    }
+    // Ranks that end because of another have status 1; the other's says more.
+    let own_ends = workers.iter().filter(|worker| !worker.was_killed);
+    match own_ends.map(RankProcess::status).max().unwrap_or(0) {
+        0 => Ok(()),
+        status => end(status),
+    }
+}
+
+/// In a process that [`run`] started: ends with the one that started it.
+///
+/// # Errors
+/// If the system refuses.
+pub(super) fn end_with_starter() -> anyhow::Result<()> {
+    let Ok(starter) = env::var(STARTER) else { return Ok(()) };
+    #[cfg(target_os = "linux")]
+    rustix::process::set_parent_process_death_signal(Some(Signal::TERM)).context("cannot follow the end of --nproc")?;
+    let parent = rustix::process::getppid().map(Pid::as_raw_nonzero);
+    anyhow::ensure!(parent.is_some_and(|parent| parent.to_string() == starter), "the process of --nproc has ended");
+    Ok(())
+}
+
+fn start(rank: usize, count: NonZeroUsize, port: u16, common: &CommonFlags) -> anyhow::Result<RankProcess> {
+    let program = env::current_exe().context("cannot find this program")?;
+    let mut arguments = env::args_os();
+    let mut command = Command::new(&program);
+    command.arg0(arguments.next().unwrap_or_else(|| program.clone().into()));
+    command.args(arguments_of_worker(arguments));
+    command.envs(Rendezvous::variables_of_local(rank, count.get(), port));
+    command.env(STARTER, std::process::id().to_string());
+    if common.threads.is_none() {
+        command.arg("--threads").arg(threads_each(count).to_string());
+    }
+    command.process_group(0); // a terminal's Ctrl-C reaches this process, which passes it on once
+    let process = command.spawn().with_context(|| format!("cannot start {}", program.display()))?;
+    Ok(RankProcess { rank, process, ended: None, was_killed: false })
+}
+
+/// This machine's cores, shared out.
+fn threads_each(count: NonZeroUsize) -> usize {
+    let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    (cores / count).max(1)
+}
+
+/// Without `--nproc`.
+fn arguments_of_worker(arguments: impl Iterator<Item = std::ffi::OsString>) -> Vec<std::ffi::OsString> {
+    let mut is_value = false;
+    let keep = |argument: &std::ffi::OsString| {
+        if std::mem::take(&mut is_value) {
+            return false;
+        }
+        is_value = argument == "--nproc";
+        !is_value && !argument.to_string_lossy().starts_with("--nproc=")
+    };
+    arguments.filter(keep).collect()
+}
+
+impl RankProcess {
+    fn poll(&mut self) -> anyhow::Result<()> {
+        if self.ended.is_none() {
+            self.ended = self.process.try_wait().with_context(|| format!("cannot wait for rank {}", self.rank))?;
+            if let Some(signal) = self.ended.and_then(|status| status.signal()).filter(|_| !self.was_killed) {
+                CommonFlags::print(format_args!("rank {} was ended by signal {signal}", self.rank));
+            }
+        }
+        Ok(())
+    }
+
+    fn signal(&mut self, signal: Signal) {
+        if self.ended.is_none() {
+            let pid = Pid::from_child(&self.process);
+            let _ = kill_process(pid, signal); // it may just have ended
+        }
+    }
+
+    fn kill(&mut self, common: &CommonFlags) {
+        if self.ended.is_none() && !self.was_killed {
+            self.was_killed = true;
+            common.say(format_args!(
+                "rank {} did not end within {} s after another rank failed: killing it",
+                self.rank,
+                GRACE.as_secs()
+            ));
+            let _ = self.process.kill();
+        }
+    }
+
+    /// As a shell tells it.
+    fn status(&self) -> u8 {
+        let status = self.ended.unwrap_or_default();
+        let of_signal = status.signal().map(|signal| 128 + signal);
+        status.code().or(of_signal).and_then(|code| u8::try_from(code).ok()).unwrap_or(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_do_not_start_workers() {
+        let left = |arguments: &[&str]| {
+            let left = arguments_of_worker(arguments.iter().map(Into::into));
+            left.iter().map(|argument| argument.to_string_lossy().into_owned()).collect::<Vec<_>>()
+        };
+        assert_eq!(left(&["r.toml", "--nproc", "4", "--resume"]), ["r.toml", "--resume"]);
+        assert_eq!(left(&["--nproc=4", "r.toml"]), ["r.toml"]);
+        assert_eq!(left(&["r.toml", "--nproc", "--nproc", "--json"]), ["r.toml", "--json"]);
+    }
+}

@@ -1,0 +1,23 @@
+//! How a server is asked.
+
+use crate::numbers::{NonNegative, Probability};
+
+/// How a server is asked.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ServerSettings {
+    pub model: String,
+    /// 0 is greedy.
+    pub temperature: NonNegative,
+    /// 1 is all tokens.
+    pub top_p: Probability,
+    /// Questions at a time.
+    pub concurrency: usize,
+    /// How often a question is asked again.
+    pub retries: u32,
+    /// Most tokens of prompt and answer.
+    pub context: usize,
+    /// An answer of another model, and one whose tokens are others than the backbone's, is an error.
+    pub strict: bool,
+    /// The tokens that end the backbone's texts.
+    pub eos: Vec<i64>,
+}

@@ -1,0 +1,250 @@
+//! An HTTP client of an OpenAI-compatible server.
+
+use std::io::{self, ErrorKind, Read};
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde_json::Value;
+use ureq::{Agent, OrAnyStatus, Request, Response, Transport};
+use url::Url;
+
+use super::EndpointError;
+use super::api_key::ApiKey;
+use super::connection::{proxy, trusted};
+
+/// Path of a conversation's next turn.
+pub const CHAT_COMPLETIONS: &str = "chat/completions";
+/// Path of a text's continuation.
+pub const COMPLETIONS: &str = "completions";
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Connections that a request tries where they are closed without an answer.
+const MOST_CONNECTIONS: usize = 3;
+/// Characters of an error message from the server.
+const LONGEST_MESSAGE: usize = 300;
+/// Bytes of an answer that is no stream.
+const LONGEST_JSON: u64 = 64 << 20;
+
+/// A request that any thread may send.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EndpointRequest {
+    /// Below the endpoint.
+    pub path: &'static str,
+    /// JSON.
+    pub body: String,
+}
+
+/// How a client uses its connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ClientLimits {
+    /// Idle connections that are kept for the next request; as many as there are requests at a time.
+    pub idle: usize,
+    /// Longest wait for the next bytes of an answer.
+    pub read_timeout: Duration,
+}
+
+/// A model of `/v1/models`.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct ListedModel {
+    pub id: String,
+    /// Most tokens of prompt and answer, where the server tells it (vLLM, SGLang).
+    #[serde(default)]
+    pub max_model_len: Option<u64>,
+}
+
+/// Shared by all threads that send requests; each uses a connection of its own.
+#[derive(Debug)]
+pub struct EndpointClient {
+    agent: Agent,
+    endpoint: Url,
+    key: Option<ApiKey>,
+}
+
+impl EndpointClient {
+    /// Sends no request. `endpoint` is an address up to `/v1` (see [`parse_endpoint`]).
+    ///
+    /// # Errors
+    /// A proxy that is no address.
+    pub fn new(endpoint: Url, key: Option<ApiKey>, limits: ClientLimits) -> Result<Self, EndpointError> {
+        let setting = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
+        let agent = ureq::AgentBuilder::new()
+            .redirects(0) // a POST that is redirected would be sent without its body
+            .tls_config(trusted())
+            .timeout_connect(CONNECT_TIMEOUT)
+            .timeout_read(limits.read_timeout)
+            .max_idle_connections(limits.idle)
+            .max_idle_connections_per_host(limits.idle)
+            .user_agent(concat!("medusa-train/", env!("CARGO_PKG_VERSION")));
+        let agent = match proxy(&endpoint, &setting) {
+            Some((variable, address)) => {
+                let proxy = ureq::Proxy::new(address).map_err(|_| EndpointError::Proxy { variable })?; // it would quote a password
+                agent.proxy(proxy)
+            }
+            None => agent,
+        };
+        Ok(Self { agent: agent.build(), endpoint, key })
+    }
+
+    /// Up to `/v1`.
+    pub fn endpoint(&self) -> &Url {
+        &self.endpoint
+    }
+
+    /// The models of `/v1/models`.
+    ///
+    /// # Errors
+    /// [`EndpointError`].
+    pub fn models(&self) -> Result<Vec<ListedModel>, EndpointError> {
+        #[derive(Deserialize)]
+        struct ModelList {
+            data: Vec<ListedModel>,
+        }
+        let sent = self.sent(self.request("GET", "models").call());
+        let body = self.body(sent.and_then(|response| self.success(response))?)?;
+        let list: ModelList = serde_json::from_slice(&body)
+            .map_err(|_| unreadable(format!("{}/models is no list of models", self.endpoint)))?;
+        Ok(list.data)
+    }
+
+    /// Posts a request. Its answer is a success, whose body has not been read.
+    ///
+    /// # Errors
+    /// [`EndpointError`].
+    pub fn post(&self, request: &EndpointRequest) -> Result<Response, EndpointError> {
+        self.connected(request).and_then(|response| self.success(response))
+    }
+
+    /// Posts a request that is answered with JSON.
+    ///
+    /// # Errors
+    /// [`EndpointError`], also for an answer that breaks off or is no JSON.
+    pub fn json(&self, request: &EndpointRequest) -> Result<Value, EndpointError> {
+        let body = self.body(self.post(request)?)?;
+        serde_json::from_slice(&body).map_err(|_| unreadable("the answer is no JSON, or only a part of it".into()))
+    }
+
+    /// Text from outside: the key and control characters are removed, and the length is limited.
+    pub fn clean(&self, text: &str) -> String {
+        let text = self.key.as_ref().map_or_else(|| text.to_owned(), |key| key.removed_from(text));
+        text.chars().filter(|c| !c.is_control()).take(LONGEST_MESSAGE).collect()
+    }
+
+    /// A server may close an idle connection just when the next request is sent: that one is sent again.
+    fn connected(&self, request: &EndpointRequest) -> Result<Response, EndpointError> {
+        let mut connections = 0;
+        loop {
+            connections += 1;
+            let sent = self
+                .request("POST", request.path)
+                .set("Content-Type", "application/json")
+                .send_bytes(request.body.as_bytes());
+            let is_closed = matches!(&sent, Err(ureq::Error::Transport(transport)) if was_closed(transport));
+            if !is_closed || connections == MOST_CONNECTIONS {
+                return self.sent(sent);
+            }
+        }
+    }
+
+    fn request(&self, method: &str, path: &str) -> Request {
+        let request = self.agent.request(method, &format!("{}/{path}", self.endpoint));
+        match &self.key {
+            Some(key) => request.set("Authorization", &key.header()),
+            None => request,
+        }
+    }
+
+    /// A response of any status.
+    fn sent(&self, sent: Result<Response, ureq::Error>) -> Result<Response, EndpointError> {
+        let reason = |transport: Transport| {
+            let source = std::error::Error::source(&transport).map(|source| format!(": {source}"));
+            format!("{}{}", transport.kind(), source.unwrap_or_default())
+        };
+        sent.or_any_status().map_err(|transport| self.unreachable(&reason(transport)))
+    }
+
+    /// Only a success; others are errors with the server's message.
+    fn success(&self, response: Response) -> Result<Response, EndpointError> {
+        let status = response.status();
+        if (200..300).contains(&status) {
+            return Ok(response);
+        }
+        let retry_after = response.header("retry-after").and_then(|text| text.trim().parse().ok()); // a date is not read
+        let mut body = Vec::new();
+        let _ = response.into_reader().take(LONGEST_JSON).read_to_end(&mut body); // without it the status has to do
+        let json: Option<Value> = serde_json::from_slice(&body).ok();
+        let told = json.as_ref().and_then(|json| {
+            let messages = [&json["error"]["message"], &json["error"], &json["message"], &json["detail"]];
+            messages.into_iter().find_map(Value::as_str)
+        });
+        let message = told.map_or_else(|| String::from_utf8_lossy(&body).into_owned(), str::to_owned);
+        let message = self.clean(message.trim());
+        Err(EndpointError::Refused { status, message, retry_after: retry_after.map(Duration::from_secs) })
+    }
+
+    /// The whole of it.
+    fn body(&self, response: Response) -> Result<Vec<u8>, EndpointError> {
+        let mut bytes = Vec::new();
+        match response.into_reader().take(LONGEST_JSON).read_to_end(&mut bytes) {
+            Ok(_) => Ok(bytes),
+            Err(why) => Err(self.unreachable(&format!("the answer broke off: {why}"))),
+        }
+    }
+
+    fn unreachable(&self, reason: &str) -> EndpointError {
+        EndpointError::Unreachable { endpoint: self.endpoint.to_string(), reason: self.clean(reason) }
+    }
+}
+
+fn unreadable(problem: String) -> EndpointError {
+    EndpointError::Unreadable { problem }
+}
+
+/// Whether the connection ended before an answer began.
+fn was_closed(transport: &Transport) -> bool {
+    let source = std::error::Error::source(transport).and_then(|source| source.downcast_ref::<io::Error>());
+    let kinds =
+        [ErrorKind::ConnectionAborted, ErrorKind::ConnectionReset, ErrorKind::BrokenPipe, ErrorKind::UnexpectedEof];
+    source.is_some_and(|error| kinds.contains(&error.kind()))
+}
+
+/// The address of a server, completed to `/v1`.
+///
+/// # Errors
+/// A message with the expected form, without a password that the text may hold.
+pub fn parse_endpoint(text: &str) -> Result<Url, String> {
+    let expected = || "expected an http or https address such as http://127.0.0.1:8000".to_owned();
+    let mut url = Url::parse(text).map_err(|_| expected())?;
+    if !matches!(url.scheme(), "http" | "https") || url.query().is_some() || url.fragment().is_some() {
+        return Err(expected());
+    }
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err("expected no user name or password; a key goes into --api-key-file or MEDUSA_API_KEY".into());
+    }
+    let has_version = url.path().trim_end_matches('/').ends_with("/v1");
+    let mut segments = url.path_segments_mut().map_err(|()| expected())?;
+    segments.pop_if_empty().extend((!has_version).then_some("v1"));
+    drop(segments);
+    Ok(url)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_ends_in_the_version_of_the_api() {
+        for (text, url) in [
+            ("http://h:8000", "http://h:8000/v1"),
+            ("http://h:8000/", "http://h:8000/v1"),
+            ("http://h/v1", "http://h/v1"),
+            ("https://h/openai/v1/", "https://h/openai/v1"),
+            ("http://[::1]:1/proxy", "http://[::1]:1/proxy/v1"),
+        ] {
+            assert_eq!(parse_endpoint(text).map(String::from), Ok(url.into()), "{text}");
+        }
+        for text in ["h:8000", "127.0.0.1:8000", "ftp://h", "http://h?key=1", ""] {
+            assert!(parse_endpoint(text).is_err_and(|why| why.contains("http://127.0.0.1:8000")), "{text}");
+        }
+        assert!(parse_endpoint("http://me:secret@h").is_err_and(|why| !why.contains("secret")));
+    }
+}

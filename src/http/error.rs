@@ -1,0 +1,69 @@
+//! Errors of servers.
+
+use std::time::Duration;
+
+/// Statuses below 500 that ask for another try: a request that took too long, a conflict, one that came too early, a rate limit.
+const TEMPORARY: [u16; 4] = [408, 409, 425, TOO_MANY_REQUESTS];
+/// Statuses from 500 on that no other try changes: not implemented, an unknown version of HTTP.
+const PERMANENT: [u16; 2] = [501, 505];
+
+pub(super) const TOO_MANY_REQUESTS: u16 = 429;
+
+/// Why a server did not answer. No text holds the API key.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum EndpointError {
+    /// There is no connection, or it ended before the answer did.
+    #[error("no answer from {endpoint}: {reason}")]
+    Unreachable {
+        /// Up to `/v1`.
+        endpoint: String,
+        reason: String,
+    },
+    /// A status that is no success.
+    #[error("status {status}: {message}")]
+    Refused {
+        status: u16,
+        /// The server's.
+        message: String,
+        /// The wait that the server asks for.
+        retry_after: Option<Duration>,
+    },
+    /// The answer is cut off, or is something else than was asked for.
+    #[error("{problem}")]
+    Unreadable { problem: String },
+    /// The proxy of an environment variable. Its value may hold a password.
+    #[error("{variable}: expected an address such as http://host:port")]
+    Proxy { variable: &'static str },
+}
+
+impl EndpointError {
+    /// Whether the same request may be answered later.
+    pub fn is_temporary(&self) -> bool {
+        match self {
+            Self::Unreachable { .. } | Self::Unreadable { .. } => true,
+            Self::Refused { status, .. } => TEMPORARY.contains(status) || *status >= 500 && !PERMANENT.contains(status),
+            Self::Proxy { .. } => false,
+        }
+    }
+
+    /// The status, if there is one.
+    pub fn status(&self) -> Option<u16> {
+        match self {
+            Self::Refused { status, .. } => Some(*status),
+            _ => None,
+        }
+    }
+
+    /// The wait that a busy server asks for; `None` for every other error and where it names no wait.
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Refused { retry_after, .. } => *retry_after,
+            _ => None,
+        }
+    }
+
+    /// Whether the server limits the rate of requests (status 429).
+    pub fn is_rate_limit(&self) -> bool {
+        self.status() == Some(TOO_MANY_REQUESTS)
+    }
+}

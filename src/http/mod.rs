@@ -1,0 +1,9 @@
+//! HTTP clients: which certificates and proxies they use, and a client of OpenAI-compatible servers with its key.
+
+pub mod api_key;
+pub mod backoff;
+pub mod connection;
+pub mod endpoint;
+mod error;
+
+pub use error::EndpointError;

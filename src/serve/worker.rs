@@ -1,0 +1,311 @@
+//! The thread that decodes: takes jobs as they come, runs a step of all open texts, and tells each text's events.
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::sync::mpsc::Receiver;
+
+use super::job::Job;
+use super::metrics::ServerMetrics;
+use super::open_text::{OpenText, failure};
+use crate::data::tokenize::TextTokenizer;
+use crate::decode::DecodeLoop;
+use crate::decode::batch::SequenceBatch;
+use crate::decode::error::DecodeError;
+use crate::decode::request::{Generation, ToldTokens};
+use crate::decode::step::Drafting;
+
+/// How the texts of a server are decoded.
+#[derive(Debug)]
+pub enum TextDecoding<'a> {
+    /// Several in a step.
+    Together(Box<SequenceBatch<'a>>),
+    /// One after the other, by a loop without batches.
+    OneByOne(Box<dyn DecodeLoop + 'a>),
+}
+
+/// Decodes the jobs of a server.
+#[derive(Debug)]
+pub struct Worker<'a> {
+    decoding: TextDecoding<'a>,
+    tokenizer: &'a TextTokenizer,
+    metrics: ServerMetrics,
+    /// In the order in which they came.
+    open: BTreeMap<usize, OpenText<'a>>,
+    next_key: usize,
+}
+
+impl<'a> Worker<'a> {
+    /// Without texts.
+    pub fn new(decoding: TextDecoding<'a>, tokenizer: &'a TextTokenizer, metrics: ServerMetrics) -> Self {
+        Self { decoding, tokenizer, metrics, open: BTreeMap::new(), next_key: 0 }
+    }
+
+    /// Decodes until nobody can send jobs any more.
+    pub fn run(mut self, jobs: &Receiver<Job>) {
+        loop {
+            if self.open.is_empty() {
+                let Ok(job) = jobs.recv() else { return };
+                self.enter(job);
+            }
+            jobs.try_iter().for_each(|job| self.enter(job));
+            self.let_abandoned_go();
+            self.step();
+            match &self.decoding {
+                TextDecoding::Together(batch) => self.gauge(batch.running_and_waiting().0, batch.prefix_bytes()),
+                TextDecoding::OneByOne(_) => self.gauge(0, 0),
+            }
+        }
+    }
+
+    fn enter(&mut self, job: Job) {
+        let key = self.next_key;
+        self.next_key += 1;
+        let entered = match &mut self.decoding {
+            TextDecoding::Together(batch) => batch.enter(key, &job.text.request()),
+            TextDecoding::OneByOne(_) => Ok(()),
+        };
+        match entered {
+            Ok(()) => {
+                self.open.insert(key, OpenText::new(job, self.tokenizer));
+            }
+            Err(error) => {
+                job.tell(failure(&error));
+            }
+        }
+    }
+
+    /// Texts whose clients have gone leave at once.
+    fn let_abandoned_go(&mut self) {
+        let abandoned = self.open.iter().filter(|(_, text)| text.job.events.is_closed()).map(|(key, _)| *key);
+        for key in abandoned.collect::<Vec<_>>() {
+            let text = self.open.remove(&key);
+            let generation = match &mut self.decoding {
+                TextDecoding::Together(batch) => batch.cancel(key),
+                TextDecoding::OneByOne(_) => None,
+            };
+            if let (Some(text), Some(Ok(generation))) = (text, generation) {
+                self.count(&text, &generation);
+            }
+        }
+    }
+
+    fn step(&mut self) {
+        match &mut self.decoding {
+            TextDecoding::Together(batch) => {
+                let (open, metrics) = (&mut self.open, &self.metrics);
+                let stepped = batch.step_telling(&mut |key, told| match open.get_mut(&key) {
+                    Some(text) => text.take(told, metrics),
+                    None => ControlFlow::Break(()),
+                });
+                match stepped {
+                    Ok(ended) => ended.into_iter().for_each(|(key, generation)| self.end(key, generation)),
+                    Err(error) => self.fail(&error),
+                }
+            }
+            TextDecoding::OneByOne(_) if self.open.is_empty() => {} // the only client has gone
+            TextDecoding::OneByOne(_) => {
+                self.gauge(1, 0);
+                self.decode_oldest();
+            }
+        }
+    }
+
+    fn decode_oldest(&mut self) {
+        let Some((key, text)) = self.open.iter_mut().next() else { return };
+        let TextDecoding::OneByOne(decoding) = &mut self.decoding else { return };
+        let (key, written) = (*key, text.job.text.clone());
+        let metrics = &self.metrics;
+        let generation =
+            decoding.decode(Drafting::On, &written.request(), &mut |ids| match text.job.events.is_closed() {
+                true => ControlFlow::Break(()),
+                false => text.take(ToldTokens { ids, scored: &[] }, metrics),
+            });
+        self.end(key, generation);
+    }
+
+    fn end(&mut self, key: usize, generation: Result<Generation, DecodeError>) {
+        let Some(text) = self.open.remove(&key) else { return };
+        if let Ok(generation) = &generation {
+            self.count(&text, generation);
+        }
+        text.end(generation);
+    }
+
+    /// A step that failed: all its texts fail, and the next ones begin anew.
+    fn fail(&mut self, error: &DecodeError) {
+        if let TextDecoding::Together(batch) = &mut self.decoding {
+            batch.clear();
+        }
+        for text in std::mem::take(&mut self.open).into_values() {
+            text.job.tell(failure(error));
+        }
+    }
+
+    fn count(&self, text: &OpenText, generation: &Generation) {
+        let metrics = &self.metrics;
+        metrics.prompt_tokens.inc_by(text.job.text.prompt.len() as u64);
+        metrics.cached_tokens.inc_by(generation.cached as u64);
+        metrics.count_text(generation.tally(), [generation.proposed, generation.accepted()]);
+    }
+
+    fn gauge(&self, running: usize, prefix_bytes: usize) {
+        let gauges = [
+            (&self.metrics.running, running),
+            (&self.metrics.waiting, self.open.len() - running),
+            (&self.metrics.prefix_bytes, prefix_bytes),
+        ];
+        gauges.into_iter().for_each(|(gauge, value)| gauge.set(i64::try_from(value).unwrap_or(i64::MAX)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::num::NonZeroUsize;
+    use std::path::Path;
+    use std::rc::Rc;
+    use std::sync::Arc;
+    use std::time::Instant;
+
+    use tch::{Device, Kind, Tensor};
+    use tokio::sync::Semaphore;
+    use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+    use super::super::job::{TextEvent, TextSettings, WantedText};
+    use super::*;
+    use crate::engine::sample::{Sampling, Stream};
+    use crate::engine::tch::TchEngine;
+    use crate::engine::{Engine, RowTokens};
+    use crate::model::config::LlamaConfig;
+    use crate::model::kv_cache::KvCache;
+    use crate::model::llama::Llama;
+    use crate::numbers::{Finite, NonNegative, Positive};
+    use crate::torch::raise;
+
+    /// Fails once where it is told to, and runs out of memory above so many tokens of a text.
+    #[derive(Debug)]
+    struct Failing<'a> {
+        engine: TchEngine<'a>,
+        fails: Rc<Cell<bool>>,
+        most_tokens: i64,
+    }
+
+    impl Engine for Failing<'_> {
+        fn name(&self) -> &'static str {
+            self.engine.name()
+        }
+
+        fn backbone(&self) -> &Llama {
+            self.engine.backbone()
+        }
+
+        fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
+            if self.fails.take() {
+                raise("a kernel failed on the GPU: CUDA_ERROR_ILLEGAL_ADDRESS");
+            }
+            if batch.iter().any(|new| cache.len(new.row) + new.nodes.len() > self.most_tokens) {
+                raise("CUDA out of memory");
+            }
+            self.engine.extend(cache, tokens_n, batch)
+        }
+
+        fn logits(&self, hidden_nh: &Tensor) -> Tensor {
+            self.engine.logits(hidden_nh)
+        }
+    }
+
+    type Events = UnboundedReceiver<(usize, TextEvent)>;
+
+    fn job(prompt: &[i64], max_new_tokens: usize) -> (Job, Events) {
+        let settings = TextSettings {
+            max_new_tokens,
+            sampling: Sampling::of_temperature(NonNegative::ZERO),
+            repetition_penalty: Positive::ONE,
+            frequency_penalty: Finite::ZERO,
+            presence_penalty: Finite::ZERO,
+            stop: vec![],
+            logprobs: None,
+            acceptance: None,
+        };
+        let text = WantedText { prompt: prompt.into(), settings: settings.into(), stream: Stream::default() };
+        let (events, heard) = unbounded_channel();
+        let place = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("a place");
+        (Job { text, choice: 0, events, place, since: Instant::now() }, heard)
+    }
+
+    /// The ids of a text that ended, or why it failed.
+    fn outcome(heard: &mut Events) -> Result<Vec<i64>, String> {
+        let mut ids = vec![];
+        while let Ok((_, event)) = heard.try_recv() {
+            match event {
+                TextEvent::Piece(piece) => ids.extend(piece.ids),
+                TextEvent::Ended(piece, _) => return Ok([ids, piece.ids].concat()),
+                TextEvent::Failed(why) | TextEvent::Refused(why) => return Err(why),
+            }
+        }
+        panic!("it has neither ended nor failed, after {ids:?}")
+    }
+
+    fn answer(worker: &mut Worker, jobs: Vec<Job>) {
+        jobs.into_iter().for_each(|job| worker.enter(job));
+        while !worker.open.is_empty() {
+            worker.step();
+        }
+    }
+
+    /// Decodes with a worker whose engine fails when the cell is set.
+    fn with_worker(check: impl FnOnce(Worker, &Cell<bool>)) {
+        tch::set_num_threads(1);
+        let llama = Llama::random(LlamaConfig::tiny(), Kind::Double, Device::Cpu, 3);
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone");
+        let tokenizer = TextTokenizer::load(&folder).expect("a tokenizer");
+        let fails = Rc::new(Cell::new(false));
+        let engine = Failing { engine: TchEngine::for_batches(&llama), fails: fails.clone(), most_tokens: 40 };
+        let batch = SequenceBatch::new(Box::new(engine), None, NonZeroUsize::new(4).expect("above 0"));
+        let decoding = TextDecoding::Together(Box::new(batch.with_prefix_cache(1 << 20)));
+        check(Worker::new(decoding, &tokenizer, ServerMetrics::new().expect("metrics")), &fails);
+    }
+
+    #[test]
+    fn a_text_that_does_not_fit_fails_alone() {
+        with_worker(|mut worker, _| {
+            let length = |text: i64| if text == 2 { 30 } else { 5 + text };
+            let prompt = |text| (0..length(text)).map(|at| (at * at + text) % 50).collect();
+            let prompts: Vec<Vec<i64>> = (0..6).map(prompt).collect();
+            let mut texts = |most: [usize; 6]| -> Vec<Result<Vec<i64>, String>> {
+                let (jobs, mut heard): (Vec<_>, Vec<_>) =
+                    prompts.iter().zip(most).map(|(ids, most)| job(ids, most)).unzip();
+                answer(&mut worker, jobs);
+                heard.iter_mut().map(outcome).collect()
+            };
+            let all = texts([20, 20, 8, 20, 20, 20]);
+            assert!(
+                all.iter()
+                    .zip([20, 20, 8, 20, 20, 20])
+                    .all(|(text, most)| text.as_ref().is_ok_and(|ids| ids.len() == most))
+            );
+            let mut but_one = texts([20, 20, 30, 20, 20, 20]);
+            let why = std::mem::replace(&mut but_one[2], all[2].clone()).expect_err("it does not fit");
+            assert!(why.contains("does not fit the memory") && why.contains("fewer new tokens"), "{why}");
+            assert_eq!(but_one, all);
+        });
+    }
+
+    #[test]
+    fn after_an_error_all_texts_fail_and_the_next_ones_are_answered() {
+        with_worker(|mut worker, fails| {
+            let texts = |worker: &mut Worker| -> Vec<Result<Vec<i64>, String>> {
+                let (jobs, mut heard): (Vec<_>, Vec<_>) = (1..6).map(|id| job(&[id, 7, 9], 12)).unzip();
+                answer(worker, jobs);
+                heard.iter_mut().map(outcome).collect()
+            };
+            let before = texts(&mut worker);
+            fails.set(true);
+            for text in texts(&mut worker) {
+                assert!(text.expect_err("the engine failed").contains("CUDA_ERROR_ILLEGAL_ADDRESS"));
+            }
+            assert!(before.iter().all(Result::is_ok));
+            assert_eq!(texts(&mut worker), before);
+        });
+    }
+}

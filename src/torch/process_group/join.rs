@@ -1,0 +1,113 @@
+//! How processes meet: each leaves its numbers in the store and reads those of the others.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::c10d::{C10dError, Store};
+use super::rendezvous::{LocalRank, Rendezvous};
+
+/// The longest wait for processes to start. A cluster starts those of a job within seconds of each other.
+const LONGEST_WAIT: Duration = Duration::from_secs(300);
+
+/// Why the processes of a run did not come together.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum JoinError {
+    /// Another program listens on the port of the store.
+    #[error(
+        "port {port} of this machine is taken by another program: set MASTER_PORT to a free one, the same for all processes"
+    )]
+    PortTaken { port: u16 },
+    /// The store does not answer.
+    #[error(
+        "rank 0 was not reached at {host}:{port} ({reason}): check MASTER_ADDR and MASTER_PORT, and that the process with RANK=0 was started there"
+    )]
+    NoStore {
+        host: String,
+        port: u16,
+        /// The words of libtorch.
+        reason: String,
+    },
+    /// Two processes have one rank.
+    #[error("two processes have RANK={rank}: give each of the {world_size} processes its own, from 0 to {}", world_size - 1)]
+    RankTaken { rank: usize, world_size: usize },
+    /// Ranks that did not come.
+    #[error(
+        "only {} of {world_size} processes came within {seconds} s; missing: {}; start them, or correct WORLD_SIZE",
+        world_size - missing.len(),
+        ranks(missing)
+    )]
+    Missing { missing: Vec<usize>, world_size: usize, seconds: u64 },
+    /// Another rank expects another number of processes.
+    #[error("rank {rank} was started with WORLD_SIZE={theirs}, this process with {ours}: all need the same")]
+    OtherWorldSize { rank: usize, theirs: String, ours: usize },
+    /// gloo could not connect the processes.
+    #[error(
+        "the processes cannot connect to each other ({reason}): set GLOO_SOCKET_IFNAME to the network interface that joins the machines"
+    )]
+    Unconnected {
+        /// The words of gloo.
+        reason: String,
+    },
+}
+
+impl JoinError {
+    pub(super) fn connecting(C10dError(reason): C10dError) -> Self {
+        Self::Unconnected { reason }
+    }
+}
+
+fn ranks(missing: &[usize]) -> String {
+    let listed: Vec<String> = missing.iter().take(8).map(|rank| format!("rank {rank}")).collect();
+    let more = if missing.len() > listed.len() { ", …" } else { "" };
+    format!("{}{more}", listed.join(", "))
+}
+
+/// Waits for all processes; returns the store, and which of its machine's processes this is.
+pub(super) fn meet(rendezvous: &Rendezvous, timeout: Duration) -> Result<(Store, LocalRank), JoinError> {
+    let (deadline, wait) = (Instant::now() + timeout.min(LONGEST_WAIT), timeout.min(LONGEST_WAIT));
+    let store = open(rendezvous, wait)?;
+    let lost = |C10dError(reason)| no_store(rendezvous, reason);
+    let &Rendezvous { rank, world_size, .. } = rendezvous;
+    if store.add(&format!("count/{rank}"), 1).map_err(lost)? > 1 {
+        return Err(JoinError::RankTaken { rank, world_size });
+    }
+    let machine = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    store.set(&key(rank), &format!("{world_size} {machine}")).map_err(lost)?;
+    let mut machines = BTreeMap::new();
+    let mut missing = vec![];
+    for other in 0..world_size {
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(10));
+        let Ok(value) = store.get(&key(other), left) else {
+            missing.push(other);
+            continue;
+        };
+        let (theirs, machine) = value.split_once(' ').unwrap_or((&value, ""));
+        if theirs != world_size.to_string() {
+            return Err(JoinError::OtherWorldSize { rank: other, theirs: theirs.to_owned(), ours: world_size });
+        }
+        machines.insert(other, machine.to_owned());
+    }
+    if !missing.is_empty() {
+        return Err(JoinError::Missing { missing, world_size, seconds: wait.as_secs() });
+    }
+    let of_this_machine = |other: &&usize| machines[*other] == machine;
+    let world_size = machines.keys().filter(of_this_machine).count();
+    let before = machines.keys().filter(of_this_machine).filter(|other| **other < rank).count();
+    Ok((store, rendezvous.local.unwrap_or(LocalRank { rank: before, world_size })))
+}
+
+fn key(rank: usize) -> String {
+    format!("joined/{rank}")
+}
+
+fn open(rendezvous: &Rendezvous, wait: Duration) -> Result<Store, JoinError> {
+    let Rendezvous { host, port, serves_store, prefix, .. } = rendezvous;
+    Store::open(host, *port, *serves_store, prefix, wait).map_err(|C10dError(reason)| match reason {
+        reason if *serves_store && reason.contains("EADDRINUSE") => JoinError::PortTaken { port: *port },
+        reason => no_store(rendezvous, reason),
+    })
+}
+
+fn no_store(rendezvous: &Rendezvous, reason: String) -> JoinError {
+    JoinError::NoStore { host: rendezvous.host.clone(), port: rendezvous.port, reason }
+}

@@ -1,0 +1,116 @@
+//! Ranks as threads of this process: each has a connection of its own, as a process has.
+
+use std::thread;
+
+use tch::{Device, Kind};
+
+use super::*;
+
+/// Runs `body` as each of `world_size` ranks; returns what they return, by rank.
+fn ranks<T: Send>(world_size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    let server = LocalStore::start().expect("a store");
+    let port = server.port();
+    thread::scope(|scope| {
+        let start = |rank| {
+            let body = &body;
+            scope.spawn(move || {
+                let variables = Rendezvous::variables_of_local(rank, world_size, port);
+                let value = |name: &str| Some(variables.iter().find(|(known, _)| *known == name)?.1.clone());
+                let place = Rendezvous::from(&value).expect("variables").expect("several processes");
+                body(ProcessGroup::join(&place, Duration::from_secs(20)).expect("all ranks come"))
+            })
+        };
+        let threads: Vec<_> = (0..world_size).map(start).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a rank")).collect()
+    })
+}
+
+fn floats(tensor: &Tensor) -> Vec<f64> {
+    Vec::try_from(tensor.to_kind(Kind::Double)).expect("a vector")
+}
+
+#[test]
+fn sums_copies_and_shares_of_all_dtypes() {
+    for world_size in [2, 3, 4] {
+        ranks(world_size, |group| {
+            let (rank, world_size) = (group.rank() as f64, group.world_size() as f64);
+            for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half, Kind::Int64] {
+                let of_rank = || Tensor::full([5], rank + 1.0, (kind, Device::Cpu));
+                let sum = of_rank();
+                group.all_reduce(&sum).unwrap();
+                assert_eq!(floats(&sum), [world_size * (world_size + 1.0) / 2.0; 5], "{kind:?}");
+                let copy = of_rank();
+                group.broadcast(&copy, 1).unwrap();
+                assert_eq!(floats(&copy), [2.0; 5], "{kind:?}");
+                let shares_wn = Tensor::full([2 * group.world_size() as i64], -1.0, (kind, Device::Cpu));
+                let _ = group.share_of(&shares_wn).fill_(rank);
+                group.all_gather(&shares_wn).unwrap();
+                let expected: Vec<f64> = (0..2 * group.world_size()).map(|i| (i / 2) as f64).collect();
+                assert_eq!(floats(&shares_wn), expected, "{kind:?}");
+                group.reduce_scatter(&shares_wn).unwrap();
+                assert_eq!(floats(&group.share_of(&shares_wn)), [rank * world_size; 2], "{kind:?}");
+            }
+        });
+    }
+}
+
+#[test]
+fn bytes_of_different_lengths_arrive() {
+    let sent = [&b"first"[..], b"", b"the third is longer"];
+    for received in ranks(3, |group| group.all_gather_bytes(sent[group.rank()]).unwrap()) {
+        assert_eq!(received, sent);
+    }
+}
+
+#[test]
+fn processes_know_how_many_run_on_their_machine() {
+    let locals = ranks(3, |group| group.local());
+    assert_eq!(locals, [0, 1, 2].map(|rank| LocalRank { rank, world_size: 3 }));
+}
+
+#[test]
+fn a_rank_that_ended_is_told_to_the_others() {
+    let errors = ranks(3, |group| {
+        if group.rank() == 1 {
+            return None;
+        }
+        let sum = Tensor::ones([1 << 16], (Kind::Float, Device::Cpu));
+        (0..3).find_map(|_| group.all_reduce(&sum).err())
+    });
+    for error in [&errors[0], &errors[2]] {
+        assert!(matches!(error, Some(CollectiveError::Lost { .. })), "{error:?}");
+    }
+}
+
+fn place(rank: usize, world_size: usize, port: u16) -> Rendezvous {
+    let host = "127.0.0.1".to_owned();
+    Rendezvous { rank, world_size, local: None, host, port, serves_store: false, prefix: "test".into() }
+}
+
+/// What a process is told that has this place, and two seconds.
+fn told(place: &Rendezvous) -> String {
+    ProcessGroup::join(place, Duration::from_secs(2)).expect_err("others are missing").to_string()
+}
+
+#[test]
+fn missing_and_doubled_ranks_and_other_sizes_are_told() {
+    let server = LocalStore::start().expect("a store");
+    let port = server.port();
+    let missing = told(&place(0, 4, port));
+    assert!(missing.contains("only 1 of 4 processes came within 2 s; missing: rank 1, rank 2, rank 3"), "{missing}");
+    let doubled = told(&place(0, 4, port));
+    assert!(doubled.contains("two processes have RANK=0"), "{doubled}");
+    let other = told(&place(1, 2, port));
+    assert!(other.contains("rank 0 was started with WORLD_SIZE=4, this process with 2"), "{other}");
+}
+
+#[test]
+fn a_taken_port_and_an_absent_rank_0_are_told() {
+    let listener = std::net::TcpListener::bind("0.0.0.0:0").expect("a free port");
+    let port = listener.local_addr().expect("an address").port();
+    let taken = told(&Rendezvous { serves_store: true, ..place(0, 2, port) });
+    assert!(taken.contains(&format!("port {port} of this machine is taken")), "{taken}");
+    drop(listener);
+    let absent = told(&place(1, 2, port));
+    assert!(absent.contains(&format!("rank 0 was not reached at 127.0.0.1:{port}")), "{absent}");
+}
