@@ -63,13 +63,20 @@ pub trait Collective: Debug {
 }
 
 /// Why ranks could not compute something together.
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CollectiveError {
     /// The connection to another rank broke: its process ended.
     #[error(
         "another process ended during {operation} ({reason}): its own messages say why; when that is mended, start all processes again with --resume"
     )]
     Lost {
+        operation: &'static str,
+        /// The words of the library.
+        reason: String,
+    },
+    /// The library of the GPUs could not do it.
+    #[error("{operation} failed: {reason}; with NCCL_DEBUG=WARN in the environment, NCCL itself writes more")]
+    Failed {
         operation: &'static str,
         /// The words of the library.
         reason: String,

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -59,13 +60,16 @@ std::vector<at::Tensor> list_of(const at::Tensor* tensor) {
 
 extern "C" {
 
-// With `serves` this process is the server; port 0 then takes a free one.
-int medusa_store_open(const char* host, uint16_t port, bool serves, const char* prefix, int64_t timeout_ms, Store** out, char* text, size_t capacity) {
+// With a `listener`, a socket that is bound to `port` and becomes the server's, this process is the server; without one it is -1.
+int medusa_store_open(const char* host, uint16_t port, int listener, const char* prefix, int64_t timeout_ms, Store** out, char* text, size_t capacity) {
   return guarded({text, capacity}, [&] {
     c10::initLogging();  // reads TORCH_CPP_LOG_LEVEL, which src/cli/launcher.rs sets
     c10d::TCPStoreOptions options;
     options.port = port;
-    options.isServer = serves;
+    options.isServer = listener >= 0;
+    if (options.isServer) {
+      options.masterListenFd = listener;
+    }
     options.waitWorkers = false;
     options.timeout = milliseconds(timeout_ms);
     auto store = c10::make_intrusive<c10d::TCPStore>(std::string(host), options);
@@ -100,15 +104,19 @@ void medusa_store_close(Store* store) {
   delete store;
 }
 
-// `address`: that of the network card to use, or null for the one that the machine's name resolves to; GLOO_SOCKET_IFNAME overrides both.
+// `address`: that of the network card to use, or null for the one that the machine's name resolves to. GLOO_SOCKET_IFNAME overrides both: names of
+// interfaces with commas between them, which operations take in turn, as in PyTorch.
 int medusa_group_open(Store* store, int rank, int world_size, const char* address, int64_t timeout_ms, Group** out, char* text, size_t capacity) {
   return guarded({text, capacity}, [&] {
     auto options = c10d::ProcessGroupGloo::Options::create(milliseconds(timeout_ms));
-    const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-    options->devices.push_back(
-        interface ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
-        : address ? c10d::ProcessGroupGloo::createDeviceForHostname(address)
-                  : c10d::ProcessGroupGloo::createDefaultDevice());
+    const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME");
+    std::istringstream names(interfaces ? interfaces : "");
+    for (std::string name; std::getline(names, name, ',');) {
+      options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(name));
+    }
+    if (options->devices.empty()) {
+      options->devices.push_back(address ? c10d::ProcessGroupGloo::createDeviceForHostname(address) : c10d::ProcessGroupGloo::createDefaultDevice());
+    }
     *out = new Group{c10::make_intrusive<c10d::ProcessGroupGloo>(store->keys, rank, world_size, options)};
   });
 }

@@ -3,6 +3,8 @@
 #![expect(unsafe_code, reason = "calls C functions over C++ objects of libtorch")]
 
 use std::ffi::{CStr, CString, c_char, c_int};
+use std::net::TcpListener;
+use std::os::fd::IntoRawFd;
 use std::ptr::{self, NonNull};
 use std::time::Duration;
 
@@ -28,7 +30,7 @@ unsafe extern "C" {
     fn medusa_store_open(
         host: *const c_char,
         port: u16,
-        serves: bool,
+        listener: c_int,
         prefix: *const c_char,
         timeout_ms: i64,
         out: *mut *mut RawStore,
@@ -111,21 +113,22 @@ unsafe impl Send for Store {}
 unsafe impl Send for GlooGroup {}
 
 impl Store {
-    /// Connects to the server of the store, or is it; then port 0 is a free one. Keys are below `prefix`.
+    /// Connects to the server of the store; with a `listener` on `port`, it is the server, too. Keys are below `prefix`.
     pub(super) fn open(
         host: &str,
         port: u16,
-        serves: bool,
+        listener: Option<TcpListener>,
         prefix: &str,
         timeout: Duration,
     ) -> Result<Self, C10dError> {
         let (host, prefix, mut store) = (c_string(host)?, c_string(prefix)?, ptr::null_mut());
-        // SAFETY: the strings and `store` live during the call.
+        let listener = listener.map_or(-1, IntoRawFd::into_raw_fd);
+        // SAFETY: the strings and `store` live during the call; the socket belongs to the server from now on.
         called(|text, capacity| unsafe {
             medusa_store_open(
                 host.as_ptr(),
                 port,
-                serves,
+                listener,
                 prefix.as_ptr(),
                 milliseconds(timeout),
                 &raw mut store,

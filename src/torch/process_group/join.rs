@@ -1,7 +1,9 @@
 //! How processes meet: each leaves its numbers in the store and reads those of the others.
 
 use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
 use super::c10d::{C10dError, Store};
 use super::rendezvous::{LocalRank, Rendezvous};
@@ -71,7 +73,7 @@ pub(super) fn meet(rendezvous: &Rendezvous, timeout: Duration) -> Result<(Store,
     if store.add(&format!("count/{rank}"), 1).map_err(lost)? > 1 {
         return Err(JoinError::RankTaken { rank, world_size });
     }
-    let machine = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let machine = machine_id();
     store.set(&key(rank), &format!("{world_size} {machine}")).map_err(lost)?;
     let mut machines = BTreeMap::new();
     let mut missing = vec![];
@@ -96,16 +98,37 @@ pub(super) fn meet(rendezvous: &Rendezvous, timeout: Duration) -> Result<(Store,
     Ok((store, rendezvous.local.unwrap_or(LocalRank { rank: before, world_size })))
 }
 
+/// The same in all processes of a machine, and in no other machine's: several may have one name.
+pub(in crate::torch) fn machine_id() -> String {
+    let of_boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned());
+    of_boot.unwrap_or_else(|_| rustix::system::uname().nodename().to_string_lossy().into_owned())
+}
+
 fn key(rank: usize) -> String {
     format!("joined/{rank}")
 }
 
 fn open(rendezvous: &Rendezvous, wait: Duration) -> Result<Store, JoinError> {
     let Rendezvous { host, port, serves_store, prefix, .. } = rendezvous;
-    Store::open(host, *port, *serves_store, prefix, wait).map_err(|C10dError(reason)| match reason {
-        reason if *serves_store && reason.contains("EADDRINUSE") => JoinError::PortTaken { port: *port },
-        reason => no_store(rendezvous, reason),
-    })
+    let listener = serves_store.then(|| listener(host, *port)).transpose().map_err(|error| match error.kind() {
+        io::ErrorKind::AddrInUse => JoinError::PortTaken { port: *port },
+        _ => no_store(rendezvous, error.to_string()),
+    })?;
+    Store::open(host, *port, listener, prefix, wait).map_err(|C10dError(reason)| no_store(rendezvous, reason))
+}
+
+/// The socket of the store: c10d itself listens on all interfaces of the machine. The address of `MASTER_ADDR` is enough if it is one; a
+/// name may stand for other addresses on other machines, and an address that is not this machine's is translated on the way to it.
+pub(super) fn listener(host: &str, port: u16) -> io::Result<TcpListener> {
+    let host = if host == "localhost" { "127.0.0.1" } else { host };
+    if let Ok(address) = host.parse::<IpAddr>() {
+        match TcpListener::bind((address, port)) {
+            Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => (),
+            bound => return bound,
+        }
+    }
+    let all: [SocketAddr; 2] = [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()];
+    TcpListener::bind(&all[..])
 }
 
 fn no_store(rendezvous: &Rendezvous, reason: String) -> JoinError {

@@ -9,21 +9,29 @@ use tch::{Device, Tensor};
 use crate::torch::collective::{Collective, CollectiveError};
 
 mod c10d;
+mod communicators;
 mod join;
 mod nccl;
 pub mod rendezvous;
 
 use c10d::{C10dError, GlooGroup, Store};
+use communicators::Communicators;
 pub use join::JoinError;
-use nccl::{Nccl, NcclError, UniqueId};
+pub(super) use join::machine_id;
+use nccl::{Communicator, NcclError};
 use rendezvous::{LocalRank, Rendezvous};
+
+/// This machine, for itself.
+const LOOPBACK: &str = "127.0.0.1";
 
 /// A run of several processes, each connected to each other.
 #[derive(Debug)]
 pub struct ProcessGroup {
     gloo: GlooGroup,
-    /// Made for the first tensor on a GPU.
-    nccl: OnceCell<Nccl>,
+    /// The first error of gloo, and that of all its later operations: no process knows what the others did of it. GPUs have their own.
+    gloo_error: OnceCell<CollectiveError>,
+    /// Of the GPUs.
+    communicators: Communicators,
     /// Its server runs in rank 0, or in what started the processes.
     _store: Store,
     rank: usize,
@@ -42,9 +50,10 @@ impl ProcessGroup {
     pub fn join(rendezvous: &Rendezvous, timeout: Duration) -> Result<Self, JoinError> {
         let (store, local) = join::meet(rendezvous, timeout)?;
         let Rendezvous { rank, world_size, .. } = *rendezvous;
-        let address = rendezvous.is_of_one_machine().then_some("127.0.0.1");
+        let address = rendezvous.is_of_one_machine().then_some(LOOPBACK);
         let gloo = GlooGroup::open(&store, rank, world_size, address, timeout).map_err(JoinError::connecting)?;
-        Ok(Self { gloo, nccl: OnceCell::new(), _store: store, rank, world_size, local, timeout })
+        let (communicators, gloo_error) = (Communicators::new([rank, world_size], timeout), OnceCell::new());
+        Ok(Self { gloo, gloo_error, communicators, _store: store, rank, world_size, local, timeout })
     }
 
     /// This process among those of its machine.
@@ -57,15 +66,10 @@ impl ProcessGroup {
         operation: &'static str,
         tensor: &Tensor,
         on_cpu: impl FnOnce(&GlooGroup) -> Result<(), C10dError>,
-        on_gpu: impl FnOnce(&Nccl) -> Result<(), NcclError>,
+        on_gpu: impl FnOnce(&Communicator, Instant) -> Result<(), NcclError>,
     ) -> Result<(), CollectiveError> {
         let Device::Cuda(device) = tensor.device() else { return self.run_gloo(operation, on_cpu) };
-        let done = self.nccl(device).and_then(|nccl| on_gpu(nccl).map_err(Some));
-        done.map_err(|error| match error {
-            Some(NcclError::TimedOut) => CollectiveError::TimedOut { operation, seconds: self.timeout.as_secs() },
-            Some(error) => CollectiveError::Lost { operation, reason: error.to_string() },
-            None => CollectiveError::Lost { operation, reason: "rank 0 has no NCCL".into() },
-        })
+        self.communicators.run(operation, device, &|own| self.all_gather_bytes(own), on_gpu)
     }
 
     fn run_gloo(
@@ -73,25 +77,17 @@ impl ProcessGroup {
         operation: &'static str,
         body: impl FnOnce(&GlooGroup) -> Result<(), C10dError>,
     ) -> Result<(), CollectiveError> {
+        if let Some(first) = self.gloo_error.get() {
+            return Err(first.clone());
+        }
         let began = Instant::now();
-        body(&self.gloo).map_err(|C10dError(reason)| match began.elapsed() >= self.timeout {
+        let done = body(&self.gloo).map_err(|C10dError(reason)| match began.elapsed() >= self.timeout {
             true => CollectiveError::TimedOut { operation, seconds: self.timeout.as_secs() },
             false => CollectiveError::Lost { operation, reason },
+        });
+        done.inspect_err(|error| {
+            self.gloo_error.get_or_init(|| error.clone());
         })
-    }
-
-    /// The communicator of the GPUs, which all ranks make at the same operation. Rank 0 gives its id, or nothing if it cannot.
-    fn nccl(&self, device: usize) -> Result<&Nccl, Option<NcclError>> {
-        if let Some(nccl) = self.nccl.get() {
-            return Ok(nccl);
-        }
-        let own = if self.rank == 0 { UniqueId::new().map(Some) } else { Ok(None) };
-        let bytes = own.as_ref().ok().and_then(Option::as_ref).map_or(&[][..], UniqueId::bytes);
-        let all = self.all_gather_bytes(bytes).map_err(|_| None)?;
-        own.map_err(Some)?;
-        let id = UniqueId::from_bytes(&all[0]).ok_or(None)?;
-        let nccl = Nccl::new(id, device, self.rank, self.world_size, self.timeout).map_err(Some)?;
-        Ok(self.nccl.get_or_init(|| nccl))
     }
 }
 
@@ -105,27 +101,26 @@ impl Collective for ProcessGroup {
     }
 
     fn all_reduce(&self, sum: &Tensor) -> Result<(), CollectiveError> {
-        self.run("a sum over all processes", sum, |gloo| gloo.all_reduce(sum), |nccl| nccl.all_reduce(sum))
+        let on_gpu = |nccl: &Communicator, deadline| nccl.all_reduce(sum, deadline);
+        self.run("a sum over all processes", sum, |gloo| gloo.all_reduce(sum), on_gpu)
     }
 
     /// gloo has no sum of shares: on the CPU all of them are summed everywhere, which takes twice the bytes.
     fn reduce_scatter(&self, shares_wn: &Tensor) -> Result<(), CollectiveError> {
         let own_n = self.share_of(shares_wn);
-        let operation = "a sum of shares over all processes";
-        self.run(operation, shares_wn, |gloo| gloo.all_reduce(shares_wn), |nccl| nccl.reduce_scatter(shares_wn, &own_n))
+        let on_gpu = |nccl: &Communicator, deadline| nccl.reduce_scatter(shares_wn, &own_n, deadline);
+        self.run("a sum of shares over all processes", shares_wn, |gloo| gloo.all_reduce(shares_wn), on_gpu)
     }
 
     fn all_gather(&self, shares_wn: &Tensor) -> Result<(), CollectiveError> {
         let own_n = self.share_of(shares_wn);
-        let (gloo, nccl) =
-            (|gloo: &GlooGroup| gloo.all_gather(shares_wn, &own_n), |nccl: &Nccl| nccl.all_gather(shares_wn, &own_n));
-        self.run("an exchange of shares", shares_wn, gloo, nccl)
+        let on_gpu = |nccl: &Communicator, deadline| nccl.all_gather(shares_wn, &own_n, deadline);
+        self.run("an exchange of shares", shares_wn, |gloo| gloo.all_gather(shares_wn, &own_n), on_gpu)
     }
 
     fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<(), CollectiveError> {
-        let (gloo, nccl) =
-            (|gloo: &GlooGroup| gloo.broadcast(tensor, root), |nccl: &Nccl| nccl.broadcast(tensor, root));
-        self.run("a copy to all processes", tensor, gloo, nccl)
+        let on_gpu = |nccl: &Communicator, deadline| nccl.broadcast(tensor, root, deadline);
+        self.run("a copy to all processes", tensor, |gloo| gloo.broadcast(tensor, root), on_gpu)
     }
 }
 
@@ -134,13 +129,16 @@ impl Collective for ProcessGroup {
 pub struct LocalStore(Store);
 
 impl LocalStore {
-    /// Opens a free port, on all interfaces of the machine: c10d has no other servers.
+    /// Opens a free port, which only this machine reaches.
     ///
     /// # Errors
-    /// The words of libtorch.
+    /// The words of the system or of libtorch.
     pub fn start() -> Result<Self, JoinError> {
-        let opened = Store::open("127.0.0.1", 0, true, "", Duration::from_secs(20));
-        opened.map(Self).map_err(|C10dError(reason)| JoinError::NoStore { host: "127.0.0.1".into(), port: 0, reason })
+        let no_store = |reason| JoinError::NoStore { host: LOOPBACK.into(), port: 0, reason };
+        let bound = join::listener(LOOPBACK, 0).and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
+        let (port, listener) = bound.map_err(|error| no_store(error.to_string()))?;
+        let opened = Store::open(LOOPBACK, port, Some(listener), "", Duration::from_secs(20));
+        opened.map(Self).map_err(|C10dError(reason)| no_store(reason))
     }
 
     /// The port, for [`Rendezvous::variables_of_local`].

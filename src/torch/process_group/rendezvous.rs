@@ -41,6 +41,12 @@ pub enum RendezvousError {
     NotANumber { name: &'static str, value: String, source: ParseIntError },
     #[error("{name} is {rank}, but {size_name} is {world_size}: ranks go from 0 to {size_name} - 1")]
     RankTooLarge { name: &'static str, rank: usize, size_name: &'static str, world_size: usize },
+    /// Two variables name different numbers of processes.
+    #[error(
+        "WORLD_SIZE is {size}, but srun started {tasks} tasks (SLURM_STEP_NUM_TASKS): unset WORLD_SIZE to train with all of them, or set RANK, \
+         too: RANK=0 WORLD_SIZE=1 makes each task a run of its own"
+    )]
+    OtherTasks { size: usize, tasks: usize },
     /// Slurm's list of machines cannot be read.
     #[error("the first machine of SLURM_STEP_NODELIST={list:?} cannot be read: set MASTER_ADDR to its name")]
     NodeList { list: String },
@@ -76,20 +82,21 @@ impl Rendezvous {
     /// # Errors
     /// [`RendezvousError`] if the variables contradict each other.
     pub fn from(variables: Variables) -> Result<Option<Self>, RendezvousError> {
-        let found = match (variables(RANK), variables(WORLD_SIZE)) {
-            (Some(_), None) => return Err(RendezvousError::Missing { set: RANK, missing: WORLD_SIZE }),
-            // Some schedulers set it for a single process, too.
-            (None, Some(size)) if size.trim() == "1" => return Ok(None),
-            (None, Some(_)) if variables(SLURM_PROCID).is_none() => {
-                return Err(RendezvousError::Missing { set: WORLD_SIZE, missing: RANK });
+        let (rank, size) = (number::<usize>(variables, RANK)?, number(variables, WORLD_SIZE)?);
+        let tasks = number(variables, SLURM_TASKS)?.filter(|&tasks| tasks > 1);
+        match (rank, size, tasks) {
+            (Some(_), None, _) => Err(RendezvousError::Missing { set: RANK, missing: WORLD_SIZE }),
+            // torchrun's win: srun may have started torchrun on each machine, or runs that have nothing to do with each other.
+            (Some(rank), Some(size), _) => {
+                check_rank((RANK, rank), (WORLD_SIZE, size))?;
+                if size == 1 { Ok(None) } else { Self::of_torchrun(variables, rank, size).map(Some) }
             }
-            (Some(_), Some(_)) => Self::of_torchrun(variables)?,
-            (None, _) => match number::<usize>(variables, SLURM_TASKS)? {
-                Some(tasks) if tasks > 1 => Self::of_slurm(variables, tasks)?,
-                _ => return Ok(None),
-            },
-        };
-        Ok(Some(found).filter(|found| found.world_size > 1))
+            (None, Some(size), Some(tasks)) if size != tasks => Err(RendezvousError::OtherTasks { size, tasks }),
+            (None, _, Some(tasks)) => Self::of_slurm(variables, tasks).map(Some),
+            // Some schedulers set it for a single process, too.
+            (None, Some(1) | None, None) => Ok(None),
+            (None, Some(_), None) => Err(RendezvousError::Missing { set: WORLD_SIZE, missing: RANK }),
+        }
     }
 
     /// One of `world_size` processes on one machine, whose store is served by the process that starts them.
@@ -111,11 +118,8 @@ impl Rendezvous {
             || self.local.is_some_and(|local| local.world_size == self.world_size)
     }
 
-    fn of_torchrun(variables: Variables) -> Result<Self, RendezvousError> {
+    fn of_torchrun(variables: Variables, rank: usize, world_size: usize) -> Result<Self, RendezvousError> {
         let needed = |missing| RendezvousError::Missing { set: RANK, missing };
-        let rank = number(variables, RANK)?.ok_or(needed(RANK))?;
-        let world_size = number(variables, WORLD_SIZE)?.ok_or(needed(WORLD_SIZE))?;
-        check_rank((RANK, rank), (WORLD_SIZE, world_size))?;
         let host = variables(MASTER_ADDR).ok_or(needed(MASTER_ADDR))?;
         let port = number(variables, MASTER_PORT)?.ok_or(needed(MASTER_PORT))?;
         let local = match (number(variables, LOCAL_RANK)?, number(variables, LOCAL_WORLD_SIZE)?) {
@@ -241,6 +245,32 @@ mod tests {
         assert_eq!((place.host.as_str(), place.port, place.serves_store), ("gpu007", 24_567, true));
     }
 
+    /// `export WORLD_SIZE=$SLURM_NTASKS` in a batch script names the same number.
+    #[test]
+    fn a_world_size_beside_sruns_tasks_is_theirs_or_a_contradiction() {
+        let step = |size: &'static str| {
+            let step = [
+                ("SLURM_PROCID", "2"),
+                ("SLURM_STEP_NUM_TASKS", "8"),
+                ("SLURM_STEP_NODELIST", "a"),
+                ("SLURM_JOB_ID", "7"),
+            ];
+            found(&[step.to_vec(), vec![("WORLD_SIZE", size)]].concat())
+        };
+        let place = step("8").unwrap().unwrap();
+        assert_eq!((place.rank, place.world_size), (2, 8));
+        for (text, size) in [("1", 1), ("16", 16)] {
+            assert_eq!(step(text), Err(RendezvousError::OtherTasks { size, tasks: 8 }));
+        }
+    }
+
+    /// srun starts torchrun once on each machine.
+    #[test]
+    fn torchruns_variables_win_over_those_of_srun() {
+        let variables = [&TORCHRUN[..], &[("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2")]].concat();
+        assert_eq!(found(&variables), found(&TORCHRUN));
+    }
+
     #[test]
     fn one_process_is_no_run_of_several() {
         for variables in [
@@ -249,6 +279,9 @@ mod tests {
             vec![("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")], // a batch script, not yet srun
             vec![("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")],
             vec![("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")],
+            vec![("RANK", "0"), ("WORLD_SIZE", "1")], // no store is needed
+            vec![("RANK", "0"), ("WORLD_SIZE", "1"), ("SLURM_PROCID", "3"), ("SLURM_STEP_NUM_TASKS", "8")],
+            vec![("WORLD_SIZE", "1"), ("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")],
         ] {
             assert_eq!(found(&variables), Ok(None), "{variables:?}");
         }

@@ -8,6 +8,11 @@ use super::*;
 
 /// Runs `body` as each of `world_size` ranks; returns what they return, by rank.
 fn ranks<T: Send>(world_size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    ranks_within(Duration::from_secs(20), world_size, body)
+}
+
+/// As [`ranks`], with so much time for an operation.
+fn ranks_within<T: Send>(timeout: Duration, world_size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     let server = LocalStore::start().expect("a store");
     let port = server.port();
     thread::scope(|scope| {
@@ -17,7 +22,7 @@ fn ranks<T: Send>(world_size: usize, body: impl Fn(ProcessGroup) -> T + Sync) ->
                 let variables = Rendezvous::variables_of_local(rank, world_size, port);
                 let value = |name: &str| Some(variables.iter().find(|(known, _)| *known == name)?.1.clone());
                 let place = Rendezvous::from(&value).expect("variables").expect("several processes");
-                body(ProcessGroup::join(&place, Duration::from_secs(20)).expect("all ranks come"))
+                body(ProcessGroup::join(&place, timeout).expect("all ranks come"))
             })
         };
         let threads: Vec<_> = (0..world_size).map(start).collect();
@@ -82,6 +87,23 @@ fn a_rank_that_ended_is_told_to_the_others() {
     }
 }
 
+/// Rank 1 takes no part in the first sum: whatever comes later would be summed with another one.
+#[test]
+fn after_an_error_no_rank_exchanges_anything() {
+    let errors = ranks_within(Duration::from_secs(2), 2, |group| {
+        let sum = Tensor::ones([4], (Kind::Float, Device::Cpu));
+        if group.rank() == 1 {
+            thread::sleep(Duration::from_secs(3));
+        }
+        let told = |done: Result<(), CollectiveError>| done.err().map(|error| error.to_string());
+        [told(group.all_reduce(&sum)), told(group.broadcast(&sum, 0))]
+    });
+    let [first, later] = &errors[0];
+    assert!(first.as_ref().is_some_and(|error| error.contains("during a sum over all processes for 2 s")), "{first:?}");
+    assert_eq!(first, later, "the second one is not tried");
+    assert!(errors[1].iter().all(Option::is_some), "{errors:?}");
+}
+
 fn place(rank: usize, world_size: usize, port: u16) -> Rendezvous {
     let host = "127.0.0.1".to_owned();
     Rendezvous { rank, world_size, local: None, host, port, serves_store: false, prefix: "test".into() }
@@ -102,6 +124,46 @@ fn missing_and_doubled_ranks_and_other_sizes_are_told() {
     assert!(doubled.contains("two processes have RANK=0"), "{doubled}");
     let other = told(&place(1, 2, port));
     assert!(other.contains("rank 0 was started with WORLD_SIZE=4, this process with 2"), "{other}");
+}
+
+/// Addresses of this machine, from the kernel's table of sockets that listen: "0100007F:1F90" is 127.0.0.1:8080.
+#[cfg(target_os = "linux")]
+fn listens_on(port: u16) -> Vec<String> {
+    let of = |table: &str| std::fs::read_to_string(format!("/proc/net/{table}")).unwrap_or_default();
+    let lines = ["tcp", "tcp6"].map(of).concat();
+    let local = |line: &str| {
+        let mut words = line.split_whitespace().skip(1);
+        let (address, state) = (words.next()?.to_owned(), words.nth(1)?);
+        (state == "0A" && address.ends_with(&format!(":{port:04X}"))).then_some(address)
+    };
+    lines.lines().filter_map(local).collect()
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_store_for_this_machine_is_not_reached_from_others() {
+    let server = LocalStore::start().expect("a store");
+    assert_eq!(listens_on(server.port()), [format!("0100007F:{:04X}", server.port())]);
+    let port = join::listener("127.0.0.1", 0).and_then(|free| free.local_addr()).expect("a free port").port();
+    let rank_0 = Rendezvous { serves_store: true, ..place(0, 2, port) };
+    thread::scope(|scope| {
+        let joined = scope.spawn(|| ProcessGroup::join(&rank_0, Duration::from_secs(20)).expect("both come"));
+        drop(ProcessGroup::join(&place(1, 2, port), Duration::from_secs(20)).expect("both come"));
+        let joined = joined.join().expect("rank 0");
+        assert_eq!(listens_on(port), [format!("0100007F:{port:04X}")]);
+        drop(joined);
+    });
+}
+
+/// 192.0.2.1 is an address of no machine (RFC 5737), as one is that a router translates.
+#[test]
+fn a_name_and_a_foreign_address_are_listened_for_on_all_interfaces() {
+    for host in ["node7", "192.0.2.1"] {
+        let bound = join::listener(host, 0).and_then(|listener| listener.local_addr()).expect("a free port");
+        assert!(bound.ip().is_unspecified(), "{host}: {bound}");
+    }
+    let own = join::listener("127.0.0.1", 0).and_then(|listener| listener.local_addr()).expect("a free port");
+    assert!(own.ip().is_loopback(), "{own}");
 }
 
 #[test]
