@@ -17,6 +17,7 @@ use crate::formats::run_folder::RECIPE;
 use crate::hub::HubError;
 use crate::model::BackboneConfig;
 use crate::numbers::Positive;
+use crate::torch::shared_gpus::SharedGpus;
 use crate::train::TrainConfig;
 use crate::train::plan::TrainPlan;
 use crate::train::schedule::ScheduleConfig;
@@ -135,6 +136,7 @@ impl Recipe {
             data,
             train,
             device,
+            gpus: SharedGpus::alone(device),
             world_size: 1,
             skip_bad_rows: false,
             resolved_recipe: self.resolved_toml(),

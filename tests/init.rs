@@ -7,6 +7,7 @@ use medusa::data::Watch;
 use medusa::data::chat_template::TemplateChoice;
 use medusa::recipe::starter::{StarterMachine, StarterRecipe, StarterRecipeError, StarterStage};
 use medusa::recipe::{Recipe, WrittenRecipe};
+use medusa::torch::shared_gpus::SharedGpus;
 use medusa::train::checked::CheckedRun;
 use serde_json::{Value, json};
 use tch::Device;
@@ -222,7 +223,7 @@ fn less_memory_makes_smaller_runs() {
     };
     let file = Path::new("first.toml");
     let written = WrittenRecipe::parse(file, first.shortest()).expect("a recipe");
-    let loaded = written.fetch(Device::Cpu, &|_| ()).expect("local files");
+    let loaded = written.fetch(Device::Cpu, SharedGpus::alone(Device::Cpu), &|_| ()).expect("local files");
     let checked = CheckedRun::load(loaded.plan(Device::Cpu), Watch::default()).expect("rows");
     let fitted = |free: Option<u64>| {
         let machine = StarterMachine { device: Device::Cpu, name: "cpu".into(), free_bytes: free };

@@ -10,6 +10,7 @@ use crate::formats::provenance::Provenance;
 use crate::formats::run_folder::{PROVENANCE, RECIPE, is_run};
 use crate::plural::counted;
 use crate::recipe::WrittenRecipe;
+use crate::torch::shared_gpus::SharedGpus;
 use crate::train::checked::CheckedRun;
 use crate::train::plan::TrainPlan;
 
@@ -27,7 +28,7 @@ pub(super) fn rows(heads: &Path, common: &CommonFlags) -> anyhow::Result<RowStor
         Some(text) => WrittenRecipe::parse(&run.join(RECIPE), text.clone())?,
         None => WrittenRecipe::read(&run.join(RECIPE))?, // of 0.1.0
     };
-    let loaded = told(common, |tell| written.fetch(device, tell))?;
+    let loaded = told(common, |tell| written.fetch(device, SharedGpus::alone(device), tell))?;
     let plan = TrainPlan { skip_bad_rows: provenance.skip_bad_rows, ..loaded.plan(device) };
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     let run = run.display();

@@ -23,6 +23,7 @@ use crate::plural::counted;
 use crate::recipe::starter::{StarterMachine, StarterRecipe, StarterStage};
 use crate::recipe::{LoadedRecipe, Recipe, RecipeError, WrittenRecipe};
 use crate::report::shell::quoted;
+use crate::torch::shared_gpus::SharedGpus;
 use crate::torch::{DeviceChoice, device_name, memory};
 use crate::train::checked::CheckedRun;
 use crate::train::plan::TrainPlan;
@@ -199,7 +200,7 @@ fn checked(
     common: &CommonFlags,
 ) -> anyhow::Result<(LoadedRecipe, CheckedRun)> {
     let written = WrittenRecipe::parse(&args.out, text)?;
-    let loaded = told(common, |tell| written.fetch(device, tell)).map_err(of_flag)?;
+    let loaded = told(common, |tell| written.fetch(device, SharedGpus::alone(device), tell)).map_err(of_flag)?;
     let plan = TrainPlan { skip_bad_rows: args.skip_bad_rows, ..loaded.plan(device) };
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     Ok((loaded, checked))

@@ -13,13 +13,14 @@ use crate::engine::dtype::default_dtype;
 use crate::formats::run_folder;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
-use crate::model::device_map::{DeviceMap, SharedGpus};
+use crate::model::device_map::DeviceMap;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::quantization::Quantization;
 use crate::model::stages::Stages;
 use crate::model::weights::WeightFiles;
+use crate::torch::shared_gpus::SharedGpus;
 use crate::train::memory_plan::StageShape;
 use crate::train::stage_memory::balanced;
 use tch::Device;
@@ -83,11 +84,11 @@ struct Spread<'s> {
 
 /// The stages of `--device-map` on the GPUs of this process; `auto` spreads the weights, the heads' on the last GPU included.
 fn spread(map: &DeviceMap, device: Device, of: &Spread) -> anyhow::Result<Stages> {
-    let (gpus, layers) = (SharedGpus::of_this_process(), of.config.num_hidden_layers);
+    let (gpus, layers) = (SharedGpus::alone(device), of.config.num_hidden_layers);
     if let Some(expected) = map.expected_layers(layers).or_else(|| map.expected_gpus(gpus.of_each(device))) {
         return Err(UsageError(format!("--device-map {map}: expected {expected}")).into());
     }
-    let devices = gpus.devices(Some(map), device);
+    let devices = DeviceMap::devices(Some(map), gpus, device);
     let counts = match map {
         DeviceMap::Layers(counts) => counts.clone(),
         DeviceMap::Auto => {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 use serde_json::{Value, json};
-use tch::Kind;
+use tch::{Device, Kind};
 
 use super::downloads::told;
 use super::reading::watched;
@@ -19,11 +19,14 @@ use crate::formats::best::BestEvaluation;
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::formats::run_folder::BEST;
 use crate::fused;
+use crate::model::device_map::DeviceMap;
 use crate::plural::counted;
 use crate::recipe::{LoadedRecipe, WrittenRecipe};
+use crate::torch::DeviceChoice;
 use crate::torch::collective::OneProcess;
 use crate::torch::process_group::ProcessGroup;
 use crate::torch::process_group::rendezvous::Rendezvous;
+use crate::torch::shared_gpus::SharedGpus;
 use crate::train::checked::CheckedRun;
 use crate::train::patience::BestSoFar;
 use crate::train::plan::TrainPlan;
@@ -86,7 +89,15 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let Some(place) = place else {
         return match args.nproc.filter(|count| count.get() > 1 && !args.check) {
             Some(count) => nproc::run(count, common),
-            None => run_rank(args, common, &written, Ranks::new(&OneProcess, common.device.resolve()?)),
+            None => {
+                let device = common.device.resolve()?;
+                run_rank(
+                    args,
+                    common,
+                    &written,
+                    &RunPlace { ranks: Ranks::new(&OneProcess, device), gpus: planned_gpus(args, device) },
+                )
+            }
         };
     };
     if args.nproc.is_some() {
@@ -94,8 +105,9 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
     nproc::end_with_starter()?;
     let group = ProcessGroup::join(&place, Duration::from_secs(args.process_timeout.get()))?;
-    let device = common.device.of_process(group.local())?.resolve()?;
-    run_rank(args, common, &written, Ranks::new(&group, device))
+    let gpus = SharedGpus::of_rank(&group)?;
+    let device = device_of_process(common.device, gpus, written.device_map())?;
+    run_rank(args, common, &written, &RunPlace { ranks: Ranks::new(&group, device), gpus })
 }
 
 const STARTED_BEFORE: &str = "--nproc starts processes by itself, but RANK and WORLD_SIZE, or those of srun, say that this is one of several: \
@@ -106,11 +118,31 @@ fn read_recipe(args: &TrainArgs) -> anyhow::Result<WrittenRecipe> {
     Ok(read(&args.recipe)?)
 }
 
+/// A process among those of its run, and of its machine.
+struct RunPlace<'c> {
+    ranks: Ranks<'c>,
+    gpus: SharedGpus,
+}
+
+/// The first of the GPUs that this process has for itself, or the CPU.
+fn device_of_process(choice: DeviceChoice, gpus: SharedGpus, map: Option<&DeviceMap>) -> anyhow::Result<Device> {
+    let stages = map.map_or(1, |map| map.stages(Some(gpus.gpus / gpus.processes)));
+    Ok(choice.of_process(gpus, stages)?.resolve()?)
+}
+
+/// The GPUs of a process that is alone, or with `--check --nproc` of one of those that it plans for, if there are enough.
+fn planned_gpus(args: &TrainArgs, device: Device) -> SharedGpus {
+    let alone = SharedGpus::alone(device);
+    let processes = args.nproc.map_or(1, NonZeroUsize::get);
+    if processes <= alone.gpus { SharedGpus { processes, ..alone } } else { alone }
+}
+
 /// Trains as one of the processes of a run. Only rank 0 prints; an error of one ends all.
-fn run_rank(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, ranks: Ranks) -> anyhow::Result<()> {
+fn run_rank(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, place: &RunPlace) -> anyhow::Result<()> {
+    let ranks = place.ranks;
     let quiet = CommonFlags { quiet: true, json: false, ..common.clone() };
     let common = if ranks.is_first() { common } else { &quiet };
-    train(args, common, written, ranks).map_err(|error| {
+    train(args, common, written, place).map_err(|error| {
         let is_told_as_it_is = ranks.is_alone() || error.is::<Interrupted>();
         if is_told_as_it_is { error } else { OfRank { rank: ranks.rank(), error }.into() }
     })
@@ -125,11 +157,12 @@ struct OfRank {
     error: anyhow::Error,
 }
 
-fn train(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, ranks: Ranks) -> anyhow::Result<()> {
+fn train(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, place: &RunPlace) -> anyhow::Result<()> {
+    let &RunPlace { ranks, gpus } = place;
     let (loaded, checked) = ranks.first_of_machine_first(|| {
-        let loaded = told(common, |tell| written.clone().fetch(ranks.device(), tell))?;
+        let loaded = told(common, |tell| written.clone().fetch(ranks.device(), gpus, tell))?;
         let loaded = if args.check { loaded } else { told(common, |tell| loaded.with_weights(tell))? };
-        let checked = load(&loaded, ranks, args, common)?;
+        let checked = load(&loaded, place, args, common)?;
         anyhow::Ok((loaded, checked))
     })?;
     let preview = ranks.is_first().then(|| RunPreview::of(&checked, &loaded.recipe, args.resume));
@@ -180,16 +213,15 @@ struct CheckedPlan {
 }
 
 /// Reads and checks everything before the backbone's weights are loaded.
-fn load(loaded: &LoadedRecipe, ranks: Ranks, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<CheckedRun> {
+fn load(loaded: &LoadedRecipe, place: &RunPlace, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<CheckedRun> {
+    let &RunPlace { ranks, gpus } = place;
     let plan = TrainPlan {
         skip_bad_rows: args.skip_bad_rows,
         world_size: planned_processes(args, ranks),
+        gpus,
         ..loaded.plan(ranks.device())
     };
     same_run::check_micro_batches(&plan.train, plan.world_size)?;
-    if plan.world_size > 1 && plan.device.is_cuda() && plan.backbone.device_map.is_some() {
-        return Err(UsageError(SPREAD_PROCESSES.into()).into());
-    }
     let heads = plan.heads.init_from.clone();
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     if let Some(heads) = heads {
@@ -199,8 +231,6 @@ fn load(loaded: &LoadedRecipe, ranks: Ranks, args: &TrainArgs, common: &CommonFl
     }
     Ok(checked)
 }
-
-const SPREAD_PROCESSES: &str = "backbone.device_map with several processes is not supported on GPUs yet: leave out device_map, or start one process";
 
 /// Those of the run, or with `--check` those that it is planned for.
 fn planned_processes(args: &TrainArgs, ranks: Ranks) -> usize {

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tch::Device;
 
 use crate::plural::counted;
-use crate::torch::{Accelerator, accelerator};
+use crate::torch::shared_gpus::SharedGpus;
 
 /// How layers are spread.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,6 +73,23 @@ impl FromStr for DeviceMap {
 }
 
 impl DeviceMap {
+    /// Over how many devices layers are spread. `gpus`: those of each process ([`SharedGpus::of_each`]).
+    pub fn stages(&self, gpus: Option<usize>) -> usize {
+        match self {
+            Self::Auto => gpus.unwrap_or(1).max(1),
+            Self::Layers(counts) => counts.len(),
+        }
+    }
+
+    /// The devices that a map spreads a backbone over, for a run on `device`, which is the first of them; without a map, only that.
+    pub fn devices(map: Option<&Self>, gpus: SharedGpus, device: Device) -> Vec<Device> {
+        let stages = map.map_or(1, |map| map.stages(gpus.of_each(device)));
+        match device {
+            Device::Cuda(first) => (first..first + stages).map(Device::Cuda).collect(),
+            _ => vec![device; stages],
+        }
+    }
+
     /// What is expected instead, if it does not fit a backbone of so many layers.
     pub fn expected_layers(&self, layers: usize) -> Option<String> {
         let Self::Layers(counts) = self else { return None };
@@ -99,62 +116,10 @@ impl fmt::Display for DeviceMap {
     }
 }
 
-/// The GPUs of a machine, and the processes of one run that share them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SharedGpus {
-    /// That the process sees.
-    pub gpus: usize,
-    /// The process among those on this machine, counted from 0.
-    pub local_rank: usize,
-    /// Processes on this machine.
-    pub processes: usize,
-}
-
-impl SharedGpus {
-    /// Of this process: `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, as torchrun sets them, or a process of its own.
-    pub fn of_this_process() -> Self {
-        let number = |name| std::env::var(name).ok()?.parse::<usize>().ok();
-        let (local_rank, processes) = match (number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE")) {
-            (Some(rank), Some(processes)) if rank < processes => (rank, processes),
-            _ => (0, 1),
-        };
-        let gpus = if let Accelerator::Cuda { devices } = accelerator::open() { *devices } else { 0 };
-        Self { gpus, local_rank, processes }
-    }
-
-    /// GPUs for each process, of which the first of a process of its own is `device`; `None` on a CPU, which can have any number of stages.
-    pub fn of_each(self, device: Device) -> Option<usize> {
-        match device {
-            Device::Cuda(_) if self.processes > 1 => Some(self.gpus / self.processes),
-            Device::Cuda(first) => Some(self.gpus.saturating_sub(first)),
-            _ => None,
-        }
-    }
-
-    /// The devices that a map spreads a backbone over, for a run on `device`.
-    pub fn devices(self, map: Option<&DeviceMap>, device: Device) -> Vec<Device> {
-        let of_each = self.of_each(device);
-        let stages = match map {
-            None => return vec![device],
-            Some(DeviceMap::Auto) => of_each.unwrap_or(1).max(1),
-            Some(DeviceMap::Layers(counts)) => counts.len(),
-        };
-        match device {
-            Device::Cuda(_) if self.processes > 1 => stage_devices(self.local_rank, stages),
-            Device::Cuda(first) => (first..first + stages).map(Device::Cuda).collect(),
-            _ => vec![device; stages],
-        }
-    }
-}
-
-/// The GPUs of one of several processes on a machine, each of which has a group of its own.
-pub fn stage_devices(local_rank: usize, stages: usize) -> Vec<Device> {
-    (local_rank * stages..(local_rank + 1) * stages).map(Device::Cuda).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::torch::DeviceChoice;
 
     fn map(text: &str) -> Result<DeviceMap, String> {
         #[derive(Deserialize)]
@@ -196,15 +161,21 @@ mod tests {
         let cuda = |range: std::ops::Range<usize>| range.map(Device::Cuda).collect::<Vec<_>>();
         let (auto, two) = (map("\"auto\"").unwrap(), map("[3, 4]").unwrap());
         let alone = SharedGpus { gpus: 4, local_rank: 0, processes: 1 };
-        assert_eq!(alone.devices(None, Device::Cuda(2)), cuda(2..3));
-        assert_eq!(alone.devices(Some(&auto), Device::Cuda(0)), cuda(0..4));
-        assert_eq!(alone.devices(Some(&auto), Device::Cuda(3)), cuda(3..4));
-        assert_eq!(alone.devices(Some(&two), Device::Cuda(1)), cuda(1..3));
-        assert_eq!(alone.devices(Some(&auto), Device::Cpu), [Device::Cpu]);
-        assert_eq!(alone.devices(Some(&two), Device::Cpu), [Device::Cpu; 2]);
+        let devices = DeviceMap::devices;
+        assert_eq!(devices(None, alone, Device::Cuda(2)), cuda(2..3));
+        assert_eq!(devices(Some(&auto), alone, Device::Cuda(0)), cuda(0..4));
+        assert_eq!(devices(Some(&auto), alone, Device::Cuda(3)), cuda(3..4));
+        assert_eq!(devices(Some(&two), alone, Device::Cuda(1)), cuda(1..3));
+        assert_eq!(devices(Some(&auto), alone, Device::Cpu), [Device::Cpu]);
+        assert_eq!(devices(Some(&two), alone, Device::Cpu), [Device::Cpu; 2]);
         let second = SharedGpus { gpus: 8, local_rank: 1, processes: 2 };
-        assert_eq!(second.devices(Some(&auto), Device::Cuda(0)), cuda(4..8));
-        assert_eq!(second.devices(Some(&two), Device::Cuda(0)), cuda(2..4));
+        let on_own = |map: &DeviceMap| {
+            let stages = map.stages(second.of_each(Device::Cuda(0)));
+            let first = DeviceChoice::Auto.of_process(second, stages).expect("a GPU for each");
+            let DeviceChoice::Cuda(first) = first else { panic!("{first:?}") };
+            devices(Some(map), second, Device::Cuda(first))
+        };
+        assert_eq!([on_own(&auto), on_own(&two)], [cuda(4..8), cuda(2..4)]);
         assert_eq!([second.of_each(Device::Cuda(0)), second.of_each(Device::Cpu)], [Some(4), None]);
     }
 }

@@ -62,7 +62,7 @@ impl Recipe {
         }
     }
 
-    /// Every stage has a device. `gpus`: see [`crate::model::device_map::SharedGpus::of_each`].
+    /// Every stage has a device. `gpus`: see [`crate::torch::shared_gpus::SharedGpus::of_each`].
     pub(super) fn check_gpus(&self, findings: &mut Findings<'_>, gpus: Option<usize>) {
         if let Some((map, expected)) =
             self.backbone.device_map.as_ref().and_then(|map| Some((map, map.expected_gpus(gpus)?)))

@@ -14,7 +14,8 @@ use crate::files::failed;
 use crate::formats::provenance::Provenance;
 use crate::formats::run_folder::{RECIPE, is_run};
 use crate::hub::Observer;
-use crate::model::device_map::SharedGpus;
+use crate::model::device_map::DeviceMap;
+use crate::torch::shared_gpus::SharedGpus;
 use crate::train::TrainConfig;
 
 impl Recipe {
@@ -24,7 +25,7 @@ impl Recipe {
     /// # Errors
     /// [`RecipeError`] with the position in the file.
     pub fn load(path: &Path, device: Device) -> Result<Self, RecipeError> {
-        Ok(WrittenRecipe::read(path)?.fetch(device, &|_| ())?.recipe)
+        Ok(WrittenRecipe::read(path)?.fetch(device, SharedGpus::alone(device), &|_| ())?.recipe)
     }
 }
 
@@ -79,23 +80,33 @@ impl WrittenRecipe {
         &self.recipe.train.output_dir
     }
 
+    /// `backbone.device_map`.
+    pub fn device_map(&self) -> Option<&DeviceMap> {
+        self.recipe.backbone.device_map.as_ref()
+    }
+
     /// Downloads the Hub repositories that the recipe names, except the backbone's weights, checks that all files exist, and sets the
-    /// defaults that depend on them and on the device.
+    /// defaults that depend on them and on the device. `gpus`: those that the process shares.
     ///
     /// # Errors
     /// [`RecipeError`] with all mistakes and their positions in the file.
-    pub fn fetch(self, device: Device, tell: Observer<'_>) -> Result<LoadedRecipe, RecipeError> {
-        let (recipe, fetched) = self.checked(device, tell)?;
+    pub fn fetch(self, device: Device, gpus: SharedGpus, tell: Observer<'_>) -> Result<LoadedRecipe, RecipeError> {
+        let (recipe, fetched) = self.checked(device, gpus, tell)?;
         Ok(LoadedRecipe { recipe, fetched, file: self.file, text: self.text })
     }
 
-    fn checked(&self, device: Device, tell: Observer<'_>) -> Result<(Recipe, FetchedRecipe), RecipeError> {
+    fn checked(
+        &self,
+        device: Device,
+        gpus: SharedGpus,
+        tell: Observer<'_>,
+    ) -> Result<(Recipe, FetchedRecipe), RecipeError> {
         let text = LocatedToml::parse(&self.file, &self.text);
         let fetched = FetchedRecipe::of(&self.recipe, &text, tell)?;
         let mut findings = Findings::new(&text);
         let config = fetched.local.check_backbone(&mut findings);
         fetched.local.check_files(&mut findings);
-        fetched.local.check_gpus(&mut findings, SharedGpus::of_this_process().of_each(device));
+        fetched.local.check_gpus(&mut findings, gpus.of_each(device));
         findings.into_result().map_err(RecipeError::Wrong)?;
         let config = config.expect("a backbone without mistakes");
         let mut findings = Findings::new(&text);

@@ -21,7 +21,7 @@ use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
 use crate::formats::best::BestBy;
 use crate::formats::run_folder::FINAL;
 use crate::model::config::LlamaConfig;
-use crate::model::device_map::{DeviceMap, SharedGpus};
+use crate::model::device_map::DeviceMap;
 use crate::model::llama::Llama;
 use crate::model::peft;
 use crate::model::stages::Stages;
@@ -120,14 +120,14 @@ impl CheckedRun {
             captured,
             hidden_state_bytes,
         };
-        checked.stages = checked.mapped_stages(SharedGpus::of_this_process());
+        checked.stages = checked.mapped_stages();
         Ok(checked)
     }
 
     /// `backbone.device_map` on the devices of this process.
-    fn mapped_stages(&self, gpus: SharedGpus) -> Stages {
+    fn mapped_stages(&self) -> Stages {
         let map = self.plan.backbone.device_map.as_ref();
-        let devices = gpus.devices(map, self.plan.device);
+        let devices = DeviceMap::devices(map, self.plan.gpus, self.plan.device);
         let counts = match map {
             Some(DeviceMap::Layers(counts)) => counts.clone(),
             Some(DeviceMap::Auto) if devices.len() > 1 => {

@@ -16,6 +16,7 @@ use crate::model::loading::{LoadError, OutputPart};
 use crate::model::lora::LoraConfig;
 use crate::model::weights;
 use crate::torch::optim::{AdamWConfig, ZeroStage};
+use crate::torch::shared_gpus::SharedGpus;
 use crate::train::TrainConfig;
 use crate::train::schedule::{HeadsCoefficient, ScheduleConfig};
 
@@ -46,6 +47,8 @@ pub struct TrainPlan {
     /// Steps, batches and folders.
     pub train: TrainConfig,
     pub device: Device,
+    /// Those that this process shares with others of its machine.
+    pub gpus: SharedGpus,
     /// Processes that train together.
     pub world_size: usize,
     /// Malformed rows are skipped and counted (`--skip-bad-rows`).

@@ -12,7 +12,6 @@ use crate::data::mix::MixedShare;
 use crate::data::{BadRows, LoadReport};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::dtype::Dtype;
-use crate::model::device_map::SharedGpus;
 use crate::plural::counted;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
@@ -344,7 +343,7 @@ fn warnings(checked: &CheckedRun, fullest: &FullestDevice, savings: &[MemorySavi
     warnings.extend(uneven(checked.plan.train.gradient_accumulation_steps.get(), checked.plan.world_size));
     let too_small = room.filter(|room| !room.holds(peak_bytes));
     warnings.extend(too_small.map(|room| does_not_fit(&device_name(device), peak_bytes, room, savings)));
-    let gpus = SharedGpus::of_this_process().of_each(device).filter(|&gpus| gpus > 1);
+    let gpus = checked.plan.gpus.of_each(device).filter(|&gpus| gpus > 1);
     if let (Some(_), Some(gpus), None) = (too_small, gpus, &checked.plan.backbone.device_map) {
         warnings.push(format!(
             "this process has {gpus} GPUs: backbone.device_map = \"auto\" spreads the backbone over them"
