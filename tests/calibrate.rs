@@ -162,6 +162,13 @@ fn merged_shares_are_the_file_of_one_machine() {
     std::fs::copy(world.path("3.json"), world.path("again.json")).expect("a copy");
     let double = world.complaint(&merge(&["3.json", "1.json", "again.json"]), 1);
     assert!(double.contains("share 3/4 is there twice: 3.json and again.json"), "{double}");
+    let own = world.complaint(&[&["calibrate", "--out", "3.json", "--merge"][..], &["3.json", "1.json"]].concat(), 2);
+    assert!(own.contains("--out 3.json would replace --merge"), "{own}");
+    let on_gpu = String::from_utf8(bytes("2.json")).expect("JSON").replace("\"device\":\"cpu\"", "\"device\":\"cuda\"");
+    medusa::files::write_atomic(&world.path("on_gpu.json"), |out| std::io::Write::write_all(out, on_gpu.as_bytes()))
+        .expect("a file");
+    let other = world.complaint(&merge(&["1.json", "on_gpu.json"]), 1);
+    assert!(other.contains("on_gpu.json: device: expected cpu as in 1.json, got cuda"), "{other}");
     calibrate("other.json", &["--top-k", "21", "--shard", "2/4"]);
     let other = world.complaint(&merge(&["1.json", "other.json"]), 1);
     assert!(other.contains("other.json: top_k: expected 20 as in 1.json, got 21"), "{other}");

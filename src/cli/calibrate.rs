@@ -37,6 +37,7 @@ use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::weights::WeightFiles;
 use crate::plural::counted;
+use crate::torch::device_kind;
 use crate::tree::calibration_shares;
 
 /// Measure the accuracy of each head's guesses on held-out data.
@@ -122,6 +123,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
             heads_sha256,
             backbone_fingerprint: WeightFiles::open(measured.backbone)?.fingerprint()?,
             dtype: Dtype::of(backbone.kind()).to_string(),
+            device: device_kind(backbone.device()),
             quantization: backbone.quantization().map(|quantization| quantization.to_string()),
             rows: rows.len(),
             rows_sha256: counted_rows.rows_sha256.clone(),

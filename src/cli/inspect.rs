@@ -278,7 +278,7 @@ fn calibration_share_text(found: &CalibrationShareFound, out: &mut String) -> st
         "calibration  share {}: {} tokens of the rows of all shares ({})",
         found.share, found.tokens, found.of.rows
     )?;
-    writeln!(out, "backbone     {} in {}", found.of.backbone, found.of.dtype)?;
+    writeln!(out, "backbone     {} in {} on {}", found.of.backbone, found.of.dtype, found.of.device)?;
     writeln!(out, "heads        sha256 {}", found.of.heads_sha256)?;
     writeln!(out, "rows         sha256 {}", found.of.rows_sha256)
 }

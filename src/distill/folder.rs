@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 
 use super::DistillError;
 use super::output;
-use super::provenance::NOT_COMPARED;
+use super::provenance::{NOT_COMPARED, are_alike};
 use crate::formats::provenance::DistillProvenance;
 use crate::formats::share::Share;
 
@@ -111,7 +111,7 @@ fn difference(
     let is_compared = |key: &str| key != "share" && !NOT_COMPARED.contains(&key);
     let keys = a.keys().chain(b.keys().filter(|key| !a.contains_key(*key))).filter(|key| is_compared(key));
     let value = |map: &Map<String, Value>, key: &str| map.get(key).cloned().unwrap_or(Value::Null);
-    let mut different = keys.filter(|key| value(a, key) != value(b, key));
+    let mut different = keys.filter(|key| !are_alike(key, &value(a, key), &value(b, key)));
     different.next().map(|key| (key.clone(), value(a, key).to_string(), value(b, key).to_string()))
 }
 
@@ -154,4 +154,21 @@ fn indices(path: &Path) -> Result<Vec<i64>, DistillError> {
         indices.extend(column.ok_or_else(|| bad("it has no column index of 64-bit integers".to_owned()))?.values());
     }
     Ok(indices)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn shares_of_several_gpus_are_one_distillation() {
+        let share = |text: &str| text.parse::<Share>().unwrap();
+        let of = |device: &str| json!({"device": device, "rows": 3, "backbone": device}).as_object().unwrap().clone();
+        let between = |other: &str| difference((share("1/2"), &of("cuda:0")), (share("2/2"), &of(other)));
+        assert_eq!(between("cuda:1"), None);
+        let differs = ("device".to_owned(), "\"cuda:0\"".to_owned(), "\"cpu\"".to_owned());
+        assert_eq!(between("cpu"), Some(differs));
+    }
 }

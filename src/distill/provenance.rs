@@ -17,6 +17,8 @@ use crate::model::weights;
 /// such prompts; `conversations` changes with it.
 pub(super) const NOT_COMPARED: [&str; 6] =
     ["endpoint", "backbone", "backbone_revision", "prompts", "heads", "too_long"];
+/// The device on which the backbone ran.
+const DEVICE: &str = "device";
 /// Missing in folders of earlier versions.
 const ENGINE: &str = "engine";
 
@@ -28,13 +30,19 @@ impl DistillProvenance {
         let keys = own.iter().filter(|(key, _)| !NOT_COMPARED.contains(&key.as_str()) && is_known(key));
         for (key, got) in keys {
             let expected = begun.get(key).unwrap_or(&Value::Null);
-            if expected != got {
+            if !are_alike(key, expected, got) {
                 let (expected, got) = (expected.to_string(), got.to_string());
                 return Err(DistillError::Changed { path: path.into(), key: key.clone(), expected, got });
             }
         }
         Ok(())
     }
+}
+
+/// Whether two values of a key are of the same distillation: any GPU may go on with the work of another.
+pub(super) fn are_alike(key: &str, a: &Value, b: &Value) -> bool {
+    let kind = |value: &Value| value.as_str().and_then(|name| name.split(':').next()).map(str::to_owned);
+    a == b || key == DEVICE && kind(a).is_some() && kind(a) == kind(b)
 }
 
 /// Files besides the weights and the tokenizer that affect the output.
@@ -94,6 +102,14 @@ mod tests {
         assert_ne!(with_weights, with_torch_weights);
         assert_eq!(write("pytorch_model.bin", "2"), with_weights, "nobody reads it beside the other");
         assert_ne!(write("model.safetensors", "2"), with_weights);
+    }
+
+    #[test]
+    fn devices_of_a_kind_are_alike_and_nothing_else_is() {
+        let of_device = |a: &str, b: &str| are_alike(DEVICE, &a.into(), &b.into());
+        assert!(of_device("cuda:0", "cuda:3") && of_device("cpu", "cpu"));
+        assert!(!of_device("cpu", "cuda:0") && !are_alike(DEVICE, &"cpu".into(), &Value::Null));
+        assert!(!are_alike("prompts_sha256", &"a:0".into(), &"a:1".into()));
     }
 
     #[test]

@@ -43,6 +43,8 @@ pub struct CalibratedWork {
     pub backbone_fingerprint: String,
     /// Compute dtype.
     pub dtype: String,
+    /// `cpu` or `cuda`: another kind of device rounds differently.
+    pub device: String,
     /// `nf4` or `int8`.
     pub quantization: Option<String>,
     /// Rows of all shares.

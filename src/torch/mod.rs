@@ -153,9 +153,20 @@ pub fn device_name(device: Device) -> String {
     }
 }
 
+/// The kind of a device, such as `cpu` and `cuda`: devices of a kind round alike.
+pub fn device_kind(device: Device) -> String {
+    let name = device_name(device);
+    name.split_once(':').map_or(name.as_str(), |(kind, _)| kind).to_owned()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn devices_of_a_kind_have_one_name() {
+        assert_eq!([Device::Cpu, Device::Cuda(0), Device::Cuda(3)].map(device_kind), ["cpu", "cuda", "cuda"]);
+    }
 
     #[test]
     fn devices_are_read_as_the_command_line_has_them() {

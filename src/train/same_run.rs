@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::formats::provenance::{HashedFile, Provenance};
 use crate::plural::counted;
-use crate::torch::device_name;
+use crate::torch::device_kind;
 use crate::train::TrainConfig;
 use crate::train::checked::CheckedRun;
 use crate::train::error::TrainError;
@@ -66,11 +66,9 @@ pub fn check_micro_batches(train: &TrainConfig, world_size: usize) -> Result<(),
 }
 
 fn facts(checked: &CheckedRun, provenance: &Provenance) -> RunFacts {
-    let device = device_name(checked.plan.device);
-    let kind = device.split(':').next().unwrap_or_default();
     let mut facts = vec![
         ("the program".to_owned(), format!("{} ({})", provenance.program, env!("MEDUSA_SOURCE_HASH"))),
-        ("the kind of device".to_owned(), kind.to_owned()),
+        ("the kind of device".to_owned(), device_kind(checked.plan.device)),
         ("the number of steps".to_owned(), checked.total_steps.to_string()),
         ("--skip-bad-rows".to_owned(), provenance.skip_bad_rows.to_string()),
         (

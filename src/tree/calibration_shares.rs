@@ -86,6 +86,7 @@ fn difference(
         ("heads_sha256", a.heads_sha256.clone(), b.heads_sha256.clone()),
         ("backbone_fingerprint", a.backbone_fingerprint.clone(), b.backbone_fingerprint.clone()),
         ("dtype", a.dtype.clone(), b.dtype.clone()),
+        ("device", a.device.clone(), b.device.clone()),
         ("quantization", name(&a.quantization), name(&b.quantization)),
         ("rows", a.rows.to_string(), b.rows.to_string()),
         ("rows_sha256", a.rows_sha256.clone(), b.rows_sha256.clone()),
