@@ -410,11 +410,9 @@ fn states_that_are_not_finite_end_the_run_or_are_skipped() {
     set(f64::INFINITY);
     opened(&small, false).expect("no state is read");
     let left_out = opened(&small, true).expect("the others").left_out().values().next().expect("a file").first.clone();
-    assert!(left_out.contains("got inf in the last layer's state of token 9"), "{left_out}");
+    assert!(left_out.contains("got inf in layer 4 of 4, token 9"), "{left_out}");
     set(f64::NAN);
-    small
-        .train(&[])
-        .failed(1, &["hs_3.safetensors", "\"hidden_states\": expected finite numbers, got NaN", "of token 9"]);
+    small.train(&[]).failed(1, &["hs_3.safetensors", "\"hidden_states\": expected finite numbers, got NaN", "token 9"]);
     fs::remove_dir_all(small.path("run")).expect("a folder");
     small.edit("recipe.toml", "epochs = 8", "epochs = 1");
     let ended = small.train(&["--skip-bad-rows"]).succeeded();
@@ -481,18 +479,73 @@ fn a_shard_with_decoder_layers_may_be_absent() {
     small.train(&["--check"]).failed(1, &["model-2.safetensors is missing"]);
 }
 
-#[test]
-fn states_of_something_else_are_told() {
+/// A run of one step on states of the stories' backbone.
+fn stories_with_states(capture: Capture, decoder_layers: i64) -> SmallRun {
     let small = stories();
-    AS_SPECULATORS.of(&small, &["rows.jsonl", "validation.jsonl"]);
+    let layers = |count: i64| format!("\"num_hidden_layers\": {count}");
+    small.edit("backbone/config.json", &layers(5), &layers(decoder_layers));
+    capture.of(&small, &["rows.jsonl", "validation.jsonl"]);
+    small.edit("backbone/config.json", &layers(decoder_layers), &layers(5));
     small.edit("recipe.toml", "[data]\n", "[data]\nhidden_states = \"states\"\n");
-    small.edit("recipe.toml", "max_steps = 20", "max_steps = 4");
-    let noise = |states: &Tensor| (Tensor::arange(states.numel() as i64, (Kind::Double, Device::Cpu)).square()).sin();
+    small.edit("recipe.toml", "max_steps = 20", "max_steps = 3");
+    small
+}
+
+/// What a run says of its states, after a change of each file's.
+fn judged(small: &SmallRun, change: impl Fn(&Tensor) -> Tensor) -> String {
     for number in 0..28 {
-        with(&small, number, "hidden_states", |states| noise(states).to_kind(Kind::Float).view_as(states));
+        with(small, number, "hidden_states", &change);
     }
     let said = small.train(&[]).succeeded().stderr;
-    assert!(said.contains("warning: from") && said.contains("no better than a guess at random"), "{said}");
+    said.lines().find(|line| line.contains("hidden states of the server")).expect("a line about the states").to_owned()
+}
+
+#[test]
+fn states_of_something_else_are_told() {
+    let noise = |states: &Tensor| {
+        let noise = Tensor::arange(states.numel() as i64, (Kind::Double, Device::Cpu)).square().sin();
+        noise.to_kind(Kind::Float).view_as(states)
+    };
+    let of_noise = judged(&stories_with_states(AS_SPECULATORS, 5), noise);
+    assert!(
+        of_noise.contains("warning: from") && of_noise.contains("which is no better than that guess"),
+        "{of_noise}"
+    );
+    let alone = Capture { layers: 1, ..AS_SPECULATORS };
+    let early = judged(&stories_with_states(alone, 1), Tensor::shallow_clone);
+    assert!(early.contains("which is no better than that guess"), "{early}");
+    let reversed = judged(&stories_with_states(AS_SPECULATORS, 5), |states| states.flip([1]));
+    assert!(reversed.contains("worse than from layer 1 of 4"), "{reversed}");
+    let right = stories_with_states(alone, 5);
+    let weight_h = WeightFiles::open(&right.path("backbone")).expect("weights").mapped("model.norm.weight", &[64]);
+    let weight_h = weight_h.expect("the final norm").to_kind(Kind::Float);
+    let norm = |states: &Tensor| states / states.square().mean_dim(-1, true, Kind::Float).sqrt() * &weight_h;
+    let normalised = judged(&right, |states| norm(states).contiguous());
+    assert!(normalised.contains("they are as after the final norm"), "{normalised}");
+    let unchanged = judged(&stories_with_states(alone, 5), Tensor::shallow_clone);
+    assert!(unchanged.starts_with("from ") && !unchanged.contains("warning"), "{unchanged}");
+}
+
+#[test]
+fn a_file_that_changes_while_it_is_used_is_told() {
+    let small = small_with_states();
+    let files = opened(&small, false).expect("files").files().to_vec();
+    let read = |number: usize| {
+        let mut states = vec![0; files[number].state_bytes()];
+        files[number].read_states(files[number].layers - 1, &[0], &mut states).map_err(|error| error.to_string())
+    };
+    read(3).expect("an unchanged file");
+    with(&small, 3, "hidden_states", |states| states * 2.0);
+    let path = small.path("states/hs_4.safetensors");
+    fs::OpenOptions::new().append(true).open(path).and_then(|file| file.set_len(900)).expect("a shorter file");
+    for number in [3, 4] {
+        let error = read(number).expect_err("another file");
+        let name = format!("hs_{number}.safetensors: changed since this run opened it: expected ");
+        let facts = [name.as_str(), " bytes of 20"];
+        facts.iter().for_each(|fact| assert!(error.contains(fact), "expected {fact:?} in: {error}"));
+    }
+    let tokens = files[3].token_ids(48).expect_err("another file").to_string();
+    assert!(tokens.contains("changed since this run opened it"), "{tokens}");
 }
 
 #[test]

@@ -15,7 +15,7 @@ use super::cache::{CacheEntry, TokenCache};
 use super::chat::LossOn;
 use super::error::DataError;
 use super::reading;
-use super::report::{BadRows, CacheUse, DataFile, FileSummary, LoadReport, Tokenised};
+use super::report::{BadRows, CacheUse, DataFile, FileSummary, LeftOutRow, LoadReport, Tokenised};
 use super::rows::{IGNORE, ReadRow, RowForm, TokenRow};
 use super::settings::{LoadSettings, ReadProgress};
 use super::source::{SourceError, matches};
@@ -152,21 +152,22 @@ impl CapturedSet {
         report: &mut LoadReport,
         skips: bool,
     ) -> Result<RowStore, DataError> {
-        let mut without = vec![];
+        let (mut without, mut first) = (vec![], None);
         for (at, row) in rows.iter().enumerate() {
             let row = row?;
             if self.file_of(&row).is_none() {
-                without.push((at, row));
+                without.push(LeftOutRow::new(at, &row));
+                first.get_or_insert(row);
             }
         }
-        let Some((first, row)) = without.first() else { return Ok(rows) };
-        let source = rows.sources()[*first];
+        let (Some(row), Some(LeftOutRow { at, .. })) = (first, without.first()) else { return Ok(rows) };
+        let source = rows.sources()[*at];
         if !skips || without.len() == rows.len() {
-            return Err(self.without_states(source, row, without.len(), rows.len())?);
+            return Err(self.without_states(source, &row, without.len(), rows.len())?);
         }
         report.skip(NO_STATES, &format!("row {source} of {}", counted(row.input_ids.len(), "token")), &without);
         let mut has_none = vec![false; rows.len()];
-        without.iter().for_each(|(at, _)| has_none[*at] = true);
+        without.iter().for_each(|row| has_none[row.at] = true);
         Ok(rows.partition(&has_none).1)
     }
 
@@ -286,7 +287,7 @@ fn open(path: &Path, sizes: StateSizes, reads_all: bool) -> Result<(CapturedFile
     let tokens = hash(&file.token_ids(sizes.vocab_size)?);
     if reads_all {
         let positions: Vec<usize> = (0..file.tokens).collect();
-        file.read_states(&positions, &mut vec![0; file.tokens * file.state_bytes()])?;
+        file.read_states(file.layers - 1, &positions, &mut vec![0; file.tokens * file.state_bytes()])?;
     }
     Ok((file, tokens))
 }

@@ -278,18 +278,17 @@ impl LoadReport {
         all.milliseconds += file.milliseconds;
     }
 
-    /// Counts rows as skipped that were counted as kept: `rows` with their places among those kept. `first` is the problem of the first.
-    pub(super) fn skip(&mut self, kind: &str, first: &str, rows: &[(usize, TokenRow)]) {
+    /// Counts rows as skipped that were counted as kept. `first` is the problem of the first.
+    pub(super) fn skip(&mut self, kind: &str, first: &str, rows: &[LeftOutRow]) {
         let first = BadRows { rows: 0, first: first.to_owned() };
         self.counts.bad_rows.entry(kind.to_owned()).or_insert(first).rows += rows.len();
         self.counts.rows -= rows.len();
-        for (_, row) in rows {
-            let targets = targets(row);
-            self.counts.tokens -= row.input_ids.len();
+        for LeftOutRow { tokens, targets, .. } in rows {
+            self.counts.tokens -= tokens;
             self.counts.tokens_with_loss -= targets;
-            self.counts.without_targets -= usize::from(targets == 0);
+            self.counts.without_targets -= usize::from(*targets == 0);
         }
-        let (mut places, mut end) = (rows.iter().map(|(at, _)| *at).peekable(), 0);
+        let (mut places, mut end) = (rows.iter().map(|row| row.at).peekable(), 0);
         for count in &mut self.rows_of_entries {
             end += *count;
             while places.next_if(|at| *at < end).is_some() {
@@ -338,6 +337,21 @@ impl Tokenised {
 }
 
 /// Tokens of a row that the tokens before them learn.
+/// A row that was counted as kept and is not.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LeftOutRow {
+    /// Its place among those kept.
+    pub(super) at: usize,
+    tokens: usize,
+    targets: usize,
+}
+
+impl LeftOutRow {
+    pub(super) fn new(at: usize, row: &TokenRow) -> Self {
+        Self { at, tokens: row.input_ids.len(), targets: targets(row) }
+    }
+}
+
 fn targets(row: &TokenRow) -> usize {
     row.labels.iter().skip(1).filter(|label| **label != IGNORE).count()
 }

@@ -5,10 +5,11 @@
 //!
 //! Files are opened whenever they are read: there are too many to keep them open.
 
-use std::fs::File;
+use std::fs::{File, Metadata as OfDisk};
 use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 use half::{bf16, f16};
 use safetensors::Dtype as StoredDtype;
@@ -54,11 +55,20 @@ pub enum CapturedError {
         "{}: tensor \"{TOKENS}\"[{index}]: expected a token id from 0 to {}, the backbone's vocabulary, got {id}", path.display(), vocab_size - 1
     )]
     Token { path: PathBuf, index: usize, id: i64, vocab_size: usize },
+    /// The file is not the one whose header was read.
+    #[error(
+        "{}: changed since this run opened it: expected {expected}, got {got}; let the server finish, then start the run again with an output_dir \
+         of its own: what was trained so far read the file as it was", path.display()
+    )]
+    Changed { path: PathBuf, expected: String, got: String },
     /// A state with NaN or infinity in it.
-    #[error("{}: tensor \"{STATES}\": expected finite numbers, got {value} in the last layer's state of token {token}", path.display())]
+    #[error("{}: tensor \"{STATES}\": expected finite numbers, got {value} in layer {layer} of {layers}, token {token}", path.display())]
     NotFinite {
         path: PathBuf,
         value: f32,
+        /// From 1.
+        layer: usize,
+        layers: usize,
         /// From 0.
         token: usize,
     },
@@ -130,7 +140,7 @@ impl CapturedFile {
             layers,
             dtype,
             bytes: of_disk.len(),
-            modified: i128::from(of_disk.mtime()) * 1_000_000_000 + i128::from(of_disk.mtime_nsec()),
+            modified: modified(&of_disk),
             hidden_size: sizes.hidden_size,
             states_at,
             ids,
@@ -179,25 +189,32 @@ impl CapturedFile {
         self.hidden_size * self.dtype.bytes()
     }
 
-    /// Reads the last layer's states of `positions` (ascending), one after another, into memory of [`CapturedFile::state_bytes`] for each.
+    /// Reads a layer's states of `positions` (ascending), one after another, into memory of [`CapturedFile::state_bytes`] for each.
     ///
     /// # Errors
-    /// [`CapturedError::NotFinite`], or an error of reading.
-    pub fn read_states(&self, positions: &[usize], into: &mut [u8]) -> Result<(), CapturedError> {
-        let file = File::open(&self.path).map_err(failed("read", &self.path))?;
+    /// [`CapturedError::NotFinite`], [`CapturedError::Changed`], or an error of reading.
+    pub fn read_states(&self, layer: usize, positions: &[usize], into: &mut [u8]) -> Result<(), CapturedError> {
         let (state, token) = (self.state_bytes(), (self.layers * self.state_bytes()) as u64);
-        let last_layer = self.states_at + token - state as u64;
-        let mut rest = &mut *into;
-        for run in self.runs(positions) {
-            let (states, later) = rest.split_at_mut(run.len() * state);
-            let at = last_layer + run[0] as u64 * token;
-            file.read_exact_at(states, at).map_err(|error| self.unread(error))?;
-            rest = later;
-        }
+        let of_layer = self.states_at + (layer * state) as u64;
+        self.read(|file| {
+            let mut rest = &mut *into;
+            for run in self.runs(positions) {
+                let (states, later) = rest.split_at_mut(run.len() * state);
+                file.read_exact_at(states, of_layer + run[0] as u64 * token)?;
+                rest = later;
+            }
+            Ok(())
+        })?;
         match first_not_finite(into, self.dtype) {
             Some((at, value)) => {
                 let token = positions[at / self.hidden_size];
-                Err(CapturedError::NotFinite { path: self.path.clone(), value, token })
+                Err(CapturedError::NotFinite {
+                    path: self.path.clone(),
+                    value,
+                    layer: layer + 1,
+                    layers: self.layers,
+                    token,
+                })
             }
             None => Ok(()),
         }
@@ -212,27 +229,39 @@ impl CapturedFile {
     fn integers(&self, IntegersAt { at, dtype }: IntegersAt) -> Result<Vec<i64>, CapturedError> {
         let size = dtype.bitsize() / 8;
         let mut bytes = vec![0; self.tokens * size];
-        let file = File::open(&self.path).map_err(failed("read", &self.path))?;
-        file.read_exact_at(&mut bytes, at).map_err(|error| self.unread(error))?;
+        self.read(|file| file.read_exact_at(&mut bytes, at))?;
         Ok(bytes.chunks_exact(size).map(|bytes| integer(bytes, dtype)).collect())
     }
 
-    /// A file that is shorter than it was.
-    fn unread(&self, error: io::Error) -> CapturedError {
-        match (error.kind(), self.path.metadata()) {
-            (io::ErrorKind::UnexpectedEof, Ok(now)) => {
-                CapturedError::Size { path: self.path.clone(), expected: self.bytes, got: now.len() }
-            }
-            _ => failed("read", &self.path)(error).into(),
+    /// Reads from the file, which must still be the one whose header was read when that is done.
+    fn read(&self, read: impl FnOnce(&File) -> io::Result<()>) -> Result<(), CapturedError> {
+        let file = File::open(&self.path).map_err(failed("read", &self.path))?;
+        let done = read(&file);
+        let now = file.metadata().map_err(failed("read", &self.path))?;
+        let in_words = |bytes: u64, modified: i128| format!("{bytes} bytes of {}", time(modified));
+        if (now.len(), modified(&now)) != (self.bytes, self.modified) {
+            let (expected, got) = (in_words(self.bytes, self.modified), in_words(now.len(), modified(&now)));
+            return Err(CapturedError::Changed { path: self.path.clone(), expected, got });
         }
+        Ok(done.map_err(failed("read", &self.path))?)
     }
+}
+
+/// When a file was last changed, in nanoseconds since 1970.
+fn modified(of_disk: &OfDisk) -> i128 {
+    i128::from(of_disk.mtime()) * 1_000_000_000 + i128::from(of_disk.mtime_nsec())
+}
+
+fn time(nanoseconds: i128) -> String {
+    let since = u64::try_from(nanoseconds).map_or(Duration::ZERO, Duration::from_nanos);
+    humantime::format_rfc3339_millis(SystemTime::UNIX_EPOCH + since).to_string()
 }
 
 impl CapturedError {
     /// What files with this fault are counted as where they are left out; `None` for a fault that is not the file's.
     pub fn kind(&self) -> Option<&'static str> {
         match self {
-            Self::File(_) | Self::NoMask { .. } => None,
+            Self::File(_) | Self::NoMask { .. } | Self::Changed { .. } => None,
             Self::Header { .. } | Self::Size { .. } => Some("a damaged file of hidden states"),
             Self::MissingTensor { .. } | Self::Shape { .. } | Self::Dtype { .. } | Self::Unlike { .. } => {
                 Some("hidden states of another shape")

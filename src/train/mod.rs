@@ -38,6 +38,7 @@ pub mod step;
 pub mod target_rule;
 pub mod targets;
 mod tensorboard;
+pub mod token_pairs;
 pub mod training_loop;
 
 /// `[train]` of a recipe.

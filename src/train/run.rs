@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use tch::Kind;
 
+use crate::data::DataError;
 use crate::data::loader::BatchShare;
 use crate::data::pack::Sequences;
 use crate::draft::medusa::heads::Heads;
@@ -31,6 +32,7 @@ use crate::train::run_folder::{ClaimedRun, RunFolder, check_output_dir};
 use crate::train::same_run;
 use crate::train::state::TrainState;
 use crate::train::target_rule::TargetRule;
+use crate::train::token_pairs::TokenPairs;
 use crate::train::training_loop::{RunEvent, RunOutcome, TrainingLoop};
 
 /// A checked plan with its backbone.
@@ -164,7 +166,9 @@ impl TrainRun {
         let rule = TargetRule::new(&checked.plan.loss, checked.heads_shape);
         let reader = captured.train.reader(rule, backbone.config.hidden_size, backbone.device());
         let batches = checked.batches(0, BatchShare::WHOLE)?;
-        Ok(NextTokens::of(backbone, reader, &batches[0])?)
+        let vocab_size = usize::try_from(backbone.config.vocab_size).expect("a checked config");
+        let pairs = TokenPairs::of(checked.train.sequences().iter(), vocab_size).map_err(DataError::from)?;
+        Ok(NextTokens::of(backbone, &reader, &batches[0], &pairs)?)
     }
 
     /// The caches that several processes use: those with the states of all rows, which they only read.

@@ -7,7 +7,7 @@ use crate::cli::{CommonFlags, gibibytes, print_json};
 use crate::formats::metrics::{MetricsLine, MetricsSplit};
 use crate::train::divergence::RisenLoss;
 use crate::train::hidden_states::HiddenStatesError;
-use crate::train::next_tokens::NextTokens;
+use crate::train::next_tokens::{NextTokens, StatesDoubt};
 use crate::train::training_loop::RunEvent;
 use crate::tree::cross_validation;
 
@@ -93,18 +93,27 @@ impl<'c> TrainProgress<'c> {
 }
 
 fn of_server(next_tokens: &NextTokens) -> String {
-    let NextTokens { tokens, accuracy, cross_entropy, at_random } = next_tokens;
+    let NextTokens { tokens, accuracy, cross_entropy, by_pairs, doubt } = next_tokens;
     let found = format!(
-        "from {tokens} hidden states of the server the LM head predicts {:.1} % of the next tokens (cross-entropy {cross_entropy:.2})",
+        "from {tokens} hidden states of the server the LM head predicts {:.1} % of the next tokens (cross-entropy {cross_entropy:.2}; {by_pairs:.2} \
+         by a guess from the token before)",
         100.0 * accuracy
     );
-    if !next_tokens.is_noise() {
-        return found;
-    }
-    format!(
-        "warning: {found}, which is no better than a guess at random ({at_random:.2}): are these the states of the last layer, before the \
-         final norm, and of this backbone?"
-    )
+    let doubt = match doubt {
+        None => return found,
+        Some(StatesDoubt::Normalised) => {
+            "; they are as after the final norm, which the run applies once more: capture the states before it"
+                .to_owned()
+        }
+        Some(StatesDoubt::NoContext) => {
+            ", which is no better than that guess: are these the states of the last layer, and of this backbone?"
+                .to_owned()
+        }
+        Some(StatesDoubt::OtherLayer { layer, layers, cross_entropy }) => format!(
+            ", worse than from layer {layer} of {layers} in each file ({cross_entropy:.2}): the last one must be the output of the last decoder layer"
+        ),
+    };
+    format!("warning: {found}{doubt}")
 }
 
 fn cache_full(split: MetricsSplit, why: &HiddenStatesError) -> String {

@@ -90,13 +90,26 @@ impl CapturedReader {
     /// # Errors
     /// [`HiddenStatesError::Captured`].
     pub fn read(&self, rows: &[RowPositions]) -> Result<HostTensor, HiddenStatesError> {
+        self.read_layer(self.layers() - 1, rows)
+    }
+
+    /// How many layers each file has.
+    pub fn layers(&self) -> usize {
+        self.rows.set.files()[0].layers // all have as many
+    }
+
+    /// As [`CapturedReader::read`], of a layer in the files.
+    ///
+    /// # Errors
+    /// [`HiddenStatesError::Captured`].
+    pub fn read_layer(&self, layer: usize, rows: &[RowPositions]) -> Result<HostTensor, HiddenStatesError> {
         let kept: usize = rows.iter().map(|row| row.positions.len()).sum();
         let kind = self.rows.set.files()[0].dtype.kind(); // all have the same
         let fill = |mut rest: &mut [u8]| {
             for RowPositions { id, positions } in rows {
                 let file = self.rows.file(*id);
                 let (states, later) = rest.split_at_mut(positions.len() * file.state_bytes());
-                file.read_states(positions, states)?;
+                file.read_states(layer, positions, states)?;
                 rest = later;
             }
             Ok(())
