@@ -42,6 +42,15 @@ fn ended(mut child: Child) -> Ended {
     child.wait_with_output().expect("a child").into()
 }
 
+/// The processes that `parent` started.
+#[cfg(target_os = "linux")]
+fn started_by(parent: &Child) -> Vec<Pid> {
+    let list = format!("/proc/{0}/task/{0}/children", parent.id());
+    let list = std::fs::read_to_string(list).expect("a running process");
+    let pid = |id: &str| Pid::from_raw(id.parse().expect("a process id")).expect("not 0");
+    list.split_whitespace().map(pid).collect()
+}
+
 /// Both processes of a run in these folders, as torchrun starts them.
 fn both(folders: [&SmallRun; 2], arguments: &[&str]) -> [Child; 2] {
     let port = free_port();
@@ -97,7 +106,9 @@ fn two_processes_train_what_one_trains() {
     let alone = SmallRun::new();
     alone.train(&[]).succeeded();
     let by_nproc = SmallRun::new();
-    let end = by_nproc.train(&["--nproc", "2"]).succeeded();
+    let program = env!("CARGO_BIN_EXE_medusa-train");
+    let mut command = by_nproc.program(program, &["--nproc", "2", "--", "recipe.toml"]);
+    let end = Ended::from(command.output().expect("the program starts")).succeeded();
     assert_eq!(end.stdout.trim(), "run/final", "only rank 0 prints the result: {end:?}");
     assert_same(&by_nproc, &alone);
     let by_torchrun = SmallRun::new();
@@ -138,6 +149,21 @@ fn processes_of_different_runs_are_told_apart() {
         end.failed(1, &[&format!("rank {rank}: {differs}")]);
     }
     assert!(!first.path("run").exists(), "nothing was written");
+}
+
+#[test]
+fn a_mistake_that_only_rank_0_finds_ends_all_at_once_in_its_words() {
+    let [first, second] = [SmallRun::new(), SmallRun::new()];
+    first.edit("recipe.toml", "epochs = 8", "epochs = 8\nepoch = 9");
+    let [own, other] = both([&first, &second], &[]).map(ended);
+    own.failed(2, &["rank 0: recipe.toml", "unknown key `epoch`"]);
+    other.failed(1, &["rank 1: rank 0 failed: recipe.toml"]);
+    let first = SmallRun::new();
+    std::fs::create_dir(first.path("run")).expect("a folder");
+    first.write("run/notes.txt", "not a run");
+    let [own, other] = both([&first, &second], &[]).map(ended);
+    own.failed(1, &["rank 0: train.output_dir run"]);
+    other.failed(1, &["rank 1: rank 0 failed: train.output_dir run"]);
 }
 
 #[test]
@@ -183,4 +209,41 @@ fn an_interrupt_saves_once_and_no_process_stays() {
     let end = ended(parent);
     assert_eq!(end.status, Some(130), "{end:?}");
     assert_eq!(end.stderr.matches("interrupted; saved").count(), 1, "{}", end.stderr);
+}
+
+/// As service managers do: they signal every process of a service, and the parent passes its signal on.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_signal_to_every_process_is_one_interrupt() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "epochs = 8", "epochs = 4000");
+    let parent = started(small.trainer(&["--nproc", "2"]));
+    wait_for_checkpoint(&small);
+    let workers = started_by(&parent);
+    assert_eq!(workers.len(), 2);
+    let signal = |pid, signal| kill_process(pid, signal).expect("a process of the run");
+    signal(workers[1], Signal::STOP); // so that the other one cannot save before all signals have come
+    [workers[0], workers[1], Pid::from_child(&parent)].into_iter().for_each(|pid| signal(pid, Signal::TERM));
+    thread::sleep(Duration::from_millis(300));
+    signal(workers[1], Signal::CONT);
+    let end = ended(parent);
+    assert_eq!(end.status, Some(130), "{end:?}");
+    assert_eq!(end.stderr.matches("interrupted; saved").count(), 1, "{}", end.stderr);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn what_hangs_after_a_failure_is_killed_once_an_exchange_would_have_timed_out() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "epochs = 8", "epochs = 4000");
+    let parent = started(small.trainer(&["--nproc", "2", "--process-timeout", "5"]));
+    wait_for_checkpoint(&small);
+    let workers = started_by(&parent);
+    kill_process(workers[1], Signal::STOP).expect("a process of the run");
+    kill_process(workers[0], Signal::KILL).expect("a process of the run");
+    let end = ended(parent);
+    assert_eq!(end.status, Some(137), "{end:?}");
+    for said in ["was ended by signal 9", "did not end within 10 s after another rank failed: killing it"] {
+        assert_eq!(end.stderr.matches(said).count(), 1, "{}", end.stderr);
+    }
 }

@@ -5,16 +5,20 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use medusa::data::Watch;
+use medusa::data::loader::BatchShare;
 use medusa::draft::medusa::heads::Heads;
 use medusa::formats::metrics::{MetricsLine, MetricsSplit};
 use medusa::model::weights::WeightFiles;
 use medusa::recipe::Recipe;
+use medusa::train::backbone_pass::{StatesCaches, StatesSource, TrainingBackbone};
 use medusa::train::checked::CheckedRun;
 use medusa::train::error::TrainError;
 use medusa::train::plan::TrainPlan;
 use medusa::train::ranks::Ranks;
 use medusa::train::run::TrainRun;
 use medusa::train::state::TrainState;
+use medusa::train::step::{StepShare, StepWeights, train_step};
+use medusa::train::targets::TargetCounts;
 use medusa::train::training_loop::{RunEvent, RunOutcome};
 use tch::{Device, Kind};
 use tempfile::TempDir;
@@ -29,14 +33,15 @@ const HEADS_TOLERANCE: f64 = 1e-4;
 
 /// A small run on stories260K. A step has 4 micro batches of 2 rows.
 #[derive(Clone, Copy)]
-struct Run<'a> {
-    folder: &'a Path,
+pub(crate) struct Run<'a> {
+    pub(crate) folder: &'a Path,
     /// Tables of the stage.
-    stage: &'a str,
-    optimizer: &'a str,
-    zero_stage: u8,
-    rows: usize,
-    steps: usize,
+    pub(crate) stage: &'a str,
+    pub(crate) optimizer: &'a str,
+    pub(crate) learning_rate: f64,
+    pub(crate) zero_stage: u8,
+    pub(crate) rows: usize,
+    pub(crate) steps: usize,
 }
 
 /// What a rank saw.
@@ -45,11 +50,11 @@ struct Seen {
     outcome: Result<RunOutcome, TrainError>,
 }
 
-const MEDUSA1: &str = "[stage.medusa1]";
-const FULL: &str = "[stage.medusa2]\nmedusa_heads_coefficient = 0.2";
+pub(crate) const MEDUSA1: &str = "[stage.medusa1]";
+pub(crate) const FULL: &str = "[stage.medusa2]\nmedusa_heads_coefficient = 0.2";
 
 /// Adapters, which start from given ones.
-fn lora(self_distillation: bool) -> String {
+pub(crate) fn lora(self_distillation: bool) -> String {
     let adapter = published("reference/losses/adapter_init");
     format!(
         "[stage.medusa2]\nmedusa_heads_coefficient = 0.2\nself_distillation = {self_distillation}\n\
@@ -58,8 +63,16 @@ fn lora(self_distillation: bool) -> String {
 }
 
 impl<'a> Run<'a> {
-    fn new(folder: &'a TempDir, stage: &'a str) -> Self {
-        Self { folder: folder.path(), stage, optimizer: "adamw", zero_stage: 0, rows: 21, steps: 3 }
+    pub(crate) fn new(folder: &'a TempDir, stage: &'a str) -> Self {
+        Self {
+            folder: folder.path(),
+            stage,
+            optimizer: "adamw",
+            learning_rate: 5e-4,
+            zero_stage: 0,
+            rows: 21,
+            steps: 3,
+        }
     }
 
     /// In a folder of its own, on `world_size` ranks.
@@ -88,24 +101,27 @@ impl<'a> Run<'a> {
     }
 
     fn recipe(&self, name: &str) -> Recipe {
+        Recipe::parse(Path::new("run.toml"), &self.recipe_text(name)).expect("a recipe")
+    }
+
+    pub(crate) fn recipe_text(&self, name: &str) -> String {
         let (rows, backbone) = (published("reference/losses/rows.jsonl"), published("models/stories260K"));
-        let Self { stage, optimizer, zero_stage, steps, .. } = self;
-        let text = format!(
+        let Self { stage, optimizer, learning_rate, zero_stage, steps, .. } = self;
+        format!(
             "[backbone]\npath = {backbone:?}\ndtype = \"float32\"\n\
              [heads]\nmedusa_num_heads = 4\nmedusa_num_layers = 1\n\
              {stage}\n\
              [data]\ntrain = [{rows:?}]\nvalidation = [{rows:?}]\nlimit = {}\nmax_length = 512\npacking = false\nshuffle = false\n\
-             [optimizer]\nname = {optimizer:?}\nlearning_rate = 5e-4\nweight_decay = 0.01\nzero_stage = {zero_stage}\n\
+             [optimizer]\nname = {optimizer:?}\nlearning_rate = {learning_rate:e}\nweight_decay = 0.01\nzero_stage = {zero_stage}\n\
              [schedule]\nname = \"constant\"\n\
              [train]\noutput_dir = {:?}\nmax_steps = {steps}\nmicro_batch_size = 2\n\
              gradient_accumulation_steps = 4\nsave_every = 2\n",
             self.rows,
             self.folder.join(name)
-        );
-        Recipe::parse(Path::new("run.toml"), &text).expect("a recipe")
+        )
     }
 
-    fn final_heads(&self, name: &str) -> WeightFiles {
+    pub(crate) fn final_heads(&self, name: &str) -> WeightFiles {
         WeightFiles::open_file(&self.folder.join(name).join("final/heads.safetensors")).expect("final heads")
     }
 
@@ -297,6 +313,51 @@ fn a_checkpoint_that_rank_0_cannot_write_ends_all() {
     let own = format!("cannot create {}", path.join("step-000002").display());
     assert!(errors[0].starts_with(&own), "{}", errors[0]);
     assert!(errors[1].starts_with(&format!("rank 0 failed: {own}")), "{}", errors[1]);
+}
+
+#[test]
+fn numbers_that_are_not_finite_are_told_with_the_rows_of_all_ranks() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let run = Run { learning_rate: 1e30, rows: 16, ..Run::new(&folder, MEDUSA1) };
+    let errors = run.train("run", 2).into_iter().map(|seen| seen.outcome.expect_err("no numbers").to_string());
+    for error in errors {
+        assert!(error.starts_with("step 2: the loss is "), "{error}");
+        assert!(error.contains("rows [8, 9, 10, 11, 12, 13, 14, 15] of the training data"), "{error}");
+    }
+}
+
+/// The error of a step whose update fails on rank 1 alone, on each of two ranks.
+fn errors_of_a_failed_update(run: &Run) -> Vec<String> {
+    let recipe = run.recipe("run");
+    as_ranks(2, |ranks| {
+        let loaded = TrainRun::load(CheckedRun::load(recipe.plan(Device::Cpu), Watch::default()).expect("rows"));
+        let TrainRun { checked, backbone } = loaded.expect("a backbone");
+        let heads = Heads::new(&checked.plan.heads, backbone.lm_head_weight(), None);
+        let mut state = TrainState::of_rank(heads, &backbone, &checked.plan, ranks);
+        let states = StatesSource::Backbone(Box::new(StatesCaches::default()));
+        let mut training = TrainingBackbone::new(&backbone, &checked.plan, states);
+        let maker = training.batch_maker(&state.heads, MetricsSplit::Train);
+        let make = |share| checked.batches(0, share).expect("rows").into_iter().map(|batch| maker.make(batch));
+        let mut counts = TargetCounts::new(state.heads.num_heads());
+        make(BatchShare::WHOLE).for_each(|batch| counts.add(&batch.batch, &batch.targets));
+        if ranks.rank() == 1 {
+            let _ = state.optimizer.state()[0].shallow_clone().resize_([1]); // no moment of any parameter
+        }
+        let batches: Vec<_> = make(ranks.share()).collect();
+        let share = StepShare { batches: &batches, counts: &counts, ranks };
+        let weights = StepWeights { loss: &checked.plan.loss, lambda0: 1.0, rate: 1e-3, max_grad_norm: 1.0 };
+        train_step(&mut training, &mut state, share, &weights).expect_err("no update").to_string()
+    })
+}
+
+#[test]
+fn an_update_that_fails_on_one_rank_ends_all_with_its_words() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    for zero_stage in [0, 1] {
+        let errors = errors_of_a_failed_update(&Run { zero_stage, ..Run::new(&folder, MEDUSA1) });
+        assert!(errors[1].starts_with("training step 1 failed: "), "{errors:?}");
+        assert_eq!(errors[0], format!("rank 1 failed: {}", errors[1]));
+    }
 }
 
 #[test]

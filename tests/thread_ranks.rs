@@ -155,10 +155,11 @@ fn an_error_of_one_rank_ends_all_in_the_same_phase() {
         let before =
             ranks.agree_and_sum(Ok::<_, TrainError>(ranks.rank()), vec![1.0, ranks.rank() as f64]).expect("no error");
         assert_eq!(before, (ranks.rank(), vec![4.0, 6.0]));
-        ranks.agree(fails(ranks.rank())).expect_err("one failed").to_string()
+        let of_long_work = ranks.agree_after_long_work(fails(ranks.rank())).expect_err("one failed").to_string();
+        [ranks.agree(fails(ranks.rank())).expect_err("one failed").to_string(), of_long_work]
     });
-    let other = "rank 2 failed: disk: full";
-    assert_eq!(ended, [other, other, "disk: full\nand more", other]);
+    let (own, other) = ("disk: full\nand more", "rank 2 failed: disk: full");
+    assert_eq!(ended, [[other; 2], [other; 2], [own; 2], [other; 2]]);
 }
 
 #[test]

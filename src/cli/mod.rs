@@ -69,7 +69,7 @@ pub use in_process::finish;
 use print::{StdoutClosed, print_text, write_out};
 pub use print::{gibibytes, mebibytes, print_json, print_line};
 pub use same_build::run_if_same_build;
-pub use signals::interrupted;
+pub use signals::{interrupted, interrupted_to_save};
 
 /// Train Medusa heads for Llama-family models, and decode with them.
 #[derive(Debug, Parser)]

@@ -12,7 +12,7 @@ use tch::{Device, Kind};
 
 use super::downloads::told;
 use super::reading::watched;
-use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line, print_text};
+use super::{CommonFlags, Interrupted, UsageError, interrupted_to_save, print_json, print_line, print_text};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::import::notices::Notice;
 use crate::formats::best::BestEvaluation;
@@ -82,13 +82,11 @@ const DEFAULT_TIMEOUT: NonZeroU64 = NonZeroU64::new(600).expect("a constant abov
 pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
     let place = Rendezvous::from(&|name| env::var(name).ok()).map_err(|error| UsageError(error.to_string()))?;
-    let written = read_recipe(args)?;
-    if !args.check && place.as_ref().is_none_or(|place| place.rank == 0) {
-        check_output_dir(written.output_dir(), args.resume)?; // before any download
-    }
+    let timeout = Duration::from_secs(args.process_timeout.get());
     let Some(place) = place else {
+        let written = read_recipe(args, true)?;
         return match args.nproc.filter(|count| count.get() > 1 && !args.check) {
-            Some(count) => nproc::run(count, common),
+            Some(count) => nproc::run(count, timeout, common),
             None => {
                 let device = common.device.resolve()?;
                 run_rank(
@@ -104,18 +102,29 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
         return Err(UsageError(STARTED_BEFORE.into()).into());
     }
     nproc::end_with_starter()?;
-    let group = ProcessGroup::join(&place, Duration::from_secs(args.process_timeout.get()))?;
+    let group = ProcessGroup::join(&place, timeout)?; // first: the others hear of whatever is wrong from here on
     let gpus = SharedGpus::of_rank(&group)?;
-    let device = device_of_process(common.device, gpus, written.device_map())?;
+    let ranks = Ranks::new(&group, Device::Cpu);
+    let read = || {
+        let written = read_recipe(args, ranks.is_first())?;
+        let device = device_of_process(common.device, gpus, written.device_map())?;
+        anyhow::Ok((written, device))
+    };
+    let (written, device) = ranks.agree(read()).map_err(|error| OfRank::told(ranks, error))?;
     run_rank(args, common, &written, &RunPlace { ranks: Ranks::new(&group, device), gpus })
 }
 
 const STARTED_BEFORE: &str = "--nproc starts processes by itself, but RANK and WORLD_SIZE, or those of srun, say that this is one of several: \
     leave out --nproc, or the variables";
 
-fn read_recipe(args: &TrainArgs) -> anyhow::Result<WrittenRecipe> {
+/// Before any download. Rank 0 also checks the run's folder.
+fn read_recipe(args: &TrainArgs, is_first: bool) -> anyhow::Result<WrittenRecipe> {
     let read = if args.resume { WrittenRecipe::read_to_resume } else { WrittenRecipe::read };
-    Ok(read(&args.recipe)?)
+    let written = read(&args.recipe)?;
+    if is_first && !args.check {
+        check_output_dir(written.output_dir(), args.resume)?;
+    }
+    Ok(written)
 }
 
 /// A process among those of its run, and of its machine.
@@ -142,10 +151,7 @@ fn run_rank(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, pla
     let ranks = place.ranks;
     let quiet = CommonFlags { quiet: true, json: false, ..common.clone() };
     let common = if ranks.is_first() { common } else { &quiet };
-    train(args, common, written, place).map_err(|error| {
-        let is_told_as_it_is = ranks.is_alone() || error.is::<Interrupted>();
-        if is_told_as_it_is { error } else { OfRank { rank: ranks.rank(), error }.into() }
-    })
+    train(args, common, written, place).map_err(|error| OfRank::told(ranks, error))
 }
 
 /// An error of one of several processes.
@@ -155,6 +161,13 @@ struct OfRank {
     rank: usize,
     #[source]
     error: anyhow::Error,
+}
+
+impl OfRank {
+    fn told(ranks: Ranks, error: anyhow::Error) -> anyhow::Error {
+        let is_told_as_it_is = ranks.is_alone() || error.is::<Interrupted>();
+        if is_told_as_it_is { error } else { Self { rank: ranks.rank(), error }.into() }
+    }
 }
 
 fn train(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, place: &RunPlace) -> anyhow::Result<()> {
@@ -180,8 +193,8 @@ fn train(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, place:
         common.say(format_args!("libtorch's operations train here, and they are slower than our kernels: {why}"));
     }
     let mut progress = TrainProgress::new(common, checked.total_steps);
-    let run = ranks.agree(TrainRun::load(checked))?;
-    let outcome = run.train(ranks, args.resume, interrupted(), &mut |event| progress.tell(&event));
+    let run = ranks.agree_after_long_work(TrainRun::load(checked))?;
+    let outcome = run.train(ranks, args.resume, interrupted_to_save(), &mut |event| progress.tell(&event));
     drop(progress);
     let outcome = outcome?;
     if ranks.is_first() { report(outcome, args, common) } else { report_of_other(&outcome, ranks) }

@@ -55,11 +55,29 @@ pub trait Collective: Debug {
         Ok((0..).zip(&lengths).map(of_rank).map(|bytes| Vec::try_from(bytes).expect("a uint8 vector")).collect())
     }
 
+    /// Waits until all ranks have come here from work that may take long, in which an operation of theirs would time out. A rank that failed
+    /// says why; the others learn of the first that did.
+    ///
+    /// # Errors
+    /// [`CollectiveError`].
+    fn wait_for_all(&self, failed: Option<&str>) -> Result<Option<FailedRank>, CollectiveError> {
+        let all = self.all_gather_bytes(failed.unwrap_or_default().as_bytes())?;
+        let failed = all.into_iter().enumerate().find(|(_, why)| !why.is_empty());
+        Ok(failed.map(|(rank, why)| FailedRank { rank, why: String::from_utf8_lossy(&why).into_owned() }))
+    }
+
     /// This rank's share of `shares_wn`, `[W·n]`: a view `[n]`.
     fn share_of(&self, shares_wn: &Tensor) -> Tensor {
         let n = shares_wn.size()[0] / self.world_size() as i64;
         shares_wn.narrow(0, self.rank() as i64 * n, n)
     }
+}
+
+/// A rank that failed, and its words.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FailedRank {
+    pub rank: usize,
+    pub why: String,
 }
 
 /// Why ranks could not compute something together.

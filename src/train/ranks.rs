@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use tch::{Device, Kind, Tensor};
 
 use crate::data::loader::BatchShare;
-use crate::torch::collective::{Collective, CollectiveError, OneProcess};
+use crate::torch::collective::{Collective, CollectiveError, FailedRank, OneProcess};
 
 /// The processes of a run ("ranks"), seen by one of them. All of them call the same methods in the same order.
 #[derive(Debug, Clone, Copy)]
@@ -112,6 +112,23 @@ impl<'c> Ranks<'c> {
         Ok((value, summed?))
     }
 
+    /// As [`Ranks::agree`], after a phase that may take longer than an exchange between the processes: the others wait as long as this one lives.
+    ///
+    /// # Errors
+    /// This process's own error, else [`RanksError`].
+    pub fn agree_after_long_work<T, E: Display + From<RanksError>>(self, outcome: Result<T, E>) -> Result<T, E> {
+        if self.is_alone() {
+            return outcome;
+        }
+        let failed = outcome.as_ref().err().map(first_line);
+        let first = self.collective.wait_for_all(failed.as_deref());
+        let value = outcome?; // an own error says more
+        match first.map_err(RanksError::from)? {
+            None => Ok(value),
+            Some(FailedRank { rank, why }) => Err(RanksError::Failed { rank, why }.into()),
+        }
+    }
+
     fn sum_unless_failed(self, mut numbers: Vec<f64>, failed: Option<String>) -> Result<Vec<f64>, RanksError> {
         numbers.push(f64::from(u8::from(failed.is_some())));
         let mut sums = self.sum(&numbers)?;
@@ -189,7 +206,7 @@ impl<'c> Ranks<'c> {
         let (mut work, mut done) = (Some(work), None);
         for mine in [true, false] {
             let now = if mine == is_first { work.take() } else { None };
-            let outcome = self.agree(now.map(|work| work()).transpose())?;
+            let outcome = self.agree_after_long_work(now.map(|work| work()).transpose())?;
             done = done.or(outcome);
         }
         Ok(done.expect("every process does it once"))

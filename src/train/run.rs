@@ -77,7 +77,7 @@ impl TrainRun {
         let same = same_run::check(&self.checked, ranks, tell);
         ranks.agree(same)?;
         let begun = ranks.is_first().then(|| self.begin(ranks, resume, tell)).transpose();
-        let begun = ranks.agree(begun)?;
+        let begun = ranks.agree_after_long_work(begun)?;
         let goes_on = ranks.of_first(begun.as_ref().map(|begun| begun.backbone.is_some()))?;
         if !goes_on {
             return Ok(RunOutcome::FinishedBefore(self.checked.plan.train.output_dir.join(FINAL)));
@@ -87,7 +87,7 @@ impl TrainRun {
             None => (None, None),
         };
         let backbone = backbone.map_or_else(|| self.training_backbone(ranks, tell), Ok);
-        let backbone = ranks.agree(backbone)?;
+        let backbone = ranks.agree_after_long_work(backbone)?;
         self.started(ranks, backbone, tell)?.run(interrupted)
     }
 

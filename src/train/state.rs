@@ -129,22 +129,21 @@ impl TrainState {
         }
     }
 
-    /// Updates all parameters at learning rate `rate` with gradients multiplied by `scale`, then zeroes the gradients.
-    ///
-    /// # Errors
-    /// [`RanksError::Collective`]; the parameters are then undefined.
-    pub fn update(&mut self, rate: f64, scale: f64, ranks: Ranks) -> Result<(), RanksError> {
-        let Some(own) = &mut self.own else {
-            let mut parameters: Vec<&mut Parameter> = self.parameters.iter_mut().map(|p| &mut p.parameter).collect();
-            optim::step(&mut self.optimizer, &mut parameters, rate, scale);
-            self.copy_embedding();
-            return Ok(());
+    /// Updates this process's parameters at learning rate `rate` with gradients multiplied by `scale`, then zeroes their gradients:
+    /// all of them, or its share, which [`TrainState::exchange_values`] then gives to the others.
+    pub fn update_own(&mut self, rate: f64, scale: f64) {
+        let mut parameters: Vec<&mut Parameter> = match &mut self.own {
+            Some(own) => own.parameters.iter_mut().collect(),
+            None => self.parameters.iter_mut().map(|p| &mut p.parameter).collect(),
         };
-        let mut pieces: Vec<&mut Parameter> = own.parameters.iter_mut().collect();
-        optim::step(&mut self.optimizer, &mut pieces, rate, scale);
-        self.exchange_values(ranks)?;
-        self.copy_embedding();
-        Ok(())
+        optim::step(&mut self.optimizer, &mut parameters, rate, scale);
+        match &self.own {
+            // The gradients' buffers carry the values.
+            Some(own) => tch::no_grad(|| {
+                own.parameters.iter().for_each(|piece| piece.gradient.shallow_clone().copy_(&piece.value));
+            }),
+            None => self.copy_embedding(),
+        }
     }
 
     /// Adds the gradient of a tied LM head on another stage to the embedding's. Called once a step, before the norm is measured.
@@ -164,11 +163,16 @@ impl TrainState {
         }
     }
 
-    /// Copies the values that each process updated to all others, by way of the gradients' buffers, which are zeroed.
-    fn exchange_values(&self, ranks: Ranks) -> Result<(), RanksError> {
+    /// Copies the values that each process updated to all others, by way of the gradients' buffers, which are zeroed. Where each process updates
+    /// all, nothing is to be done.
+    ///
+    /// # Errors
+    /// [`RanksError::Collective`]; the parameters are then undefined.
+    pub fn exchange_values(&self, ranks: Ranks) -> Result<(), RanksError> {
+        if self.own.is_none() {
+            return Ok(());
+        }
         tch::no_grad(|| {
-            let own = self.own.iter().flat_map(|own| &own.parameters);
-            own.for_each(|piece| piece.gradient.shallow_clone().copy_(&piece.value));
             for buffer_wn in self.gradients.buffers_wn() {
                 ranks.collective().all_gather(buffer_wn)?;
             }
@@ -178,6 +182,7 @@ impl TrainState {
             for buffer_wn in self.gradients.buffers_wn() {
                 let _ = buffer_wn.shallow_clone().zero_();
             }
+            self.copy_embedding();
             Ok(())
         })
     }

@@ -57,7 +57,7 @@ pub enum StepError {
         /// The loss or the gradient norm.
         what: &'static str,
         value: f64,
-        /// Indices of this step's training rows.
+        /// Indices of this step's training rows, of all processes.
         rows: Vec<usize>,
         /// The backbone's.
         dtype: Dtype,
@@ -132,27 +132,27 @@ pub fn train_step(
     share: StepShare,
     weights: &StepWeights,
 ) -> Result<StepOutcome, StepError> {
-    let StepShare { batches, counts, ranks } = share;
-    let mut sums = MetricSums::new(&state.heads, *weights.loss, counts.clone());
+    let ranks = share.ranks;
     let work = format!("training step {}", state.step + 1);
-    let passed =
-        guard(&work, || sums.pass_all(backbone, state, share, weights.lambda0)).map_err(StepError::from).flatten();
-    state.join_tied_gradients();
+    let passed = guard(&work, || MetricSums::of_passes(backbone, state, share, weights));
+    let passed = passed.map_err(StepError::from).flatten();
     state.reduce_gradients(ranks)?; // also if this process failed: the others wait for it
     // The only time that a step waits for the device: whether the update is made depends on the norm.
-    let read = passed.and_then(|()| Ok(guard(&work, || sums.read(Some(&state.gradient_norm())))?));
+    let read = passed.and_then(|sums| Ok(guard(&work, || sums.read(Some(&state.gradient_norm())))?));
     let read = read.and_then(|read| backbone.settle().map(|()| read).map_err(StepError::from));
-    let numbers = read.as_ref().map_or_else(|_| sums.no_numbers(), ReadSums::numbers);
+    let numbers = read.as_ref().map_or_else(|_| ReadSums::none(state.heads.num_heads()), ReadSums::numbers);
     let squared_norm = read.as_ref().map_or(0.0, |read| squared_norm(state, read, ranks));
     let (read, numbers) = ranks.agree_and_sum(read, [numbers, vec![squared_norm]].concat())?;
     let (squared_norm, numbers) = numbers.split_last().expect("the squared norm is the last");
     // The square root of a square is not always the number itself.
     let grad_norm = if ranks.is_alone() { read.grad_norm.expect("it was read") } else { squared_norm.sqrt() };
-    let metrics = sums.finish(&ReadSums::of_numbers(numbers), weights.lambda0);
-    check_numbers(state.step + 1, &metrics, grad_norm, batches, backbone.dtype())?;
+    let metrics = ReadSums::of_numbers(numbers).finish(weights.loss, share.counts, weights.lambda0);
+    check_numbers(state.step + 1, &metrics, grad_norm, share, backbone.dtype())?;
     // As in torch.nn.utils.clip_grad_norm_.
     let clip = (weights.max_grad_norm / (grad_norm + 1e-6)).min(1.0);
-    state.update(weights.rate, clip, ranks)?;
+    let updated = guard(&work, || state.update_own(weights.rate, clip)).map_err(StepError::from);
+    ranks.agree(updated)?; // the others would wait for its values, or learn of its end alone
+    state.exchange_values(ranks)?;
     state.step += 1;
     state.tokens += metrics.tokens;
     Ok(StepOutcome { metrics, grad_norm })
@@ -170,26 +170,36 @@ fn check_numbers(
     step: usize,
     metrics: &StepMetrics,
     grad_norm: f64,
-    batches: &[FedBatch],
+    share: StepShare,
     dtype: Dtype,
 ) -> Result<(), StepError> {
     let numbers = [("the loss", metrics.loss), ("the gradient norm", grad_norm)];
     match numbers.into_iter().find(|(_, value)| !value.is_finite()) {
-        Some((what, value)) => {
-            let rows = batches.iter().flat_map(|batch| batch.batch.row_ids.concat()).collect();
-            Err(StepError::NotFinite { step, what, value, rows, dtype })
-        }
+        Some((what, value)) => Err(StepError::NotFinite { step, what, value, rows: share.rows_of_all()?, dtype }),
         None => Ok(()),
+    }
+}
+
+impl StepShare<'_> {
+    /// The training rows of all processes, in the order of their micro batches. All processes call it: they have the same sums.
+    fn rows_of_all(&self) -> Result<Vec<usize>, RanksError> {
+        let own: Vec<Vec<usize>> = self.batches.iter().map(|batch| batch.batch.row_ids.concat()).collect();
+        let all = self.ranks.gather(&serde_json::to_vec(&own).expect("JSON holds numbers"))?;
+        let all = all.iter().map(|rows| serde_json::from_slice(rows).expect("the same program wrote it"));
+        let all: Vec<Vec<Vec<usize>>> = all.collect();
+        let turns = all.iter().map(Vec::len).max().unwrap_or(0); // the processes took turns
+        let of_turn = |turn: usize| all.iter().filter_map(move |of_rank| of_rank.get(turn));
+        Ok((0..turns).flat_map(of_turn).flatten().copied().collect())
     }
 }
 
 /// Checks all parameters: an update can overflow even if its loss and gradient did not.
 ///
 /// # Errors
-/// [`StepError::ParameterNotFinite`].
+/// [`StepError::ParameterNotFinite`], or an error of libtorch.
 pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
     let parameters = state.all();
-    match first_not_finite(&parameters) {
+    match guard("the check of the parameters", || first_not_finite(&parameters))? {
         Some(broken) => {
             Err(StepError::ParameterNotFinite { step: state.step, parameter: parameters[broken].name.clone() })
         }
@@ -216,23 +226,23 @@ pub fn evaluate<E: From<StepError> + From<TorchPanic> + From<RanksError> + Displ
     lambda0: f64,
     ranks: Ranks,
 ) -> Result<StepMetrics, E> {
-    let mut sums = MetricSums::new(heads, *loss, TargetCounts::new(heads.num_heads()));
+    let none = TargetCounts::new(heads.num_heads());
+    let (counted, summed) = (none.numbers().len(), ReadSums::none(heads.num_heads()).len());
     let mut texts = EvaluatedTexts::new(heads.num_heads(), ranks);
     let evaluated = guard("the evaluation", || {
+        let mut sums = MetricSums::new(heads, *loss, none);
         sums.evaluate_all(backbone, heads, groups, &mut texts)?;
-        Ok(sums.read(None).numbers())
+        Ok([sums.counts.numbers(), sums.read(None).numbers()].concat())
     });
     let evaluated = evaluated.map_err(E::from).flatten();
-    let numbers = evaluated.as_ref().map_or_else(|_| sums.no_numbers(), Clone::clone);
-    let counts = sums.counts.numbers();
-    let (_, numbers) = ranks.agree_and_sum(evaluated, [counts.clone(), numbers].concat())?;
-    let (counts, numbers) = numbers.split_at(counts.len());
-    sums.counts = TargetCounts::of_numbers(counts);
-    let metrics = sums.finish(&ReadSums::of_numbers(numbers), lambda0);
+    let numbers = evaluated.as_ref().map_or_else(|_| vec![0.0; counted + summed], Clone::clone);
+    let (_, numbers) = ranks.agree_and_sum(evaluated, numbers)?;
+    let (counts, numbers) = numbers.split_at(counted);
+    let metrics = ReadSums::of_numbers(numbers).finish(loss, &TargetCounts::of_numbers(counts), lambda0);
     Ok(StepMetrics { tokens_per_step: texts.tokens_per_step()?, ..metrics })
 }
 
-/// Sums over micro batches; they stay on the device until [`MetricSums::finish`].
+/// Sums over micro batches; they stay on the device until [`MetricSums::read`].
 struct MetricSums {
     config: LossConfig,
     counts: TargetCounts,
@@ -248,6 +258,19 @@ impl MetricSums {
         let (num_heads, device) = (heads.num_heads(), heads.parameters()[0].1.device());
         let by_head = (0..num_heads).map(|_| HeadSums::zero(device)).collect();
         Self { config, counts, by_head, lm_loss: None, lm_cross_entropy: None }
+    }
+
+    /// The losses of a process's micro batches, whose gradients are added to those of `state`.
+    fn of_passes(
+        backbone: &mut TrainingBackbone,
+        state: &TrainState,
+        share: StepShare,
+        weights: &StepWeights,
+    ) -> Result<Self, StepError> {
+        let mut sums = Self::new(&state.heads, *weights.loss, share.counts.clone());
+        sums.pass_all(backbone, state, share, weights.lambda0)?;
+        state.join_tied_gradients();
+        Ok(sums)
     }
 
     /// Adds the losses and the gradients of a process's micro batches.
@@ -346,40 +369,6 @@ impl MetricSums {
         let lm_head = pass.lm_head.of_tokens(heads.token_map().map(TokenMap::tokens_n));
         SoftObjective { lm_head, teacher_nh: &pass.hidden_nh, labels, backbone }
     }
-
-    fn finish(&self, read: &ReadSums, lambda0: f64) -> StepMetrics {
-        let mean = |sum: f64, count: usize| (count > 0).then(|| sum / count as f64);
-        let of_lm = |sum: Option<f64>| sum.and_then(|sum| mean(sum, self.counts.of_lm_head));
-        let (lm_loss, cross_entropy) = (of_lm(read.lm_loss), of_lm(read.lm_cross_entropy));
-        let losses = self.head_losses(read);
-        let weighted: f64 =
-            losses.iter().enumerate().map(|(head, l)| self.config.weight(head) * l.unwrap_or(0.0)).sum();
-        let top = |(hits, count): (&[f64; TOP], &TargetCount)| {
-            let labels = count.labels + count.outside;
-            (labels > 0).then(|| hits.map(|hits| hits / labels as f64))
-        };
-        StepMetrics {
-            loss: lm_loss.unwrap_or(0.0) + lambda0 * weighted,
-            lm_loss,
-            heads_loss: weighted,
-            perplexity: cross_entropy.map(f64::exp),
-            head_top: read.hits.iter().zip(&self.counts.by_head).map(top).collect(),
-            tokens_per_step: None,
-            head_losses: losses,
-            tokens: self.counts.tokens,
-        }
-    }
-
-    /// Lk of each head; `None` without a target.
-    fn head_losses(&self, read: &ReadSums) -> Vec<Option<f64>> {
-        let of = self.config.targets;
-        let loss = |(head, count): (usize, &TargetCount)| {
-            let of_labels = of.labels() * read.cross_entropies[head] / count.labels.max(1) as f64;
-            let of_backbone = of.backbone() * read.divergences[head] / count.all.max(1) as f64;
-            (count.all > 0).then_some(of_labels + of_backbone)
-        };
-        self.counts.by_head.iter().enumerate().map(loss).collect()
-    }
 }
 
 /// The sums on the host.
@@ -420,14 +409,47 @@ impl ReadSums {
             grad_norm: None,
         }
     }
+
+    /// As [`ReadSums::numbers`], of a process that failed.
+    fn none(num_heads: usize) -> Vec<f64> {
+        vec![0.0; OF_LM + num_heads * (2 + TOP)]
+    }
+
+    fn finish(&self, config: &LossConfig, counts: &TargetCounts, lambda0: f64) -> StepMetrics {
+        let mean = |sum: f64, count: usize| (count > 0).then(|| sum / count as f64);
+        let of_lm = |sum: Option<f64>| sum.and_then(|sum| mean(sum, counts.of_lm_head));
+        let (lm_loss, cross_entropy) = (of_lm(self.lm_loss), of_lm(self.lm_cross_entropy));
+        let losses = self.head_losses(config, counts);
+        let weighted: f64 = losses.iter().enumerate().map(|(head, l)| config.weight(head) * l.unwrap_or(0.0)).sum();
+        let top = |(hits, count): (&[f64; TOP], &TargetCount)| {
+            let labels = count.labels + count.outside;
+            (labels > 0).then(|| hits.map(|hits| hits / labels as f64))
+        };
+        StepMetrics {
+            loss: lm_loss.unwrap_or(0.0) + lambda0 * weighted,
+            lm_loss,
+            heads_loss: weighted,
+            perplexity: cross_entropy.map(f64::exp),
+            head_top: self.hits.iter().zip(&counts.by_head).map(top).collect(),
+            tokens_per_step: None,
+            head_losses: losses,
+            tokens: counts.tokens,
+        }
+    }
+
+    /// Lk of each head; `None` without a target.
+    fn head_losses(&self, config: &LossConfig, counts: &TargetCounts) -> Vec<Option<f64>> {
+        let of = config.targets;
+        let loss = |(head, count): (usize, &TargetCount)| {
+            let of_labels = of.labels() * self.cross_entropies[head] / count.labels.max(1) as f64;
+            let of_backbone = of.backbone() * self.divergences[head] / count.all.max(1) as f64;
+            (count.all > 0).then_some(of_labels + of_backbone)
+        };
+        counts.by_head.iter().enumerate().map(loss).collect()
+    }
 }
 
 impl MetricSums {
-    /// As [`ReadSums::numbers`], of a process that failed.
-    fn no_numbers(&self) -> Vec<f64> {
-        vec![0.0; OF_LM + self.by_head.len() * (2 + TOP)]
-    }
-
     /// Copies all sums, and the norm of the gradients, to the host in one transfer.
     fn read(&self, grad_norm: Option<&Tensor>) -> ReadSums {
         let heads = || self.by_head.iter();

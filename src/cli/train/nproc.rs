@@ -1,6 +1,7 @@
 //! `--nproc N`: starts the processes of a run on this machine, and waits for them.
 
 use std::env;
+use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
@@ -11,12 +12,12 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::cli::{CommonFlags, end, interrupted};
+use crate::cli::{CommonFlags, end, interrupted_to_save};
 use crate::torch::process_group::LocalStore;
 use crate::torch::process_group::rendezvous::Rendezvous;
 
-/// How long processes may go on after one has failed. They notice it at the next exchange.
-const GRACE: Duration = Duration::from_secs(10);
+/// Processes notice at their next exchange that one has failed, which comes within `--process-timeout`, and then have so long to say so.
+const TO_END: Duration = Duration::from_secs(5);
 const POLL: Duration = Duration::from_millis(20);
 /// The process that started this one.
 const STARTER: &str = "MEDUSA_STARTER";
@@ -29,12 +30,12 @@ struct RankProcess {
     was_killed: bool,
 }
 
-/// Starts `count` processes with the arguments of this one, and ends with their status.
+/// Starts `count` processes with the arguments of this one, and ends with their status. `timeout` is that of an exchange between them.
 ///
 /// # Errors
 /// If they cannot be started.
-pub(super) fn run(count: NonZeroUsize, common: &CommonFlags) -> anyhow::Result<()> {
-    let stop = interrupted(); // from here on the first signal is passed on
+pub(super) fn run(count: NonZeroUsize, timeout: Duration, common: &CommonFlags) -> anyhow::Result<()> {
+    let (stop, grace) = (interrupted_to_save(), timeout.saturating_add(TO_END)); // from here on the first signal is passed on
     let store = LocalStore::start().context("cannot open a port on 127.0.0.1 for the processes to meet")?;
     let mut workers =
         (0..count.get()).map(|rank| start(rank, count, store.port(), common)).collect::<Result<Vec<_>, _>>()?;
@@ -51,8 +52,8 @@ pub(super) fn run(count: NonZeroUsize, common: &CommonFlags) -> anyhow::Result<(
             asked = true;
             workers.iter_mut().for_each(|worker| worker.signal(Signal::TERM));
         }
-        if failed.is_some_and(|since| since.elapsed() > GRACE) {
-            workers.iter_mut().for_each(|worker| worker.kill(common));
+        if failed.is_some_and(|since| since.elapsed() > grace) {
+            workers.iter_mut().for_each(|worker| worker.kill(grace, common));
         }
         thread::sleep(POLL);
     }
@@ -64,14 +65,14 @@ pub(super) fn run(count: NonZeroUsize, common: &CommonFlags) -> anyhow::Result<(
     }
 }
 
-/// In a process that [`run`] started: ends with the one that started it.
+/// In a process that [`run`] started: ends with the one that started it, at once if that was asked to stop before.
 ///
 /// # Errors
 /// If the system refuses.
 pub(super) fn end_with_starter() -> anyhow::Result<()> {
     let Ok(starter) = env::var(STARTER) else { return Ok(()) };
     #[cfg(target_os = "linux")]
-    rustix::process::set_parent_process_death_signal(Some(Signal::TERM)).context("cannot follow the end of --nproc")?;
+    rustix::process::set_parent_process_death_signal(Some(Signal::INT)).context("cannot follow the end of --nproc")?;
     let parent = rustix::process::getppid().map(Pid::as_raw_nonzero);
     anyhow::ensure!(parent.is_some_and(|parent| parent.to_string() == starter), "the process of --nproc has ended");
     Ok(())
@@ -82,12 +83,10 @@ fn start(rank: usize, count: NonZeroUsize, port: u16, common: &CommonFlags) -> a
     let mut arguments = env::args_os();
     let mut command = Command::new(&program);
     command.arg0(arguments.next().unwrap_or_else(|| program.clone().into()));
-    command.args(arguments_of_worker(arguments));
+    let threads = common.threads.is_none().then(|| threads_each(count));
+    command.args(arguments_of_worker(arguments, threads));
     command.envs(Rendezvous::variables_of_local(rank, count.get(), port));
     command.env(STARTER, std::process::id().to_string());
-    if common.threads.is_none() {
-        command.arg("--threads").arg(threads_each(count).to_string());
-    }
     command.process_group(0); // a terminal's Ctrl-C reaches this process, which passes it on once
     let process = command.spawn().with_context(|| format!("cannot start {}", program.display()))?;
     Ok(RankProcess { rank, process, ended: None, was_killed: false })
@@ -99,17 +98,19 @@ fn threads_each(count: NonZeroUsize) -> usize {
     (cores / count).max(1)
 }
 
-/// Without `--nproc`.
-fn arguments_of_worker(arguments: impl Iterator<Item = std::ffi::OsString>) -> Vec<std::ffi::OsString> {
-    let mut is_value = false;
-    let keep = |argument: &std::ffi::OsString| {
-        if std::mem::take(&mut is_value) {
-            return false;
+/// Without `--nproc`, and with `--threads` if it is not given. What follows `--` is no flag.
+fn arguments_of_worker(arguments: impl Iterator<Item = OsString>, threads: Option<usize>) -> Vec<OsString> {
+    let (mut is_value, mut are_flags) = (false, true);
+    let keep = |argument: &OsString| {
+        are_flags &= argument != "--";
+        if std::mem::take(&mut is_value) || !are_flags {
+            return !are_flags;
         }
         is_value = argument == "--nproc";
         !is_value && !argument.to_string_lossy().starts_with("--nproc=")
     };
-    arguments.filter(keep).collect()
+    let threads = threads.map(|threads| format!("--threads={threads}").into());
+    threads.into_iter().chain(arguments.filter(keep)).collect()
 }
 
 impl RankProcess {
@@ -130,13 +131,13 @@ impl RankProcess {
         }
     }
 
-    fn kill(&mut self, common: &CommonFlags) {
+    fn kill(&mut self, grace: Duration, common: &CommonFlags) {
         if self.ended.is_none() && !self.was_killed {
             self.was_killed = true;
             common.say(format_args!(
                 "rank {} did not end within {} s after another rank failed: killing it",
                 self.rank,
-                GRACE.as_secs()
+                grace.as_secs()
             ));
             let _ = self.process.kill();
         }
@@ -156,12 +157,21 @@ mod tests {
 
     #[test]
     fn workers_do_not_start_workers() {
-        let left = |arguments: &[&str]| {
-            let left = arguments_of_worker(arguments.iter().map(Into::into));
-            left.iter().map(|argument| argument.to_string_lossy().into_owned()).collect::<Vec<_>>()
-        };
+        let left = |arguments: &[&str]| given(arguments, None);
         assert_eq!(left(&["r.toml", "--nproc", "4", "--resume"]), ["r.toml", "--resume"]);
         assert_eq!(left(&["--nproc=4", "r.toml"]), ["r.toml"]);
         assert_eq!(left(&["r.toml", "--nproc", "--nproc", "--json"]), ["r.toml", "--json"]);
+        assert_eq!(left(&["--nproc", "2", "--", "--nproc"]), ["--", "--nproc"], "a recipe of this name");
+    }
+
+    #[test]
+    fn threads_are_a_flag_also_before_a_recipe_behind_two_dashes() {
+        assert_eq!(given(&["--nproc=2", "--", "r.toml"], Some(3)), ["--threads=3", "--", "r.toml"]);
+        assert_eq!(given(&["train", "r.toml", "--nproc=2"], Some(1)), ["--threads=1", "train", "r.toml"]);
+    }
+
+    fn given(arguments: &[&str], threads: Option<usize>) -> Vec<String> {
+        let given = arguments_of_worker(arguments.iter().map(Into::into), threads);
+        given.iter().map(|argument| argument.to_string_lossy().into_owned()).collect()
     }
 }

@@ -14,7 +14,7 @@ use torch_sys::C_tensor;
 /// Longer reasons are cut.
 const REASON_BYTES: usize = 1024;
 /// Longer values of the store are cut.
-const VALUE_BYTES: usize = 256;
+const VALUE_BYTES: usize = 1024;
 
 #[repr(C)]
 struct RawStore {

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 
 use tch::{Device, Tensor};
 
-use crate::torch::collective::{Collective, CollectiveError};
+use crate::torch::collective::{Collective, CollectiveError, FailedRank};
 
 mod c10d;
 mod communicators;
 mod join;
+mod long_work;
 mod nccl;
 pub mod rendezvous;
 
@@ -18,6 +19,7 @@ use c10d::{C10dError, GlooGroup, Store};
 use communicators::Communicators;
 pub use join::JoinError;
 pub(super) use join::machine_id;
+use long_work::LongWork;
 use nccl::{Communicator, NcclError};
 use rendezvous::{LocalRank, Rendezvous};
 
@@ -27,13 +29,14 @@ const LOOPBACK: &str = "127.0.0.1";
 /// A run of several processes, each connected to each other.
 #[derive(Debug)]
 pub struct ProcessGroup {
+    long_work: LongWork,
     gloo: GlooGroup,
     /// The first error of gloo, and that of all its later operations: no process knows what the others did of it. GPUs have their own.
     gloo_error: OnceCell<CollectiveError>,
     /// Of the GPUs.
     communicators: Communicators,
     /// Its server runs in rank 0, or in what started the processes.
-    _store: Store,
+    store: Store,
     rank: usize,
     world_size: usize,
     /// This process among those of its machine.
@@ -52,8 +55,9 @@ impl ProcessGroup {
         let Rendezvous { rank, world_size, .. } = *rendezvous;
         let address = rendezvous.is_of_one_machine().then_some(LOOPBACK);
         let gloo = GlooGroup::open(&store, rank, world_size, address, timeout).map_err(JoinError::connecting)?;
+        let long_work = LongWork::new(rendezvous, timeout).map_err(JoinError::connecting)?;
         let (communicators, gloo_error) = (Communicators::new([rank, world_size], timeout), OnceCell::new());
-        Ok(Self { gloo, gloo_error, communicators, _store: store, rank, world_size, local, timeout })
+        Ok(Self { long_work, gloo, gloo_error, communicators, store, rank, world_size, local, timeout })
     }
 
     /// This process among those of its machine.
@@ -121,6 +125,13 @@ impl Collective for ProcessGroup {
     fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<(), CollectiveError> {
         let on_gpu = |nccl: &Communicator, deadline| nccl.broadcast(tensor, root, deadline);
         self.run("a copy to all processes", tensor, |gloo| gloo.broadcast(tensor, root), on_gpu)
+    }
+
+    fn wait_for_all(&self, failed: Option<&str>) -> Result<Option<FailedRank>, CollectiveError> {
+        let operation = "the waiting for its long work";
+        self.long_work
+            .wait(&self.store, failed)
+            .map_err(|C10dError(reason)| CollectiveError::Lost { operation, reason })
     }
 }
 

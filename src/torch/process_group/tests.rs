@@ -11,7 +11,7 @@ fn ranks<T: Send>(world_size: usize, body: impl Fn(ProcessGroup) -> T + Sync) ->
     ranks_within(Duration::from_secs(20), world_size, body)
 }
 
-/// As [`ranks`], with so much time for an operation.
+/// As [`ranks`], with so much time for an exchange.
 fn ranks_within<T: Send>(timeout: Duration, world_size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     let server = LocalStore::start().expect("a store");
     let port = server.port();
@@ -102,6 +102,44 @@ fn after_an_error_no_rank_exchanges_anything() {
     assert!(first.as_ref().is_some_and(|error| error.contains("during a sum over all processes for 2 s")), "{first:?}");
     assert_eq!(first, later, "the second one is not tried");
     assert!(errors[1].iter().all(Option::is_some), "{errors:?}");
+}
+
+#[test]
+fn long_work_of_a_rank_may_take_longer_than_an_exchange() {
+    let waited = ranks_within(Duration::from_secs(2), 3, |group| {
+        if group.rank() == 1 {
+            thread::sleep(Duration::from_secs(3));
+        }
+        [group.wait_for_all(None).expect("all ranks come"), group.wait_for_all(None).expect("all ranks come")]
+    });
+    assert_eq!(waited, [[None, None], [None, None], [None, None]]);
+}
+
+#[test]
+fn a_failure_before_or_in_long_work_is_told_to_all_that_wait() {
+    let failed = |rank: usize, why: &str| Some(FailedRank { rank, why: why.to_owned() });
+    let told = ranks(3, |group| {
+        assert_eq!(group.wait_for_all(None).expect("all ranks come"), None);
+        group.wait_for_all((group.rank() == 1).then_some("rows.jsonl: no rows, × 3")).expect("a store")
+    });
+    let expected = failed(1, "rows.jsonl: no rows, × 3");
+    assert_eq!(told, [expected.clone(), None, expected]);
+    let told = ranks(3, |group| if group.rank() == 2 { None } else { group.wait_for_all(None).expect("a store") });
+    let expected = failed(2, "it ended; its own messages say why");
+    assert_eq!(told, [expected.clone(), expected, None]);
+}
+
+#[test]
+fn a_rank_that_gives_no_sign_of_life_is_given_up() {
+    let server = LocalStore::start().expect("a store");
+    let (place, timeout) = (place(0, 2, server.port()), Duration::from_secs(2));
+    let store = Store::open(&place.host, place.port, None, &place.prefix, timeout).expect("a store");
+    let failed =
+        LongWork::new(&place, timeout).expect("a store").wait(&store, None).expect("a store").expect("no rank 1");
+    assert_eq!(
+        (failed.rank, failed.why.as_str()),
+        (1, "it has given no sign of life for 3 s: it was killed, or hangs")
+    );
 }
 
 fn place(rank: usize, world_size: usize, port: u16) -> Rendezvous {
