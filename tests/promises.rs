@@ -46,6 +46,7 @@ mod packing;
 mod panicking_libraries;
 mod paper_recipes;
 mod peft;
+mod process_equality;
 mod program;
 mod published;
 mod published_configs;
