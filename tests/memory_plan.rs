@@ -1,9 +1,11 @@
 //! The peak memory that `--check` predicts is within 15 % of the run's; `--check` needs no weights.
 
 #![cfg(target_os = "linux")] // reads the peak from /proc
+#![expect(clippy::print_stdout, reason = "the table for docs/scaling.md; shown with --nocapture")]
 
+use std::collections::BTreeMap;
 use std::fs;
-use std::process::Stdio;
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use medusa::model::config::LlamaConfig;
@@ -106,23 +108,39 @@ micro_batch_size = 4
     }
 }
 
-/// Peak resident bytes according to the kernel (VmHWM), which never falls; read until the process ends.
 fn peak_of_a_run(small: &SmallRun) -> u64 {
     let mut child = small.trainer(&["--quiet"]).stdout(Stdio::null()).spawn().expect("the program starts");
-    let status = format!("/proc/{}/status", child.id());
-    let mut peak = 0;
+    let pid = child.id();
+    peaks_until_the_end(&mut child, || vec![pid])[&pid]
+}
+
+/// Peak resident bytes of processes according to the kernel (VmHWM), which never fall; read until `child` ends.
+fn peaks_until_the_end(child: &mut Child, pids: impl Fn() -> Vec<u32>) -> BTreeMap<u32, u64> {
+    let mut peaks = BTreeMap::new();
     let ended = loop {
-        let text = fs::read_to_string(&status).unwrap_or_default();
-        let kib =
-            text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next()?.parse::<u64>().ok());
-        peak = kib.unwrap_or(peak).max(peak);
+        for pid in pids() {
+            let peak: &mut u64 = peaks.entry(pid).or_default();
+            *peak = peak_now(pid).unwrap_or(0).max(*peak);
+        }
         if let Some(ended) = child.try_wait().expect("a child") {
             break ended;
         }
         std::thread::sleep(Duration::from_millis(2));
     };
     assert!(ended.success());
-    1024 * peak
+    peaks
+}
+
+fn peak_now(pid: u32) -> Option<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let kib = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next());
+    Some(1024 * kib?.parse::<u64>().ok()?)
+}
+
+/// The processes that a process started.
+fn children(pid: u32) -> Vec<u32> {
+    let listed = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    listed.split_whitespace().map(|pid| pid.parse().expect("a process id")).collect()
 }
 
 const ADAPTERS: &str = "[stage.medusa2]\n[stage.medusa2.lora]\nrank = 16\nalpha = 16.0\ndropout = 0.05";
@@ -131,6 +149,68 @@ fn check(size: &Size) {
     let (planned, measured) = size.planned_and_measured();
     let ratio = planned as f64 / measured as f64;
     assert!((0.85..=1.15).contains(&ratio), "planned {planned} bytes, measured {measured}: {ratio:.3}");
+}
+
+/// gloo gathers the new values of all parameters in a buffer of its own, as large as the gradients'.
+#[test]
+fn the_plan_of_shared_moments_has_the_buffer_that_gathers_the_values() {
+    let small = LLAMA.workplace(false);
+    small.edit("recipe.toml", "micro_batch_size = 4", "micro_batch_size = 2\ngradient_accumulation_steps = 2");
+    let plan = |processes: &str| {
+        let plan = small.train(&["--check", "--json", "--nproc", processes]).succeeded().stdout;
+        serde_json::from_str::<Value>(&plan).expect("JSON")["memory"].take()
+    };
+    let working = |plan: &Value| plan["working_bytes"].as_u64().expect("bytes");
+    let [alone, whole] = [plan("1"), plan("2")];
+    small.edit("recipe.toml", "learning_rate", "zero_stage = 1\nlearning_rate");
+    let [alone_of_one, shared] = [plan("1"), plan("2")];
+    assert_eq!((working(&alone), &alone), (working(&whole), &alone_of_one));
+    let groups = shared["groups"].as_array().expect("groups");
+    let gradients: u64 = groups.iter().map(|group| group["gradient_bytes"].as_u64().expect("bytes")).sum();
+    assert_eq!((gradients >> 20, working(&shared)), (97, working(&whole) + gradients));
+}
+
+/// What `--check --nproc` plans for a process of this run, and the measured peak of each process. All save checkpoints.
+fn planned_and_measured_of_processes(size: &Size, processes: usize, zero_stage: u8) -> (u64, Vec<u64>) {
+    let small = size.workplace(true);
+    small.edit("recipe.toml", "micro_batch_size = 4", "micro_batch_size = 1\ngradient_accumulation_steps = 4");
+    small.edit("recipe.toml", "learning_rate", &format!("zero_stage = {zero_stage}\nlearning_rate"));
+    let processes = processes.to_string();
+    let plan = small.train(&["--check", "--json", "--nproc", &processes]).succeeded().stdout;
+    let plan: Value = serde_json::from_str(&plan).expect("JSON");
+    let mut starter = small.trainer(&["--nproc", &processes, "--threads", "1"]);
+    let mut starter = starter.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the program starts");
+    let pid = starter.id();
+    let measured = peaks_until_the_end(&mut starter, || children(pid));
+    (plan["peak_bytes"].as_u64().expect("bytes"), measured.into_values().collect())
+}
+
+/// Prints the rows of the table in docs/scaling.md.
+#[test]
+#[ignore = "12 runs, three minutes: cargo test --test promises memory_plan::the_planned_peak_of_each -- --ignored --nocapture"]
+fn the_planned_peak_of_each_process_is_the_processs() {
+    let mebibytes = |bytes: &u64| format!("{}", bytes >> 20);
+    let mut off = vec![];
+    for (name, size) in [
+        ("Medusa-1", LLAMA),
+        ("Medusa-1, adamw8bit", Size { optimizer: "adamw8bit", ..LLAMA }),
+        ("Medusa-2, LoRA", Size { hidden: 512, layers: 4, vocab: 8000, length: 256, stage: ADAPTERS, ..LLAMA }),
+        ("Medusa-2, whole backbone", Size { layers: 4, heads: 2, vocab: 8000, stage: "[stage.medusa2]", ..LLAMA }),
+    ] {
+        for (processes, zero_stage) in [(2, 0), (2, 1), (4, 1)] {
+            let (planned, measured) = planned_and_measured_of_processes(&size, processes, zero_stage);
+            let each: Vec<String> = measured.iter().map(mebibytes).collect();
+            println!("| {name} | {processes} | {zero_stage} | {} | {} |", mebibytes(&planned), each.join(", "));
+            assert_eq!(measured.len(), processes, "{each:?}");
+            let ratio = planned as f64 / *measured.iter().max().expect("processes") as f64;
+            if !(0.85..=1.15).contains(&ratio) {
+                off.push(format!(
+                    "{name}, {processes} processes, zero_stage = {zero_stage}: {ratio:.3} of the largest"
+                ));
+            }
+        }
+    }
+    assert!(off.is_empty(), "{off:#?}");
 }
 
 #[test]
@@ -174,6 +254,12 @@ fn the_planned_peak_of_a_whole_backbone_that_teaches_a_truncated_vocabulary_is_t
     let stage = "[stage.medusa2]\n[loss]\ntargets = \"backbone\"";
     let backbone = "dtype = \"bfloat16\"";
     check(&Size { family, backbone, of_heads, stage, heads: 1, vocab: 48_000, length: 16, ..LLAMA });
+}
+
+/// The file of a backbone in float32, from which the trained weights are copied, is in memory no longer.
+#[test]
+fn the_planned_peak_of_a_whole_backbone_in_float32_is_the_runs() {
+    check(&Size { layers: 4, heads: 2, vocab: 8000, stage: "[stage.medusa2]", ..LLAMA });
 }
 
 #[test]

@@ -52,6 +52,8 @@ impl OutputPart {
 pub enum Purpose {
     /// Whole rows: every product separate, over the mapped file where dtype and device allow.
     Training,
+    /// As [`Purpose::Training`], with float32 copies of all weights, which are trained and compute in this dtype.
+    FineTuning(Kind),
     /// A few tokens at a time: q, k, v and gate, up merged, and laid out for the CPU's own kernels.
     Decoding,
     /// A token of each of many generations at a time: merged, and packed on the CPU by oneDNN, which is faster from some 20 rows on.
@@ -107,7 +109,7 @@ impl Llama {
         let mut llama = Self::build(config, kind, stages, quantization, &mut source)?;
         llama.lm_head_vh = files.mapped(llama.lm_head_name(), &[llama.config.vocab_size, llama.config.hidden_size])?;
         let llama = llama.prepared_for(purpose);
-        files.release();
+        files.release(); // also what was read to be copied
         Ok(llama)
     }
 
@@ -282,6 +284,7 @@ impl Llama {
     fn prepared_for(self, purpose: Purpose) -> Self {
         match purpose {
             Purpose::Training => self,
+            Purpose::FineTuning(kind) => self.for_fine_tuning(kind),
             Purpose::Decoding => self.for_decoding(),
             Purpose::Batches => self.for_batches(),
         }

@@ -103,9 +103,14 @@ impl WorldPlan {
     /// A run of one process.
     pub const ALONE: Self = Self { size: 1, zero_stage: ZeroStage::Zero };
 
+    /// Whether each process has only its part of the moments.
+    fn shares_moments(self) -> bool {
+        self.size > 1 && self.zero_stage == ZeroStage::One
+    }
+
     /// This process's part of all moments, at most: shares are equal up to a block.
     fn share_of(self, bytes: u64) -> u64 {
-        if self.zero_stage == ZeroStage::One { bytes.div_ceil(self.size as u64) } else { bytes }
+        if self.shares_moments() { bytes.div_ceil(self.size as u64) } else { bytes }
     }
 }
 
@@ -133,7 +138,7 @@ pub struct MemoryPlan {
     pub activation_bytes: u64,
     /// Hidden states, their gradient, and the teacher's hidden states.
     pub hidden_state_bytes: u64,
-    /// The largest temporary: a chunk of logits, a layer's gradients, or the embedding's gradient.
+    /// The largest temporary: a chunk of logits, a layer's gradients, the embedding's gradient, or what processes gather.
     pub working_bytes: u64,
     /// The program itself; 0 on a device with its own memory.
     pub program_bytes: u64,
@@ -171,14 +176,14 @@ impl MemoryPlan {
     pub fn of(work: &Workload) -> Self {
         let mut groups = vec![work.backbone()];
         if work.stage.is_last {
-            groups.push(work.heads_group());
+            groups.push(MemoryGroup::trained("heads", &work.of_heads(), work));
         }
         if let Some(lora) = work.trained.lora() {
             groups.push(MemoryGroup::trained("adapters", &work.adapters(lora), work));
         }
         let activation_bytes = work.activations();
         let hidden_state_bytes = work.hidden_states();
-        let saving = work.saving().saturating_sub(activation_bytes + hidden_state_bytes);
+        let saving = work.saving().max(work.gathered_moment()).saturating_sub(activation_bytes + hidden_state_bytes);
         let of_prefix = work.prefix_layer().map_or(0, |layer| layer.layer_at_once());
         let phases = [
             if work.stage.is_last { work.logits() } else { 0 },
@@ -188,7 +193,7 @@ impl MemoryPlan {
             work.embedding_gradient(),
             saving,
         ];
-        let working_bytes = phases.into_iter().max().unwrap_or(0);
+        let working_bytes = phases.into_iter().max().unwrap_or(0) + work.gathered_values(&groups);
         let program_bytes = if work.on_host { PROGRAM + accelerator::opened_bytes() } else { 0 };
         let (world_size, sent_bytes) = (work.world.size, sent_bytes(&groups, work));
         Self { groups, activation_bytes, hidden_state_bytes, working_bytes, program_bytes, world_size, sent_bytes }
@@ -349,12 +354,28 @@ impl Workload<'_> {
         }
     }
 
-    fn heads_group(&self) -> MemoryGroup {
+    /// The size of each tensor of the heads.
+    fn of_heads(&self) -> Vec<u64> {
         let numel = |shape: &[i64]| shape.iter().product::<i64>().unsigned_abs();
         let of_prefix = self.prefix_layer().map(|_| PrefixLayer::tensors(self.config)).into_iter().flatten();
         let tensors = self.heads.tensors().into_iter().chain(of_prefix);
-        let numbers: Vec<u64> = tensors.map(|(_, shape)| numel(&shape)).collect();
-        MemoryGroup::trained("heads", &numbers, self)
+        tensors.map(|(_, shape)| numel(&shape)).collect()
+    }
+
+    /// Numbers of the largest trained tensor.
+    fn largest_trained(&self) -> u64 {
+        let heads = if self.stage.is_last { self.of_heads() } else { vec![] };
+        let adapters = self.trained.lora().map_or_else(Vec::new, |lora| self.adapters(lora));
+        let backbone = if self.is_direct() { self.largest_of_backbone() } else { 0 };
+        heads.into_iter().chain(adapters).max().unwrap_or(0).max(backbone)
+    }
+
+    /// Numbers of the largest weight of this stage.
+    fn largest_of_backbone(&self) -> u64 {
+        let ([h, _, _, _, v], StageShape { is_first, is_last, .. }) = (self.widths(), self.stage);
+        let of_layer = self.linears().all().map(LinearSpec::numel).max().unwrap_or(0);
+        let has_vocabulary = is_first || (is_last && !self.config.tie_word_embeddings);
+        of_layer.max(if has_vocabulary { v * h } else { 0 })
     }
 
     /// The heads' prefix layer, if they have one, as a layer of a backbone that is trained itself.
@@ -605,6 +626,20 @@ impl Workload<'_> {
     fn embedding_gradient(&self) -> u64 {
         let [h, _, _, _, v] = self.widths();
         if self.is_direct() && self.stage.is_first { v * h * F32 } else { 0 }
+    }
+
+    /// Where processes share the moments, gloo gathers the new values of all parameters in a buffer of its own. It is beside what a pass has
+    /// freed, since the heap keeps that.
+    fn gathered_values(&self, groups: &[MemoryGroup]) -> u64 {
+        let gathers = self.on_host && self.world.shares_moments();
+        if gathers { groups.iter().map(|group| group.gradient_bytes).sum() } else { 0 }
+    }
+
+    /// Where processes share the moments, a checkpoint gathers them whole in all of them, one after another. On a CPU this is less than
+    /// [`Workload::gathered_values`], at another time.
+    fn gathered_moment(&self) -> u64 {
+        let gathers = !self.on_host && self.world.shares_moments();
+        if gathers { self.optimizer.moment_bytes(self.largest_trained()) / 2 } else { 0 }
     }
 
     /// `final/` stores a trained backbone in its compute dtype: a copy if the master weights have another.

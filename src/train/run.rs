@@ -252,9 +252,9 @@ fn load_backbone(checked: &CheckedRun) -> Result<Llama, TrainError> {
     let CheckedRun { plan, stages, .. } = checked;
     let (folder, kind) = (Path::new(&plan.backbone.path), plan.backbone.dtype.kind());
     let quantization = plan.backbone.quantization;
-    let load = |kind| -> Result<Llama, TrainError> {
+    let load = |kind, purpose| -> Result<Llama, TrainError> {
         let mut backbone = match plan.output_part() {
-            None => Llama::load_on(folder, kind, stages.clone(), Purpose::Training, quantization)?,
+            None => Llama::load_on(folder, kind, stages.clone(), purpose, quantization)?,
             Some(part) => Llama::load_output(folder, kind, plan.device, part)?,
         };
         let longest_row = i64::try_from(plan.data.max_length.get()).unwrap_or(i64::MAX);
@@ -262,10 +262,10 @@ fn load_backbone(checked: &CheckedRun) -> Result<Llama, TrainError> {
         Ok(backbone)
     };
     match &plan.trained {
-        BackboneTraining::Frozen => Ok(load(kind)?),
-        BackboneTraining::Full => Ok(load(Kind::Float)?.for_fine_tuning(kind)),
+        BackboneTraining::Frozen => load(kind, Purpose::Training),
+        BackboneTraining::Full => load(Kind::Float, Purpose::FineTuning(kind)),
         BackboneTraining::Lora { lora, .. } => {
-            let mut backbone = load(kind)?;
+            let mut backbone = load(kind, Purpose::Training)?;
             match &lora.init_from {
                 None => adapters::attach_new(&mut backbone, lora, plan.train.seed),
                 Some(adapter) => peft::attach(&mut backbone, adapter, Some(lora))?,
