@@ -25,6 +25,14 @@ pub fn of_library<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     expecting(|file, _| file.is_some_and(|file| !is_own(file)), work)
 }
 
+/// Runs `work` on a thread whose result others wait for.
+///
+/// # Errors
+/// The message of a panic, which is printed as ever.
+pub(crate) fn of_worker<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    panic::catch_unwind(AssertUnwindSafe(work)).map_err(|payload| message(payload.as_ref()).to_owned())
+}
+
 /// Runs `work`; a panic that is `expected` is not printed, and its message is returned.
 pub(crate) fn expecting<T>(expected: Expected, work: impl FnOnce() -> T) -> Result<T, String> {
     silence_expected();

@@ -28,6 +28,8 @@ pub(crate) enum Reply {
     Half(String),
     /// Events, each after so many milliseconds.
     Stream(Vec<(u64, String)>),
+    /// A status, and a body without an end: a kibibyte after so many milliseconds each.
+    Endless(u16, u64),
     /// The connection ends without an answer.
     Nothing,
     /// The connection ends after these events.
@@ -43,15 +45,23 @@ pub(crate) struct TestServer {
     pub(crate) most_at_once: Arc<AtomicUsize>,
     /// How often the models are not listed yet.
     pub(crate) loading: Arc<AtomicUsize>,
+    /// The models' `max_model_len`; 0: it is not told.
+    pub(crate) context: Arc<AtomicUsize>,
 }
 
 impl TestServer {
-    /// Answers each POST, numbered from 0, and names two models.
+    /// Answers each POST, numbered from 0, and names two models, below any path.
     pub(crate) fn new(answer: impl Fn(usize, &SeenRequest) -> Reply + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = format!("http://{}", listener.local_addr().expect("an address"));
-        let server = Self { address, seen: Arc::default(), most_at_once: Arc::default(), loading: Arc::default() };
-        let loading = Arc::clone(&server.loading);
+        let server = Self {
+            address,
+            seen: Arc::default(),
+            most_at_once: Arc::default(),
+            loading: Arc::default(),
+            context: Arc::default(),
+        };
+        let (loading, context) = (Arc::clone(&server.loading), Arc::clone(&server.context));
         let (seen, most, answer): (_, _, Arc<Answers>) =
             (Arc::clone(&server.seen), Arc::clone(&server.most_at_once), Arc::new(answer));
         let now = Arc::new(AtomicUsize::new(0));
@@ -59,7 +69,7 @@ impl TestServer {
             for stream in listener.incoming().flatten() {
                 let (seen, most, now, answer) =
                     (Arc::clone(&seen), Arc::clone(&most), Arc::clone(&now), Arc::clone(&answer));
-                let loading = Arc::clone(&loading);
+                let (loading, context) = (Arc::clone(&loading), Arc::clone(&context));
                 thread::spawn(move || {
                     let mut reader = BufReader::new(stream.try_clone().expect("a second handle"));
                     while let Some(request) = read_request(&mut reader) {
@@ -69,15 +79,14 @@ impl TestServer {
                             seen.push(request.clone());
                             seen.iter().filter(|request| request.line.starts_with("POST")).count()
                         };
-                        let reply = match request.line.as_str() {
-                            "GET /v1/models" if loading.load(Ordering::SeqCst) > 0 => {
+                        let lists_models = request.line.starts_with("GET /") && request.line.ends_with("/v1/models");
+                        let reply = match lists_models {
+                            true if loading.load(Ordering::SeqCst) > 0 => {
                                 loading.fetch_sub(1, Ordering::SeqCst);
                                 Reply::Whole(503, "", json!({"error": {"message": "loading"}}).to_string())
                             }
-                            "GET /v1/models" => {
-                                Reply::Whole(200, "", json!({"data": [{"id": "m-1"}, {"id": "m-2"}]}).to_string())
-                            }
-                            _ => answer(number - 1, &request),
+                            true => Reply::Whole(200, "", models(context.load(Ordering::SeqCst)).to_string()),
+                            false => answer(number - 1, &request),
                         };
                         let goes_on = send(&stream, &reply, &now);
                         if !goes_on {
@@ -94,6 +103,14 @@ impl TestServer {
         let seen = self.seen.lock().expect("no thread panics with it");
         seen.iter().filter(|request| request.line.starts_with("POST")).cloned().collect()
     }
+}
+
+fn models(context: usize) -> Value {
+    let model = |id: &str| match context {
+        0 => json!({"id": id}),
+        _ => json!({"id": id, "max_model_len": context}),
+    };
+    json!({"data": [model("m-1"), model("m-2")]})
 }
 
 fn read_request(reader: &mut BufReader<TcpStream>) -> Option<SeenRequest> {
@@ -143,6 +160,15 @@ fn send(mut stream: &TcpStream, reply: &Reply, now: &AtomicUsize) -> bool {
             let _ =
                 stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(&body.as_bytes()[..body.len() / 2]));
             let _ = stream.shutdown(std::net::Shutdown::Both);
+            return false;
+        }
+        Reply::Endless(status, wait) => {
+            now.fetch_sub(1, Ordering::SeqCst);
+            let mut written = stream.write_all(format!("HTTP/1.1 {status} X\r\n\r\n").as_bytes());
+            while written.is_ok() {
+                thread::sleep(Duration::from_millis(*wait));
+                written = stream.write_all(&[b'a'; 1024]);
+            }
             return false;
         }
         Reply::Nothing => {

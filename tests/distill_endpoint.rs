@@ -18,22 +18,22 @@ use crate::api_server::{Reply, SeenRequest, TestServer};
 use crate::distill::{Row, contents, kept, names, rows};
 use crate::program::{medusa, on_the_cpu};
 
-const KEY: &str = "sk-very-secret-123";
+pub(crate) const KEY: &str = "sk-very-secret-123";
 const EOS: i64 = 1;
 const IN_FLIGHT: usize = 48;
 
-fn backbone() -> PathBuf {
+pub(crate) fn backbone() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone")
 }
 
 /// The tokenizer and the template of data/tiny.
-struct Words {
+pub(crate) struct Words {
     tokenizer: TextTokenizer,
     template: ChatTemplate,
 }
 
 impl Words {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let template = ChatTemplate::load(&backbone()).expect("a template").expect("a template");
         Self { tokenizer: TextTokenizer::load(&backbone()).expect("a tokenizer"), template }
     }
@@ -48,7 +48,7 @@ impl Words {
     }
 
     /// What the server says, and its usage. Long questions are not answered to the end.
-    fn answer(&self, request: &SeenRequest) -> (Vec<i64>, Vec<i64>, Value) {
+    pub(crate) fn answer(&self, request: &SeenRequest) -> (Vec<i64>, Vec<i64>, Value) {
         let messages: Vec<Message> = serde_json::from_value(request.body["messages"].clone()).expect("messages");
         let text = said(&messages);
         let (prompt, mut ids) = (self.prompt(&messages), self.ids(&text));
@@ -72,11 +72,11 @@ fn is_cut(messages: &[Message]) -> bool {
 }
 
 /// A folder with prompts, and what distillation makes of it.
-struct World(TempDir);
+pub(crate) struct World(pub(crate) TempDir);
 
 impl World {
     /// Every third prompt has three turns, the second with a system message.
-    fn new(prompts: usize) -> Self {
+    pub(crate) fn new(prompts: usize) -> Self {
         let world = Self(tempfile::tempdir().expect("a folder"));
         let turn = |n: usize, turn: usize| format!("Count to {}", n * 10 + turn);
         let prompt = |n: usize| match n % 3 {
@@ -87,17 +87,17 @@ impl World {
         world
     }
 
-    fn lines(&self, lines: &[Value]) {
+    pub(crate) fn lines(&self, lines: &[Value]) {
         let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
         medusa::files::write_atomic(&self.path("p.jsonl"), |out| std::io::Write::write_all(out, text.as_bytes()))
             .expect("a file of a test");
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    fn arguments<'a>(&self, endpoint: &'a str, out: &'a str, more: &[&'a str]) -> Vec<String> {
+    pub(crate) fn arguments<'a>(&self, endpoint: &'a str, out: &'a str, more: &[&'a str]) -> Vec<String> {
         let backbone = backbone().display().to_string();
         let common = ["distill", "--endpoint", endpoint, "--prompts", "p.jsonl", "--out", out, "--model", "m-1"];
         let backbone = if more.contains(&"--without") { vec![] } else { vec!["--backbone".to_owned(), backbone] };
@@ -106,7 +106,7 @@ impl World {
     }
 
     /// Exit status, stdout and stderr.
-    fn distill(&self, endpoint: &str, out: &str, more: &[&str]) -> (Option<i32>, String, String) {
+    pub(crate) fn distill(&self, endpoint: &str, out: &str, more: &[&str]) -> (Option<i32>, String, String) {
         let arguments = self.arguments(endpoint, out, more);
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let mut command = medusa(&arguments);
@@ -116,7 +116,7 @@ impl World {
         (output.status.code(), printed, said)
     }
 
-    fn summary(&self, endpoint: &str, out: &str, more: &[&str]) -> (Value, String) {
+    pub(crate) fn summary(&self, endpoint: &str, out: &str, more: &[&str]) -> (Value, String) {
         let (status, printed, said) = self.distill(endpoint, out, &[more, &["--json"]].concat());
         assert_eq!(status, Some(0), "{said}");
         (serde_json::from_str(&printed).expect("one line of JSON"), said)
@@ -128,7 +128,7 @@ impl World {
     }
 
     /// What every row must be.
-    fn expected(&self, words: &Words) -> BTreeMap<i64, Row> {
+    pub(crate) fn expected(&self, words: &Words) -> BTreeMap<i64, Row> {
         let row = |prompt: &Value| {
             let user = |messages: &Value| messages[0]["content"].as_str().expect("a text").to_owned();
             let turns: Vec<String> = match prompt.get("turns") {
@@ -158,7 +158,7 @@ impl World {
     }
 }
 
-fn whole(answer: &Value) -> Reply {
+pub(crate) fn whole(answer: &Value) -> Reply {
     Reply::Whole(200, "", answer.to_string())
 }
 
@@ -272,7 +272,6 @@ fn killed_at_any_moment_it_resumes_with_the_same_files() {
 #[test]
 fn what_no_other_attempt_changes_ends_the_run_at_once() {
     for (status, words) in [
-        (400, "status 400: not with (the key); the server refuses this request: --max-context N"),
         (401, "the server refuses the API key: set MEDUSA_API_KEY, or give --api-key-file"),
         (404, "--model a name that the server lists"),
     ] {
@@ -357,6 +356,8 @@ fn a_server_that_knows_no_token_ids_is_asked_without() {
     assert_eq!(rows(&world.path("out")), world.expected(&Words::new()));
     let refused = server.posts().iter().filter(|post| post.body.get("return_token_ids").is_some()).count();
     assert_eq!(refused, 1, "the first refusal is remembered");
+    let told = "the server refuses return_token_ids (status 422: extra fields not permitted): from now on";
+    assert_eq!(said.matches(told).count(), 1, "{said}");
 }
 
 /// Each way to have other tokens is counted and told; with `--strict` it ends the run.

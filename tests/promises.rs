@@ -24,6 +24,7 @@ mod decoding;
 mod device_map;
 mod distill;
 mod distill_endpoint;
+mod distill_endpoint_faults;
 mod embedded_default;
 mod export;
 mod families;

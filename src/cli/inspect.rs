@@ -284,14 +284,16 @@ fn calibration_share_text(found: &CalibrationShareFound, out: &mut String) -> st
 }
 
 fn distilled_text(found: &DistilledFolder, out: &mut String) -> std::fmt::Result {
-    writeln!(out, "distilled    {} of {}", found.kept, counted(found.conversations, "conversation"))?;
-    for DistilledShare { share, conversations, kept, state } in &found.shares {
+    let refused = |count: usize| if count > 0 { format!(", {count} refused") } else { String::new() };
+    let (all, of_all) = (counted(found.conversations, "conversation"), refused(found.refused));
+    writeln!(out, "distilled    {} of {all}{of_all}", found.kept)?;
+    for DistilledShare { share, conversations, kept, refused: of_share, state } in &found.shares {
         let state = match state {
             ShareState::Whole => "whole",
             ShareState::Unfinished => "not finished: continue with --resume",
             ShareState::Missing => "missing",
         };
-        writeln!(out, "share {share:<6} {kept} of {conversations}, {state}")?;
+        writeln!(out, "share {share:<6} {kept} of {conversations}{}, {state}", refused(*of_share))?;
     }
     Ok(())
 }

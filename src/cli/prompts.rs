@@ -20,7 +20,7 @@ use crate::plural::counted;
 /// What happens to prompts that do not fit.
 #[derive(Debug, Clone, Copy, Args)]
 pub(super) struct FitFlags {
-    /// Stop at the start if a prompt does not fit the context. Without this flag such prompts are skipped and counted.
+    /// Make an error of what is otherwise skipped and counted: a prompt that does not fit the context.
     #[arg(long)]
     pub(super) strict: bool,
 }

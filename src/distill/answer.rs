@@ -66,4 +66,7 @@ pub trait Answerer {
     /// # Errors
     /// A fault that is none of a single question.
     fn step(&mut self) -> Result<Vec<Answered>, DistillError>;
+
+    /// The run ends: what is answered by now, and what comes within a moment. No question is asked again.
+    fn last_answers(&mut self) -> Vec<Answered>;
 }

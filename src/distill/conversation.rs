@@ -5,6 +5,7 @@ use std::num::NonZeroUsize;
 use serde::{Deserialize, Serialize};
 
 use super::answer::{Question, WrittenAnswer};
+use super::refusal::{Refusal, RefusedTurn};
 use super::render::{self, OpenQuestion, Rendered, Renderer, WrittenTurn};
 use crate::data::IGNORE;
 use crate::data::chat_template::Message;
@@ -26,6 +27,8 @@ pub struct DistillSettings {
     pub seed: u64,
     /// Most tokens of prompt and answer: the backbone's `max_position_embeddings`, or a server's limit.
     pub context: usize,
+    /// Most questions of the folder that a server may refuse; one more ends the run.
+    pub max_refused: usize,
 }
 
 /// A conversation in progress.
@@ -84,6 +87,16 @@ pub struct Finished {
     pub labels: Vec<i32>,
     /// Why the last answer ended; `length` also if a further turn does not fit.
     pub finish_reason: String,
+    /// The question at which a server refused to go on; after the first turn the row holds the turns before it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refused: Option<RefusedTurn>,
+}
+
+impl Finished {
+    /// Whether it has an answer.
+    pub(super) fn is_row(&self) -> bool {
+        !self.conversations.is_empty()
+    }
 }
 
 /// One message, in the ShareGPT shape.
@@ -211,6 +224,14 @@ impl<'a> Conversation<'a> {
         self.kept.expect("a conversation ends after an answer")
     }
 
+    /// What is left of a conversation whose last question is refused: the turns before it, and why.
+    pub fn refused(self, why: &Refusal) -> Finished {
+        let refused = Some(RefusedTurn { turn: self.asked, why: why.to_string() });
+        let of_prompt = self.as_finished(FinishReason::Length);
+        let without_row = Finished { conversations: vec![], finish_reason: String::new(), ..of_prompt };
+        Finished { refused, ..self.kept.unwrap_or(without_row) }
+    }
+
     /// The prompt as the backbone read it, then its turn. Labels of earlier turns are copied if the prompt begins with
     /// exactly their tokens; otherwise they are found in its text (see [`Renderer::labels`]).
     fn row_with(&self, said: &WrittenAnswer, renderer: &Renderer) -> Result<Row, PromptError> {
@@ -246,6 +267,7 @@ impl<'a> Conversation<'a> {
             input_ids: narrow(&self.row.ids),
             labels: self.row.labels.clone(),
             finish_reason: finish_reason.name().to_owned(),
+            refused: None,
         }
     }
 
@@ -321,7 +343,14 @@ mod tests {
 
     fn settings(turns: usize, self_talk: bool, context: usize) -> DistillSettings {
         let number = |n| NonZeroUsize::new(n).unwrap();
-        DistillSettings { max_new_tokens: number(50), turns: number(turns), self_talk, seed: 1, context }
+        DistillSettings {
+            max_new_tokens: number(50),
+            turns: number(turns),
+            self_talk,
+            seed: 1,
+            context,
+            max_refused: 0,
+        }
     }
 
     fn dialogue(user: &[&str]) -> Dialogue {

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use super::refusal::Refusal;
 use crate::data::prompts::PromptError;
 use crate::data::rows::RowLocation;
 use crate::decode::error::DecodeError;
@@ -66,6 +67,23 @@ pub enum DistillError {
     /// A question that the server does not answer as it should.
     #[error("{place}: conversation {id} is not answered; conversations finished before are kept")]
     Server { place: RowLocation, id: usize, source: Box<ServerError> },
+    /// One refused question too many.
+    #[error(
+        "{place}: conversation {id} is refused, and {}; finished conversations are kept, and --resume asks this question again{advice}",
+        allowed(*most)
+    )]
+    Refused { place: RowLocation, id: usize, most: usize, advice: &'static str, source: Box<Refusal> },
+    /// The fault is not one of single questions.
+    #[error(
+        "{place}: conversation {id} is refused, and the server has answered no other; nothing of it is recorded, and --resume asks again{advice}"
+    )]
+    NothingAnswered { place: RowLocation, id: usize, advice: &'static str, source: Box<Refusal> },
+    /// A resumed folder has more refused questions than are allowed now.
+    #[error("{}: the server has refused {refused} of its questions, and {}; raise --max-refused, or leave out --strict", folder.display(), allowed(*most))]
+    RefusedBefore { folder: PathBuf, refused: usize, most: usize },
+    /// A damaged refused.jsonl.
+    #[error("{}, line {line}: expected a refused question, as medusa distill writes it", path.display())]
+    RefusedLine { path: PathBuf, line: usize, source: serde_json::Error },
     /// A folder whose files are of several distillations.
     #[error("{}: {key}: expected {expected} as in {}, got {got}; a folder holds the shares of one distillation", path.display(), first.display())]
     OtherDistillation { path: PathBuf, first: PathBuf, key: String, expected: String, got: String },
@@ -100,6 +118,9 @@ pub enum AnswerError {
     /// The server does not answer as it should.
     #[error(transparent)]
     Server(#[from] ServerError),
+    /// The server answers others, and not this one.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
 }
 
 /// What is wrong with a server's answer.
@@ -132,18 +153,26 @@ pub enum ServerError {
     /// Only with `--strict`.
     #[error("--strict: the answer is from model {got:?}, not from {expected:?}")]
     OtherModel { expected: String, got: String },
+    /// A fault of this program.
+    #[error(
+        "the thread that asked the server panicked: {message}; this is a bug of medusa-train: please report it; continue with --resume"
+    )]
+    Panicked { message: String },
     /// The tokenizer or the template fails.
     #[error(transparent)]
     Tokens(#[from] PromptError),
 }
 
+fn allowed(most: usize) -> String {
+    match most {
+        0 => "--strict or --max-refused 0 allows none".to_owned(),
+        _ => format!("--max-refused allows {most}"),
+    }
+}
+
 /// What can be done about it.
 fn given_up(attempts: u32, error: &EndpointError) -> String {
     let advice = match error.status() {
-        Some(400 | 413 | 422) => {
-            "; the server refuses this request: --max-context N keeps prompts and answers within the server's context, \
-             --max-new-tokens N shortens answers"
-        }
         Some(401 | 403) => "; the server refuses the API key: set MEDUSA_API_KEY, or give --api-key-file",
         Some(404 | 405) => "; --endpoint is the address up to /v1, and --model a name that the server lists",
         _ => "; continue with --resume",

@@ -25,6 +25,8 @@ pub struct DistilledFolder {
     pub conversations: usize,
     /// Of these, those that are in shards or in a journal.
     pub kept: usize,
+    /// Questions that a server refused to answer.
+    pub refused: usize,
     pub shares: Vec<DistilledShare>,
 }
 
@@ -34,6 +36,7 @@ pub struct DistilledShare {
     pub share: Share,
     pub conversations: usize,
     pub kept: usize,
+    pub refused: usize,
     pub state: ShareState,
 }
 
@@ -41,7 +44,7 @@ pub struct DistilledShare {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ShareState {
-    /// All its conversations are in shards.
+    /// All its conversations are in shards, or refused.
     Whole,
     /// `--resume` goes on.
     Unfinished,
@@ -79,7 +82,9 @@ impl DistilledFolder {
             }
         });
         let shares = shares.collect::<Result<Vec<_>, _>>()?;
-        Ok(Some(Self { conversations, kept: shares.iter().map(|share| share.kept).sum(), shares }))
+        let kept = shares.iter().map(|share| share.kept).sum();
+        let refused = shares.iter().map(|share| share.refused).sum();
+        Ok(Some(Self { conversations, kept, refused, shares }))
     }
 }
 
@@ -117,7 +122,7 @@ fn difference(
 
 fn missing(share: Share, conversations: usize) -> DistilledShare {
     let conversations = share.ids(conversations).count();
-    DistilledShare { share, conversations, kept: 0, state: ShareState::Missing }
+    DistilledShare { share, conversations, kept: 0, refused: 0, state: ShareState::Missing }
 }
 
 fn begun_share(
@@ -127,8 +132,9 @@ fn begun_share(
     seen: &mut HashMap<i64, PathBuf>,
 ) -> Result<DistilledShare, DistillError> {
     let conversations = share.ids(all).count();
-    let mut in_shards = 0;
+    let (mut shards, mut in_shards) = (0, 0);
     for path in output::shard_files(folder, share) {
+        shards += 1;
         for index in indices(&path)? {
             in_shards += 1;
             if let Some(first) = seen.insert(index, path.clone()) {
@@ -136,9 +142,14 @@ fn begun_share(
             }
         }
     }
-    let kept = in_shards + output::journalled(folder, share, in_shards)?;
-    let state = if in_shards >= conversations { ShareState::Whole } else { ShareState::Unfinished };
-    Ok(DistilledShare { share, conversations, kept, state })
+    let refused = output::refused_in_shards(folder, share, shards)?;
+    let without_row = refused.iter().filter(|question| question.has_no_row()).count();
+    let is_whole = in_shards + without_row >= conversations;
+    let state = if is_whole { ShareState::Whole } else { ShareState::Unfinished };
+    let later = output::journalled(folder, share, shards)?;
+    let kept = in_shards + later.iter().filter(|finished| finished.is_row()).count();
+    let refused = refused.len() + later.iter().filter(|finished| finished.refused.is_some()).count();
+    Ok(DistilledShare { share, conversations, kept, refused, state })
 }
 
 /// The column `index` of a shard.

@@ -92,6 +92,7 @@ fn checksum(json: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::distill::RefusedTurn;
     use crate::distill::conversation::Said;
 
     fn finished(id: usize) -> Finished {
@@ -105,6 +106,7 @@ mod tests {
             input_ids: vec![1, 2],
             labels: vec![-100, 2],
             finish_reason: "eos".into(),
+            refused: (id == 2).then(|| RefusedTurn { turn: 2, why: "no".into() }),
         }
     }
 

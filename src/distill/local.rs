@@ -95,6 +95,11 @@ impl Answerer for BackboneAnswerer<'_> {
         };
         Ok(ended.into_iter().map(answered).collect())
     }
+
+    /// Answers that are not whole cannot be kept.
+    fn last_answers(&mut self) -> Vec<Answered> {
+        vec![]
+    }
 }
 
 impl From<Generation> for WrittenAnswer {

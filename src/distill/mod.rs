@@ -1,15 +1,13 @@
 //! Training data by self-distillation (paper section 2.3.2): the backbone answers prompts, and the conversations become
 //! Parquet rows ready for training. This module does not know how an answer is decoded.
 
-use std::collections::{HashMap, VecDeque};
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::data::chat_template::Message;
-use crate::data::prompts::{Dialogue, PromptError, Questions};
-use crate::decode::error::DecodeError;
+use crate::data::prompts::{Dialogue, Questions};
 
 pub mod answer;
 pub mod conversation;
@@ -19,16 +17,20 @@ mod journal;
 pub mod local;
 pub mod output;
 pub mod provenance;
+mod refusal;
+mod refused_file;
 pub mod render;
 pub mod server;
 mod shards;
+mod talk;
 
-use answer::{Answered, Answerer, Question, WrittenAnswer};
+use answer::Answerer;
 pub use conversation::DistillSettings;
-use conversation::{Conversation, Finished};
 pub use error::{AnswerError, DistillError, ServerError};
 use output::Output;
+pub use refusal::{Refusal, RefusedTurn};
 use render::Renderer;
+use talk::Talk;
 
 /// Tokens around a turn: more than any built-in template puts there.
 const OF_TEMPLATE: usize = 32;
@@ -36,7 +38,7 @@ const OF_TEMPLATE: usize = 32;
 /// Progress of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DistillProgress {
-    /// Finished conversations, including those of earlier runs.
+    /// Finished and refused conversations, including those of earlier runs.
     pub conversations: usize,
     /// New tokens of this run.
     pub tokens: usize,
@@ -47,7 +49,7 @@ pub struct DistillProgress {
 /// How a distillation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DistillEnd {
-    /// Every conversation is in a shard.
+    /// Every conversation is in a shard, or refused.
     Whole,
     /// The caller stopped the run; finished conversations are kept.
     Stopped,
@@ -136,7 +138,7 @@ fn answered(later: &[usize], is_self_talk: bool, settings: &DistillSettings) -> 
 /// stop the run.
 ///
 /// # Errors
-/// A decoding or I/O error; conversations finished by then are kept.
+/// A decoding or I/O error, a server's fault, too many refused questions; conversations finished by then are kept.
 pub fn run(
     dialogues: &[Dialogue],
     renderer: Option<&Renderer>,
@@ -145,97 +147,38 @@ pub fn run(
     output: &mut Output,
     on_step: &mut dyn FnMut(DistillProgress) -> ControlFlow<()>,
 ) -> Result<DistillEnd, DistillError> {
-    let waiting = output.missing().into_iter();
-    let mut talk = Talk { dialogues, renderer, settings, waiting, open: HashMap::new(), next_turns: VecDeque::new() };
+    output.check_refused(settings.max_refused)?;
+    let mut talk = Talk::new(dialogues, renderer, settings, output);
     loop {
-        while answerer.has_room() {
-            let Some(question) = talk.next_question()? else { break };
-            let id = question.conversation;
-            answerer.enter(question).map_err(|source| talk.unanswered(id, source))?;
+        match go_on(&mut talk, &mut answerer, output) {
+            Ok(ControlFlow::Continue(())) => {}
+            Ok(ControlFlow::Break(())) => {
+                talk.end(output)?;
+                return Ok(DistillEnd::Whole);
+            }
+            Err(error @ DistillError::Io { .. }) => return Err(error),
+            Err(error) => {
+                talk.take_last(&mut answerer, output)?;
+                return Err(error);
+            }
         }
-        if answerer.is_idle() {
-            output.finish()?;
-            return Ok(DistillEnd::Whole);
-        }
-        let (finished, heard) = talk.hear(answerer.step()?);
-        output.keep(finished)?;
-        heard?;
         let (conversations, tokens, batch_size) = (output.kept(), answerer.tokens(), answerer.batch_size());
         if on_step(DistillProgress { conversations, tokens, batch_size }).is_break() {
+            talk.take_last(&mut answerer, output)?;
             output.sync()?;
             return Ok(DistillEnd::Stopped);
         }
     }
 }
 
-/// The conversations in progress.
-struct Talk<'a> {
-    dialogues: &'a [Dialogue],
-    renderer: Option<&'a Renderer<'a>>,
-    settings: &'a DistillSettings,
-    /// Indices of conversations that have not begun.
-    waiting: std::vec::IntoIter<usize>,
-    open: HashMap<usize, Conversation<'a>>,
-    /// Next turns of open conversations. They go before new ones, so that shards fill in order.
-    next_turns: VecDeque<Question>,
-}
-
-impl Talk<'_> {
-    fn next_question(&mut self) -> Result<Option<Question>, DistillError> {
-        if let Some(question) = self.next_turns.pop_front() {
-            return Ok(Some(question));
-        }
-        let Some(id) = self.waiting.next() else { return Ok(None) };
-        let mut conversation = Conversation::new(id, &self.dialogues[id]);
-        let first =
-            conversation.next_question(self.renderer, self.settings).map_err(|source| self.failed(id, source))?;
-        self.open.insert(id, conversation);
-        Ok(first)
+/// Asks, and hears what is answered meanwhile. Breaks when nothing is left to ask.
+fn go_on(talk: &mut Talk, answerer: &mut impl Answerer, output: &mut Output) -> Result<ControlFlow<()>, DistillError> {
+    talk.ask(answerer)?;
+    if answerer.is_idle() {
+        return Ok(ControlFlow::Break(()));
     }
-
-    /// Takes answers; returns the conversations that they finish, and the first error among them.
-    fn hear(&mut self, answers: Vec<Answered>) -> (Vec<Finished>, Result<(), DistillError>) {
-        let (mut finished, mut outcome) = (vec![], Ok(()));
-        for (id, answer) in answers {
-            match self.hear_one(id, answer) {
-                Ok(conversation) => finished.extend(conversation),
-                Err(error) => outcome = outcome.and(Err(error)),
-            }
-        }
-        (finished, outcome)
-    }
-
-    fn hear_one(
-        &mut self,
-        id: usize,
-        answer: Result<WrittenAnswer, AnswerError>,
-    ) -> Result<Option<Finished>, DistillError> {
-        let mut conversation = self.open.remove(&id).expect("only open conversations are answered");
-        let answer = answer.map_err(|source| self.unanswered(id, source))?;
-        let next = conversation.hear(answer, self.renderer);
-        let next = next.and_then(|()| conversation.next_question(self.renderer, self.settings));
-        let Some(question) = next.map_err(|source| self.failed(id, source))? else {
-            return Ok(Some(conversation.finish()));
-        };
-        self.next_turns.push_back(question);
-        self.open.insert(id, conversation);
-        Ok(None)
-    }
-
-    fn unanswered(&self, id: usize, source: AnswerError) -> DistillError {
-        let place = self.dialogues[id].place.clone();
-        match source {
-            AnswerError::Decode(source @ DecodeError::NotFinite { .. }) => {
-                DistillError::NotFinite { place, id, source: Box::new(source) }
-            }
-            AnswerError::Decode(source) => DistillError::Decode { place, id, source: Box::new(source) },
-            AnswerError::Server(source) => DistillError::Server { place, id, source: Box::new(source) },
-        }
-    }
-
-    fn failed(&self, id: usize, source: PromptError) -> DistillError {
-        DistillError::Prompt { place: self.dialogues[id].place.clone(), source: Box::new(source) }
-    }
+    talk.hear(answerer.step()?, output)?;
+    Ok(ControlFlow::Continue(()))
 }
 
 #[cfg(test)]
@@ -254,6 +197,7 @@ mod tests {
             self_talk,
             seed: 0,
             context: 4096,
+            max_refused: 0,
         }
     }
 

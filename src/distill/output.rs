@@ -1,7 +1,7 @@
-//! The output folder of a distillation: distill.json, write-once shards, and a journal of conversations that are in no
-//! shard yet.
+//! The output folder of a distillation: distill.json, write-once shards, refused.jsonl beside them, and a journal of conversations that are
+//! in no shard yet.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::io::Write;
@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use super::DistillError;
 use super::conversation::Finished;
 use super::journal::Journal;
+use super::refused_file::{self, RefusedQuestion};
 use super::shards;
 use crate::files;
 use crate::formats::provenance::DistillProvenance;
@@ -34,7 +35,7 @@ fn is_anothers(share: Share, name: &str) -> bool {
     let name = name.strip_prefix('.').unwrap_or(name); // a file being written
     let others = share.all().filter(|&other| other != share);
     others
-        .flat_map(|other| ["distill", "journal", "shard"].map(|stem| file_of(other, stem, "")))
+        .flat_map(|other| ["distill", "journal", "refused", "shard"].map(|stem| file_of(other, stem, "")))
         .any(|stem| name.strip_prefix(&stem).is_some_and(|rest| rest.starts_with(['-', '.'])))
 }
 
@@ -49,6 +50,8 @@ pub struct Output {
     journal: Journal,
     /// Finished conversations that are in no shard yet.
     pending: BTreeMap<usize, Finished>,
+    /// Refused questions by their conversations, of shards and of the journal.
+    refused: BTreeMap<usize, RefusedQuestion>,
     /// Shards written so far.
     shards: usize,
     /// Lines of the journal that could not be read.
@@ -66,7 +69,7 @@ impl Output {
         provenance: &DistillProvenance,
         resume: bool,
     ) -> Result<Self, DistillError> {
-        let begun_with = folder.join(file_of(share, "distill", ".json"));
+        let begun_with = provenance_file(folder, share);
         fs::create_dir_all(folder).map_err(|source| DistillError::Io { path: folder.into(), source })?;
         let provenance_map = if resume && begun_with.exists() {
             let begun = DistillProvenance::entries(&begun_with)?;
@@ -87,7 +90,20 @@ impl Output {
             finished.into_iter().map(|finished| (finished.id, finished)).collect();
         pending.retain(|id, _| in_shards.binary_search(id).is_err());
         let journal = Journal::start(&path, pending.values())?;
-        Ok(Self { folder: folder.into(), share, total, provenance: provenance_map, journal, pending, shards, damaged })
+        let of_shards = refused_in_shards(folder, share, shards)?.into_iter();
+        let refused = of_shards.chain(pending.values().filter_map(RefusedQuestion::of));
+        let refused = refused.map(|question| (question.conversation, question)).collect();
+        let folder = folder.into();
+        Ok(Self { folder, share, total, provenance: provenance_map, journal, pending, refused, shards, damaged })
+    }
+
+    /// Refuses to go on with more refused questions than are allowed.
+    pub(super) fn check_refused(&self, most: usize) -> Result<(), DistillError> {
+        let refused = self.refused();
+        if refused <= most {
+            return Ok(());
+        }
+        Err(DistillError::RefusedBefore { folder: self.folder.clone(), refused, most })
     }
 
     /// Indices of the unanswered prompts, in order.
@@ -96,9 +112,24 @@ impl Output {
         after.filter(|id| !self.pending.contains_key(id)).collect()
     }
 
-    /// Finished conversations.
+    /// Finished and refused conversations.
     pub fn kept(&self) -> usize {
         (self.shards * CONVERSATIONS_PER_SHARD).min(self.conversations()) + self.pending.len()
+    }
+
+    /// Conversations with an answer.
+    pub fn rows(&self) -> usize {
+        self.kept() - self.refused.values().filter(|question| question.has_no_row()).count()
+    }
+
+    /// Refused questions.
+    pub fn refused(&self) -> usize {
+        self.refused.len()
+    }
+
+    /// Says which questions were refused, and why; only once they are in shards.
+    pub fn refused_file(&self) -> PathBuf {
+        refused_path(&self.folder, self.share)
     }
 
     /// Conversations of this share.
@@ -122,6 +153,8 @@ impl Output {
             return Ok(());
         }
         self.journal.append(&finished)?;
+        let refused = finished.iter().filter_map(RefusedQuestion::of);
+        self.refused.extend(refused.map(|question| (question.conversation, question)));
         self.pending.extend(finished.into_iter().map(|finished| (finished.id, finished)));
         self.write_shards()
     }
@@ -137,16 +170,18 @@ impl Output {
         self.journal.remove()
     }
 
-    /// Writes the complete shards, in order.
+    /// Writes the complete shards, in order, each after the refused questions among its conversations.
     fn write_shards(&mut self) -> Result<(), DistillError> {
         let before = self.shards;
         loop {
             let from = self.shards * CONVERSATIONS_PER_SHARD;
             let ids: Vec<usize> = self.share.ids(self.total).skip(from).take(CONVERSATIONS_PER_SHARD).collect();
-            let rows: Vec<&Finished> = ids.iter().filter_map(|id| self.pending.get(id)).collect();
+            let mut rows: Vec<&Finished> = ids.iter().filter_map(|id| self.pending.get(id)).collect();
             if ids.is_empty() || rows.len() < ids.len() {
                 break;
             }
+            self.write_refused(&ids)?;
+            rows.retain(|finished| finished.is_row());
             shards::write(&self.folder.join(shard_name(self.share, self.shards)), &rows, &self.provenance)?;
             self.shards += 1;
             self.pending.retain(|id, _| ids.binary_search(id).is_err());
@@ -157,6 +192,47 @@ impl Output {
         }
         Ok(())
     }
+
+    /// Writes refused.jsonl, if any of the next shard's conversations were refused.
+    fn write_refused(&self, ids: &[usize]) -> Result<(), DistillError> {
+        if !ids.iter().any(|id| self.refused.contains_key(id)) {
+            return Ok(());
+        }
+        let of_shards = |question: &&RefusedQuestion| is_in_shards(question.conversation, self.share, self.shards + 1);
+        refused_file::write(&self.refused_file(), self.refused.values().filter(of_shards))
+    }
+}
+
+/// The distill.json of a folder that was begun; `None` if it was not.
+///
+/// # Errors
+/// A file that cannot be read.
+pub fn begun_with(folder: &Path, share: Share) -> Result<Option<Map<String, Value>>, DistillError> {
+    let path = provenance_file(folder, share);
+    Ok(if path.exists() { Some(DistillProvenance::entries(&path)?) } else { None })
+}
+
+fn provenance_file(folder: &Path, share: Share) -> PathBuf {
+    folder.join(file_of(share, "distill", ".json"))
+}
+
+fn refused_path(folder: &Path, share: Share) -> PathBuf {
+    folder.join(file_of(share, "refused", ".jsonl"))
+}
+
+/// Refused questions of a share's first `shards` shards. A process that is killed may leave those of a shard that it has not written.
+pub(super) fn refused_in_shards(
+    folder: &Path,
+    share: Share,
+    shards: usize,
+) -> Result<Vec<RefusedQuestion>, DistillError> {
+    let mut refused = refused_file::read(&refused_path(folder, share))?;
+    refused.retain(|question| is_in_shards(question.conversation, share, shards));
+    Ok(refused)
+}
+
+fn is_in_shards(conversation: usize, share: Share, shards: usize) -> bool {
+    conversation / share.of() < shards * CONVERSATIONS_PER_SHARD
 }
 
 /// The share whose distill.json has this name.
@@ -174,11 +250,11 @@ pub(super) fn shard_files(folder: &Path, share: Share) -> impl Iterator<Item = P
     (0..).map(move |number| folder.join(shard_name(share, number))).take_while(|path| path.exists())
 }
 
-/// How many conversations of a share are in its journal, and not among the first `in_shards`.
-pub(super) fn journalled(folder: &Path, share: Share, in_shards: usize) -> Result<usize, DistillError> {
+/// The conversations of a share that are in its journal, and in none of its first `shards` shards.
+pub(super) fn journalled(folder: &Path, share: Share, shards: usize) -> Result<Vec<Finished>, DistillError> {
     let (lines, _) = Journal::read(&folder.join(file_of(share, "journal", ".jsonl")))?;
-    let ids: BTreeSet<usize> = lines.iter().map(|line| line.id).collect();
-    Ok(ids.iter().filter(|id| **id / share.of() >= in_shards).count())
+    let later = lines.into_iter().filter(|line| !is_in_shards(line.id, share, shards));
+    Ok(later.map(|line| (line.id, line)).collect::<BTreeMap<_, _>>().into_values().collect())
 }
 
 fn shard_name(share: Share, number: usize) -> String {
@@ -207,6 +283,7 @@ pub fn check_is_free(folder: &Path, share: Share) -> Result<(), DistillError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::distill::RefusedTurn;
 
     #[test]
     fn only_files_of_other_shares_are_anothers() {
@@ -218,5 +295,23 @@ mod tests {
             assert!(!is_anothers(share, name), "{name}");
         }
         assert!(!is_anothers(Share::WHOLE, "shard-1-of-2-00000.parquet"));
+    }
+
+    /// Killed between refused.jsonl and its shard, a process asks these questions again.
+    #[test]
+    fn refused_questions_of_a_shard_that_is_not_written_do_not_count() {
+        let dir = tempfile::tempdir().unwrap();
+        let share: Share = "2/2".parse().unwrap();
+        let refused = |conversation: usize| RefusedQuestion {
+            index: conversation,
+            id: None,
+            conversation,
+            refused: RefusedTurn { turn: 1, why: "no".into() },
+        };
+        let all = [1, 511, 513].map(refused);
+        refused_file::write(&refused_path(dir.path(), share), all.iter()).unwrap();
+        assert_eq!(refused_in_shards(dir.path(), share, 1).unwrap(), all[..2]);
+        assert_eq!(refused_in_shards(dir.path(), share, 0).unwrap(), []);
+        assert_eq!(refused_in_shards(dir.path(), "1/2".parse().unwrap(), 1).unwrap(), []);
     }
 }

@@ -15,8 +15,9 @@ use crate::model::weights;
 
 /// Keys with paths and names, which may change: hashes identify the files. `too_long` is missing in folders of 0.1.0, which refused
 /// such prompts; `conversations` changes with it.
-pub(super) const NOT_COMPARED: [&str; 6] =
-    ["endpoint", "backbone", "backbone_revision", "prompts", "heads", "too_long"];
+/// A server may come back with another context, and a folder goes on with the one that it was begun with.
+pub(super) const NOT_COMPARED: [&str; 7] =
+    ["endpoint", "server_context", "backbone", "backbone_revision", "prompts", "heads", "too_long"];
 /// The device on which the backbone ran.
 const DEVICE: &str = "device";
 /// Missing in folders of earlier versions.

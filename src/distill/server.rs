@@ -4,31 +4,33 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::answer::{Answered, Answerer, Question};
+use super::answer::{Answered, Answerer, Question, WrittenAnswer};
 use super::error::{AnswerError, DistillError, ServerError};
 use super::render::Renderer;
-use crate::http::EndpointError;
-use crate::http::backoff::{Backoff, pause};
 use crate::http::endpoint::EndpointClient;
 
+mod asker;
 mod completion;
 mod request;
 pub mod settings;
 pub mod tally;
 mod tokens;
 
+use asker::{Asker, ToldAnswer, Unanswered, work};
 use completion::Completion;
-use request::{ServerRequest, TokenIds};
+use request::ServerRequest;
 use settings::ServerSettings;
 use tally::ServerTally;
 use tokens::{Checked, TokenCheck};
 
 /// How long [`Answerer::step`] waits for an answer.
 const GLANCE: Duration = Duration::from_millis(100);
+/// How long a run that ends with an error waits for the answers under way.
+const LAST_ANSWERS: Duration = Duration::from_secs(30);
 
 /// Asks a server. Dropped, it leaves its threads to end with the answers that they wait for.
 #[derive(Debug)]
@@ -36,14 +38,18 @@ pub struct ServerAnswerer<'a> {
     settings: ServerSettings,
     renderer: Option<&'a Renderer<'a>>,
     questions: Sender<(usize, ServerRequest)>,
-    answers: Receiver<(usize, Result<Completion, ServerError>)>,
+    answers: Receiver<ToldAnswer>,
     open: HashMap<usize, Question>,
     tokens: usize,
     tally: Arc<ServerTally>,
+    asker: Arc<Asker>,
+    /// Set when the user asks to stop.
+    stop: &'static AtomicBool,
 }
 
 impl<'a> ServerAnswerer<'a> {
-    /// Starts a thread for each question at a time. Without a renderer answers are text. `stop` ends the waits between attempts.
+    /// Starts a thread for each question at a time. Without a renderer answers are text. Once `stop` is set, a question
+    /// that is given up is not told: the user ends the run.
     ///
     /// # Errors
     /// A thread that cannot be started.
@@ -56,20 +62,13 @@ impl<'a> ServerAnswerer<'a> {
         let (questions, to_ask) = mpsc::channel();
         let (tell, answers) = mpsc::channel();
         let tally = Arc::new(ServerTally::default());
-        let asker = Arc::new(Asker {
-            client,
-            retries: settings.retries,
-            wants_token_ids: renderer.is_some(),
-            refuses_token_ids: AtomicBool::new(false),
-            tally: Arc::clone(&tally),
-            stop,
-        });
+        let asker = Arc::new(Asker::new(client, settings.retries, renderer.is_some(), Arc::clone(&tally)));
         let to_ask = Arc::new(Mutex::new(to_ask));
         for _ in 0..settings.concurrency {
             let (asker, to_ask, tell) = (Arc::clone(&asker), Arc::clone(&to_ask), tell.clone());
-            thread::Builder::new().spawn(move || asker.work(&to_ask, &tell))?;
+            thread::Builder::new().spawn(move || work(&to_ask, &tell, |request| asker.ask(request)))?;
         }
-        Ok(Self { settings, renderer, questions, answers, open: HashMap::new(), tokens: 0, tally })
+        Ok(Self { settings, renderer, questions, answers, open: HashMap::new(), tokens: 0, tally, asker, stop })
     }
 
     /// What the answers are like, counted as they come.
@@ -77,13 +76,35 @@ impl<'a> ServerAnswerer<'a> {
         Arc::clone(&self.tally)
     }
 
-    fn answered(&mut self, conversation: usize, completion: Result<Completion, ServerError>) -> Answered {
-        let question = self.open.remove(&conversation).expect("only open questions are answered");
-        let answer = completion.and_then(|completion| self.checked(&question, completion));
-        (conversation, answer.map_err(AnswerError::from))
+    /// What comes within `wait`.
+    fn heard(&mut self, wait: Duration) -> Vec<Answered> {
+        let first = self.answers.recv_timeout(wait).into_iter();
+        let told: Vec<ToldAnswer> = first.chain(self.answers.try_iter()).collect();
+        told.into_iter().filter_map(|told| self.answered(told)).collect()
     }
 
-    fn checked(&mut self, question: &Question, completion: Completion) -> Result<super::WrittenAnswer, ServerError> {
+    /// `None` for a question that the user's wish to stop left without an answer.
+    fn answered(&mut self, (conversation, told): ToldAnswer) -> Option<Answered> {
+        let question = self.open.remove(&conversation).expect("only open questions are answered");
+        let answer = match told {
+            Ok(completion) => self.checked(&question, completion).map_err(AnswerError::from),
+            Err(Unanswered::Failed(AnswerError::Server(ServerError::GaveUp { .. }))) if self.is_stopped() => {
+                return None;
+            }
+            Err(Unanswered::Failed(error)) => Err(error),
+            Err(Unanswered::Ended) => return None,
+        };
+        if let Err(AnswerError::Refused(why)) = &answer {
+            self.tally.note_refused(conversation, why);
+        }
+        Some((conversation, answer))
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    fn checked(&mut self, question: &Question, completion: Completion) -> Result<WrittenAnswer, ServerError> {
         self.tokens += completion.new_tokens();
         let Checked { answer, faults } =
             TokenCheck { settings: &self.settings, renderer: self.renderer }.answer(question, completion)?;
@@ -121,73 +142,16 @@ impl Answerer for ServerAnswerer<'_> {
     }
 
     fn step(&mut self) -> Result<Vec<Answered>, DistillError> {
-        let first = self.answers.recv_timeout(GLANCE).into_iter();
-        let told: Vec<_> = first.chain(self.answers.try_iter()).collect();
-        Ok(told.into_iter().map(|(conversation, told)| self.answered(conversation, told)).collect())
-    }
-}
-
-/// What the threads share.
-#[derive(Debug)]
-struct Asker {
-    client: EndpointClient,
-    retries: u32,
-    /// Whether requests have `return_token_ids`, unless the server refuses it.
-    wants_token_ids: bool,
-    refuses_token_ids: AtomicBool,
-    tally: Arc<ServerTally>,
-    stop: &'static AtomicBool,
-}
-
-impl Asker {
-    /// Asks one question after the other, until there will be no more.
-    fn work(
-        &self,
-        to_ask: &Mutex<Receiver<(usize, ServerRequest)>>,
-        tell: &Sender<(usize, Result<Completion, ServerError>)>,
-    ) {
-        let next = || to_ask.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        while let Ok((conversation, request)) = next() {
-            if tell.send((conversation, self.ask(&request))).is_err() {
-                break;
-            }
-        }
+        Ok(self.heard(GLANCE))
     }
 
-    fn ask(&self, request: &ServerRequest) -> Result<Completion, ServerError> {
-        let mut backoff = Backoff::new(self.retries);
-        loop {
-            let error = match self.try_once(request) {
-                Ok(completion) => return Ok(completion),
-                Err(error) => error,
-            };
-            match backoff.next(&error).filter(|_| !self.stop.load(Ordering::Relaxed)) {
-                Some(wait) => {
-                    self.tally.note_retry(&error);
-                    pause(wait, self.stop);
-                }
-                None => return Err(ServerError::GaveUp { attempts: backoff.attempts(), source: error }),
-            }
+    fn last_answers(&mut self) -> Vec<Answered> {
+        self.asker.end();
+        let until = Instant::now() + LAST_ANSWERS;
+        let mut last = self.heard(Duration::ZERO);
+        while !self.open.is_empty() && !self.is_stopped() && Instant::now() < until {
+            last.extend(self.heard(GLANCE));
         }
-    }
-
-    /// Some servers refuse fields that they do not know: then the request is sent without `return_token_ids`.
-    fn try_once(&self, request: &ServerRequest) -> Result<Completion, EndpointError> {
-        if !self.wants_token_ids || self.refuses_token_ids.load(Ordering::Relaxed) {
-            return self.completion(request, TokenIds::NotAsked);
-        }
-        match self.completion(request, TokenIds::Asked) {
-            Err(error) if matches!(error.status(), Some(400 | 422)) => {
-                let completion = self.completion(request, TokenIds::NotAsked)?;
-                self.refuses_token_ids.store(true, Ordering::Relaxed);
-                Ok(completion)
-            }
-            other => other,
-        }
-    }
-
-    fn completion(&self, request: &ServerRequest, ids: TokenIds) -> Result<Completion, EndpointError> {
-        let json = self.client.json(&request.sent(ids))?;
-        Completion::read(json).map_err(|problem| EndpointError::Unreadable { problem: self.client.clean(&problem) })
+        last
     }
 }

@@ -138,8 +138,10 @@ pub struct DistillProvenance {
     pub program_version: &'static str,
     /// The model's name on the server that answered; `null`, and absent in older folders: the backbone did.
     pub model: Option<String>,
-    /// The server's address, up to `/v1`.
+    /// The server's address, up to `/v1`, without a path that may be a key.
     pub endpoint: Option<String>,
+    /// The server's longest conversation when the folder was begun (`max_model_len`), where it tells it.
+    pub server_context: Option<u64>,
     /// Path or Hub id; `null` only with a server: then the conversations have no tokens.
     pub backbone: Option<String>,
     /// Commit, if the folder is a snapshot in the Hub's cache.
@@ -173,8 +175,8 @@ pub struct DistillProvenance {
     pub top_p: f64,
     /// Per answer.
     pub max_new_tokens: usize,
-    /// Maximum number of tokens of a conversation (`--max-context`, or the server's limit). `null`, or absent in older folders: the backbone's
-    /// own context.
+    /// Maximum number of tokens of a conversation (`--max-context`; with a server also the backbone's own context). `null`, or absent in older
+    /// folders: the backbone's own context.
     pub max_context: Option<u32>,
     /// `null`: all turns of the prompts.
     pub turns: Option<usize>,

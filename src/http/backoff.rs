@@ -68,7 +68,8 @@ mod tests {
     use super::*;
 
     fn refused(status: u16, retry_after: Option<u64>) -> EndpointError {
-        EndpointError::Refused { status, message: String::new(), retry_after: retry_after.map(Duration::from_secs) }
+        let retry_after = retry_after.map(Duration::from_secs);
+        EndpointError::Refused { status, message: String::new(), retry_after, should_retry: None }
     }
 
     #[test]
@@ -103,5 +104,14 @@ mod tests {
             assert!(tried(&refused(status, None)), "{status}");
         }
         assert!(tried(&EndpointError::Unreadable { problem: String::new() }));
+        for (status, should_retry) in [(408, false), (503, false), (400, true)] {
+            let error = EndpointError::Refused {
+                status,
+                message: String::new(),
+                retry_after: None,
+                should_retry: Some(should_retry),
+            };
+            assert_eq!(tried(&error), should_retry, "{status}: the server's wish counts");
+        }
     }
 }

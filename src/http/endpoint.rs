@@ -18,12 +18,14 @@ pub const CHAT_COMPLETIONS: &str = "chat/completions";
 pub const COMPLETIONS: &str = "completions";
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Connections that a request tries where they are closed without an answer.
-const MOST_CONNECTIONS: usize = 3;
 /// Characters of an error message from the server.
 const LONGEST_MESSAGE: usize = 300;
 /// Bytes of an answer that is no stream.
 const LONGEST_JSON: u64 = 64 << 20;
+/// Bytes of an error's body.
+const LONGEST_ERROR: u64 = 16 << 10;
+/// Bytes of a part of the endpoint's path that may be a key.
+const SHORTEST_SECRET: usize = 16;
 
 /// A request that any thread may send.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,8 +41,18 @@ pub struct EndpointRequest {
 pub struct ClientLimits {
     /// Idle connections that are kept for the next request; as many as there are requests at a time.
     pub idle: usize,
-    /// Longest wait for the next bytes of an answer.
-    pub read_timeout: Duration,
+    pub wait: AnswerWait,
+    /// How often a request is sent again whose connection was closed before an answer began.
+    pub resends: u32,
+}
+
+/// How long a request waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AnswerWait {
+    /// From the connection to the last byte of the answer.
+    Whole(Duration),
+    /// For the next bytes of an answer that may take as long as it likes.
+    NextBytes(Duration),
 }
 
 /// A model of `/v1/models`.
@@ -58,6 +70,7 @@ pub struct EndpointClient {
     agent: Agent,
     endpoint: Url,
     key: Option<ApiKey>,
+    resends: u32,
 }
 
 impl EndpointClient {
@@ -71,10 +84,13 @@ impl EndpointClient {
             .redirects(0) // a POST that is redirected would be sent without its body
             .tls_config(trusted())
             .timeout_connect(CONNECT_TIMEOUT)
-            .timeout_read(limits.read_timeout)
             .max_idle_connections(limits.idle)
             .max_idle_connections_per_host(limits.idle)
             .user_agent(concat!("medusa-train/", env!("CARGO_PKG_VERSION")));
+        let agent = match limits.wait {
+            AnswerWait::Whole(time) => agent.timeout(time),
+            AnswerWait::NextBytes(time) => agent.timeout_read(time),
+        };
         let agent = match proxy(&endpoint, &setting) {
             Some((variable, address)) => {
                 let proxy = ureq::Proxy::new(address).map_err(|_| EndpointError::Proxy { variable })?; // it would quote a password
@@ -82,12 +98,13 @@ impl EndpointClient {
             }
             None => agent,
         };
-        Ok(Self { agent: agent.build(), endpoint, key })
+        Ok(Self { agent: agent.build(), endpoint, key, resends: limits.resends })
     }
 
-    /// Up to `/v1`.
-    pub fn endpoint(&self) -> &Url {
-        &self.endpoint
+    /// The endpoint for files and messages: what stands before `/v1` is left out, because some gateways have a key there.
+    pub fn shown_endpoint(&self) -> String {
+        let hidden = if hidden_path(&self.endpoint).is_some() { "/…" } else { "" };
+        format!("{}{hidden}/v1", self.endpoint.origin().ascii_serialization())
     }
 
     /// The models of `/v1/models`.
@@ -102,7 +119,7 @@ impl EndpointClient {
         let sent = self.sent(self.request("GET", "models").call());
         let body = self.body(sent.and_then(|response| self.success(response))?)?;
         let list: ModelList = serde_json::from_slice(&body)
-            .map_err(|_| unreadable(format!("{}/models is no list of models", self.endpoint)))?;
+            .map_err(|_| unreadable(format!("{}/models is no list of models", self.shown_endpoint())))?;
         Ok(list.data)
     }
 
@@ -123,25 +140,26 @@ impl EndpointClient {
         serde_json::from_slice(&body).map_err(|_| unreadable("the answer is no JSON, or only a part of it".into()))
     }
 
-    /// Text from outside: the key and control characters are removed, and the length is limited.
+    /// Text from outside: the key, the endpoint's hidden path and control characters are removed, and the length is limited.
     pub fn clean(&self, text: &str) -> String {
         let text = self.key.as_ref().map_or_else(|| text.to_owned(), |key| key.removed_from(text));
+        let text = without_path(text, &self.endpoint);
         text.chars().filter(|c| !c.is_control()).take(LONGEST_MESSAGE).collect()
     }
 
-    /// A server may close an idle connection just when the next request is sent: that one is sent again.
+    /// A server may close an idle connection just when the next request is sent.
     fn connected(&self, request: &EndpointRequest) -> Result<Response, EndpointError> {
-        let mut connections = 0;
+        let mut resends = 0;
         loop {
-            connections += 1;
             let sent = self
                 .request("POST", request.path)
                 .set("Content-Type", "application/json")
                 .send_bytes(request.body.as_bytes());
             let is_closed = matches!(&sent, Err(ureq::Error::Transport(transport)) if was_closed(transport));
-            if !is_closed || connections == MOST_CONNECTIONS {
+            if !is_closed || resends == self.resends {
                 return self.sent(sent);
             }
+            resends += 1;
         }
     }
 
@@ -169,8 +187,9 @@ impl EndpointClient {
             return Ok(response);
         }
         let retry_after = response.header("retry-after").and_then(|text| text.trim().parse().ok()); // a date is not read
+        let should_retry = response.header("x-should-retry").and_then(|text| text.trim().parse().ok());
         let mut body = Vec::new();
-        let _ = response.into_reader().take(LONGEST_JSON).read_to_end(&mut body); // without it the status has to do
+        let _ = response.into_reader().take(LONGEST_ERROR).read_to_end(&mut body); // without it the status has to do
         let json: Option<Value> = serde_json::from_slice(&body).ok();
         let told = json.as_ref().and_then(|json| {
             let messages = [&json["error"]["message"], &json["error"], &json["message"], &json["detail"]];
@@ -178,7 +197,7 @@ impl EndpointClient {
         });
         let message = told.map_or_else(|| String::from_utf8_lossy(&body).into_owned(), str::to_owned);
         let message = self.clean(message.trim());
-        Err(EndpointError::Refused { status, message, retry_after: retry_after.map(Duration::from_secs) })
+        Err(EndpointError::Refused { status, message, retry_after: retry_after.map(Duration::from_secs), should_retry })
     }
 
     /// The whole of it.
@@ -191,8 +210,20 @@ impl EndpointClient {
     }
 
     fn unreachable(&self, reason: &str) -> EndpointError {
-        EndpointError::Unreachable { endpoint: self.endpoint.to_string(), reason: self.clean(reason) }
+        EndpointError::Unreachable { endpoint: self.shown_endpoint(), reason: self.clean(reason) }
     }
+}
+
+/// What stands before `/v1`, without the slash at its end.
+fn hidden_path(endpoint: &Url) -> Option<&str> {
+    endpoint.path().strip_suffix("/v1").filter(|path| !path.is_empty())
+}
+
+/// Servers quote the path of a request, or a key in it.
+fn without_path(text: String, endpoint: &Url) -> String {
+    let Some(path) = hidden_path(endpoint) else { return text };
+    let secrets = path.split('/').filter(|part| part.len() >= SHORTEST_SECRET);
+    secrets.fold(text.replace(path, "/…"), |text, secret| text.replace(secret, "…"))
 }
 
 fn unreadable(problem: String) -> EndpointError {
@@ -246,5 +277,16 @@ mod tests {
             assert!(parse_endpoint(text).is_err_and(|why| why.contains("http://127.0.0.1:8000")), "{text}");
         }
         assert!(parse_endpoint("http://me:secret@h").is_err_and(|why| !why.contains("secret")));
+    }
+
+    #[test]
+    fn a_path_that_may_be_a_key_is_not_shown() {
+        let limits = ClientLimits { idle: 1, wait: AnswerWait::Whole(Duration::from_secs(1)), resends: 0 };
+        let client = |text: &str| EndpointClient::new(parse_endpoint(text).unwrap(), None, limits).unwrap();
+        assert_eq!(client("http://127.0.0.1:8000").shown_endpoint(), "http://127.0.0.1:8000/v1");
+        let gateway = client("https://gateway.example/openai/0123456789abcdef0123/v1");
+        assert_eq!(gateway.shown_endpoint(), "https://gateway.example/…/v1");
+        let quoted = "no POST /openai/0123456789abcdef0123/v1/completions for 0123456789abcdef0123\n";
+        assert_eq!(gateway.clean(quoted), "no POST /…/v1/completions for …");
     }
 }

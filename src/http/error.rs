@@ -3,10 +3,14 @@
 use std::time::Duration;
 
 /// Statuses below 500 that ask for another try: a request that took too long, a conflict, one that came too early, a rate limit.
-const TEMPORARY: [u16; 4] = [408, 409, 425, TOO_MANY_REQUESTS];
+const TEMPORARY: [u16; 4] = [TIMED_OUT, 409, 425, TOO_MANY_REQUESTS];
 /// Statuses from 500 on that no other try changes: not implemented, an unknown version of HTTP.
 const PERMANENT: [u16; 2] = [501, 505];
 
+/// Statuses of one request: malformed, too large, not to be processed.
+const OF_THE_REQUEST: [u16; 3] = [400, 413, 422];
+
+const TIMED_OUT: u16 = 408;
 pub(super) const TOO_MANY_REQUESTS: u16 = 429;
 
 /// Why a server did not answer. No text holds the API key.
@@ -15,7 +19,7 @@ pub enum EndpointError {
     /// There is no connection, or it ended before the answer did.
     #[error("no answer from {endpoint}: {reason}")]
     Unreachable {
-        /// Up to `/v1`.
+        /// As it is shown.
         endpoint: String,
         reason: String,
     },
@@ -27,6 +31,8 @@ pub enum EndpointError {
         message: String,
         /// The wait that the server asks for.
         retry_after: Option<Duration>,
+        /// Whether the server asks for another attempt (`x-should-retry`), whatever the status is.
+        should_retry: Option<bool>,
     },
     /// The answer is cut off, or is something else than was asked for.
     #[error("{problem}")]
@@ -41,8 +47,20 @@ impl EndpointError {
     pub fn is_temporary(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::Unreadable { .. } => true,
-            Self::Refused { status, .. } => TEMPORARY.contains(status) || *status >= 500 && !PERMANENT.contains(status),
+            Self::Refused { status, should_retry, .. } => should_retry
+                .unwrap_or_else(|| TEMPORARY.contains(status) || *status >= 500 && !PERMANENT.contains(status)),
             Self::Proxy { .. } => false,
+        }
+    }
+
+    /// Whether the server refuses this request, and may answer others: it is malformed, too long, or took too much time and shall not come
+    /// again.
+    pub fn is_of_the_request(&self) -> bool {
+        match self {
+            Self::Refused { status, should_retry, .. } => {
+                OF_THE_REQUEST.contains(status) || *status == TIMED_OUT && *should_retry == Some(false)
+            }
+            _ => false,
         }
     }
 

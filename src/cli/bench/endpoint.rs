@@ -14,14 +14,16 @@ use crate::cli::{CommonFlags, Interrupted, api_key, interrupted, prompts};
 use crate::data::chat_template::Message;
 use crate::data::prompts::PromptInput;
 use crate::formats::load::LoadSource;
-use crate::http::endpoint::{CHAT_COMPLETIONS, COMPLETIONS, ClientLimits, EndpointClient, EndpointRequest};
+use crate::http::endpoint::{AnswerWait, CHAT_COMPLETIONS, COMPLETIONS, ClientLimits, EndpointClient, EndpointRequest};
 use crate::numbers::{Finite, Positive};
 
 mod clients;
 mod stream;
 
-/// More idle connections than there are clients; a request may wait long for its first token.
-const LIMITS: ClientLimits = ClientLimits { idle: 128, read_timeout: Duration::from_secs(600) };
+/// More idle connections than there are clients; a request may wait long for its first token. A connection that was closed in the meantime is no
+/// failure of the server.
+const LIMITS: ClientLimits =
+    ClientLimits { idle: 128, wait: AnswerWait::NextBytes(Duration::from_secs(600)), resends: 2 };
 
 /// Measures the server of `--endpoint` at each level of concurrency.
 ///
@@ -32,7 +34,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     args.load.check(args.decoding.max_new_tokens)?;
     let key = api_key::find(args.load.api_key_file.as_deref())?;
     let prompts = prompts::read(None, Some(&args.prompts), common)?;
-    let client = EndpointClient::new(endpoint.clone(), key, LIMITS)?;
+    let client = EndpointClient::new(endpoint, key, LIMITS)?;
     let stop = interrupted();
     let model = args.load.model.clone().map_or_else(|| first_model(&client), Ok)?;
     let settings = settings(args, &model, common);
@@ -51,7 +53,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
         if stop.load(Ordering::Relaxed) {
             return Err(Interrupted(format!("interrupted at --concurrency {}", level.concurrency)).into());
         }
-        let source = LoadSource::Server { endpoint: endpoint.to_string(), model: model.clone() };
+        let source = LoadSource::Server { endpoint: client.shown_endpoint(), model: client.clean(&model) };
         output.add(vec![run.result(level.concurrency.get(), source)])?;
         match run.failures.first().filter(|_| run.answered.is_empty()) {
             Some(why) => anyhow::bail!("--concurrency {}: every request failed; the first: {why}", level.concurrency),
@@ -64,7 +66,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
 
 /// The first model of `/v1/models`.
 fn first_model(client: &EndpointClient) -> anyhow::Result<String> {
-    let why = || format!("{}/models names no model; give --model NAME", client.endpoint());
+    let why = || format!("{}/models names no model; give --model NAME", client.shown_endpoint());
     let models = client.models().with_context(why)?;
     models.into_iter().next().map(|model| model.id).with_context(why)
 }

@@ -27,7 +27,7 @@ const SELF_TALK_TURNS: usize = 4;
 /// Generate training data: the backbone's answers to prompts, as Parquet.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Example:\n  medusa distill --backbone B --prompts prompts.jsonl --out distilled \\\n    --max-new-tokens 500\n  medusa distill --endpoint http://127.0.0.1:8000 --model NAME --backbone B \\\n    --prompts prompts.jsonl --out distilled\n\nTrain on the output with [data] train = [\"distilled/*.parquet\"]; only the backbone's own tokens carry loss. --resume continues an interrupted run and produces the same files. Several machines can write to one folder with --shard 1/4, 2/4, …"
+    after_help = "Example:\n  medusa distill --backbone B --prompts prompts.jsonl --out distilled \\\n    --max-new-tokens 500\n  medusa distill --endpoint http://127.0.0.1:8000 --model NAME --backbone B \\\n    --prompts prompts.jsonl --out distilled\n\nTrain on the output with [data] train = [\"distilled/*.parquet\"]; only the backbone's own tokens carry loss. --resume continues an interrupted run: the files are those of a run without interruption, with --endpoint as far as the server gives the same answers. Several machines can write to one folder with --shard 1/4, 2/4, …"
 )]
 pub struct DistillArgs {
     /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision). With --endpoint only its tokenizer, chat template and
@@ -126,6 +126,7 @@ impl DistillArgs {
             self_talk: self.self_talk,
             seed: common.seed,
             context,
+            max_refused: 0,
         }
     }
 
@@ -149,6 +150,7 @@ impl DistillArgs {
             program_version: env!("CARGO_PKG_VERSION"),
             model: None,
             endpoint: None,
+            server_context: None,
             backbone: self.backbone.as_deref().map(downloads::shown),
             backbone_revision: self.backbone.as_deref().and_then(provenance::revision),
             backbone_sha256: None,

@@ -1,6 +1,5 @@
 //! `medusa distill --endpoint`: an OpenAI-compatible server answers. Needs no libtorch.
 
-use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
@@ -8,8 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use serde_json::json;
-use url::Url;
+use serde_json::{Value, json};
 
 use super::args::{DistillArgs, PromptsUsed, say_resumed};
 use crate::cli::backbone::backbone_config;
@@ -25,14 +23,15 @@ use crate::distill::render::Renderer;
 use crate::distill::server::ServerAnswerer;
 use crate::distill::server::settings::ServerSettings;
 use crate::distill::server::tally::{ServerCounts, ServerTally};
-use crate::distill::{self, DistillProgress};
+use crate::distill::{self, DistillProgress, DistillSettings};
 use crate::formats::provenance::DistillProvenance;
-use crate::http::endpoint::{ClientLimits, EndpointClient, ListedModel};
+use crate::http::endpoint::{AnswerWait, ClientLimits, EndpointClient, ListedModel};
 use crate::model::config::LlamaConfig;
 use crate::plural::counted;
 
 /// Each request in flight has a thread and a connection.
 const MOST_REQUESTS: usize = 1024;
+
 /// The backbone without its weights.
 struct BackboneTokens {
     config: LlamaConfig,
@@ -77,17 +76,27 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let renderer = words.as_ref().map(BackboneTokens::renderer);
     let endpoint = args.server.endpoint.clone().context("--endpoint is given")?;
     let timeout = Duration::from_secs(u64::from(args.server.timeout.get()));
-    let limits = ClientLimits { idle: args.server.concurrency.get(), read_timeout: timeout };
-    let client = EndpointClient::new(endpoint, key, limits)?;
-    let model = args.server.model(&client, common)?;
-    let settings = args.settings(args.context(words.as_ref(), &model)?, common);
+    let wait = AnswerWait::Whole(timeout);
+    let client =
+        EndpointClient::new(endpoint, key, ClientLimits { idle: args.server.concurrency.get(), wait, resends: 0 })?;
+    let stop = interrupted();
+    let model = args.server.model(&client, stop, common)?;
+    let contexts = args.contexts(words.as_ref(), &model)?;
+    let settings = args.settings(contexts.of_folder, common);
     let (dialogues, _) = args.fitting(dialogues, renderer.as_ref(), &settings, common)?;
     let prompts = PromptsUsed { file: &file, conversations: dialogues.len(), too_long: all - dialogues.len() };
-    let provenance = args.server_provenance(words.as_ref(), &model.id, settings.context, &prompts, common);
+    let provenance = DistillProvenance {
+        model: Some(client.clean(&model.id)),
+        endpoint: Some(client.shown_endpoint()),
+        server_context: model.max_model_len,
+        max_context: u32::try_from(contexts.own).ok(),
+        ..args.server_provenance(words.as_ref(), &prompts, common)
+    };
     let mut output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
     say_resumed(&output, common);
-    let (stop, began, before) = (interrupted(), Instant::now(), output.kept());
-    let asking = args.server_settings(words.as_ref(), model.id, settings.context);
+    let (began, before) = (Instant::now(), output.kept());
+    let settings = DistillSettings { max_refused: args.server.most_refused(&output, args.fit.strict), ..settings };
+    let asking = args.server_settings(words.as_ref(), model.id, contexts.now);
     let answerer = ServerAnswerer::start(client, asking, renderer.as_ref(), stop)
         .context("cannot start a thread for each request of --concurrency")?;
     let progress = ServerProgress::new(&output, answerer.tally(), began, common);
@@ -97,12 +106,13 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
         progress.show(now);
         if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
-    let end = distill::run(&dialogues, renderer.as_ref(), &settings, answerer, &mut output, &mut on_step)?;
+    let end = distill::run(&dialogues, renderer.as_ref(), &settings, answerer, &mut output, &mut on_step);
     let tally = progress.end();
+    let end = end?;
     args.check_ended(end, &output)?;
     let done =
         ServerRun { too_long: prompts.too_long, resumed: before, tokens, seconds: began.elapsed().as_secs_f64() };
-    done.say_differences(&tally, common);
+    done.say_differences(&tally, &output, common);
     done.print(args, &output, &tally.counts(), common)
 }
 
@@ -121,12 +131,17 @@ impl DistillArgs {
         Ok(())
     }
 
-    /// The smallest limit that is known: of the backbone, the server and the flag.
-    fn context(&self, words: Option<&BackboneTokens>, model: &ListedModel) -> anyhow::Result<usize> {
+    /// The smallest limits that are known.
+    fn contexts(&self, words: Option<&BackboneTokens>, model: &ListedModel) -> anyhow::Result<Contexts> {
         let of_backbone = words.map(|words| usize::try_from(words.config.max_position_embeddings)).transpose()?;
-        let of_server = model.max_model_len.map(usize::try_from).transpose()?;
         let of_flag = self.engine.max_context.map(|tokens| usize::try_from(tokens.get())).transpose()?;
-        Ok([of_backbone, of_server, of_flag].into_iter().flatten().min().unwrap_or(usize::MAX))
+        let own = [of_backbone, of_flag].into_iter().flatten().min().unwrap_or(usize::MAX);
+        let begun = if self.resume { output::begun_with(&self.out, self.shard)? } else { None };
+        let at_first = begun.map_or(model.max_model_len, |keys| keys.get("server_context").and_then(Value::as_u64));
+        let with =
+            |limit: Option<u64>| limit.map_or(Ok(own), |limit| usize::try_from(limit).map(|limit| limit.min(own)));
+        let of_folder = with(at_first)?;
+        Ok(Contexts { own, of_folder, now: of_folder.min(with(model.max_model_len)?) })
     }
 
     fn server_settings(&self, words: Option<&BackboneTokens>, model: String, context: usize) -> ServerSettings {
@@ -145,37 +160,42 @@ impl DistillArgs {
     fn server_provenance(
         &self,
         words: Option<&BackboneTokens>,
-        model: &str,
-        context: usize,
         prompts: &PromptsUsed,
         common: &CommonFlags,
     ) -> DistillProvenance {
         let template = words.and_then(|words| words.template.as_ref());
         DistillProvenance {
-            model: Some(model.to_owned()),
-            endpoint: self.server.endpoint.as_ref().map(Url::to_string),
             tokenizer_sha256: words.map(|words| words.tokenizer.sha256().to_owned()),
             chat_template_sha256: template.map(|template| template.sha256().to_owned()),
-            max_context: u32::try_from(context).ok().filter(|_| words.is_some()),
             ..self.provenance(prompts, common)
         }
     }
 }
 
-/// The bar, and the first answer with other tokens.
+/// Most tokens of prompt and answer.
+#[derive(Debug, Clone, Copy)]
+struct Contexts {
+    /// Of the backbone and the flag: a resumed run must have the same.
+    own: usize,
+    /// With the server's when the folder was begun, which decides on the prompts that fit.
+    of_folder: usize,
+    /// With the server's of this run.
+    now: usize,
+}
+
+/// The bar, and what happens for the first time.
 struct ServerProgress {
     counter: Counter,
     tally: Arc<ServerTally>,
     began: Instant,
     before: usize,
-    has_told: Cell<bool>,
 }
 
 impl ServerProgress {
     fn new(output: &Output, tally: Arc<ServerTally>, began: Instant, common: &CommonFlags) -> Self {
         let before = output.kept();
         let counter = Counter::new(output.conversations(), before, "conversations", common);
-        Self { counter, tally, began, before, has_told: false.into() }
+        Self { counter, tally, began, before }
     }
 
     fn show(&self, now: DistillProgress) {
@@ -187,15 +207,19 @@ impl ServerProgress {
             let why = self.tally.last_error().unwrap_or_default();
             note = format!("{note}, {} (the last: {why})", counted_retries(counts.retries));
         }
-        self.counter.set(now.conversations, &note);
-        if let Some(fault) =
-            self.tally.first_fault().filter(|_| !self.has_told.replace(self.tally.first_fault().is_some()))
-        {
-            self.counter.say(format_args!("{fault}; the run goes on and counts (--strict makes this an error)"));
+        if self.tally.refused() > 0 {
+            note = format!("{note}, {} refused", self.tally.refused());
         }
+        self.counter.set(now.conversations, &note);
+        self.tell_news();
+    }
+
+    fn tell_news(&self) {
+        self.tally.news().iter().for_each(|line| self.counter.say(line));
     }
 
     fn end(self) -> Arc<ServerTally> {
+        self.tell_news();
         self.tally
     }
 }
@@ -216,7 +240,11 @@ struct ServerRun {
 }
 
 impl ServerRun {
-    fn say_differences(&self, tally: &ServerTally, common: &CommonFlags) {
+    fn say_differences(&self, tally: &ServerTally, output: &Output, common: &CommonFlags) {
+        if output.refused() > 0 {
+            let (questions, file) = (counted(output.refused(), "question"), output.refused_file());
+            common.say(format_args!("{questions} refused: {} says which and why", file.display()));
+        }
         let ServerCounts { prompts_differ, answers_differ, unchecked, other_model, .. } = tally.counts();
         let first = tally.first_fault().map_or_else(String::new, |fault| format!(" (the first: {fault})"));
         if prompts_differ + answers_differ > 0 {
@@ -234,7 +262,7 @@ impl ServerRun {
         }
         if unchecked > 0 {
             common
-                .say(format_args!("{} could not be checked: the server tells no tokens", counted(unchecked, "prompt")));
+                .say(format_args!("{} could not be checked: the server tells no tokens", counted(unchecked, "answer")));
         }
     }
 
@@ -246,14 +274,14 @@ impl ServerRun {
         common: &CommonFlags,
     ) -> anyhow::Result<()> {
         let Self { too_long, resumed, tokens, seconds } = *self;
-        let (kept, shards) = (output.kept(), output.shards());
+        let (kept, shards, refused) = (output.rows(), output.shards(), output.refused());
         let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
         if common.json {
             let mut summary = json!({
                 "conversations": kept, "resumed": resumed, "tokens": tokens, "seconds": seconds, "tokens_per_second": speed,
-                "shards": shards, "too_long": too_long, "out": args.out,
+                "shards": shards, "too_long": too_long, "refused": refused, "out": args.out,
             });
-            if let (Some(summary), serde_json::Value::Object(counts)) = (summary.as_object_mut(), json!(counts)) {
+            if let (Some(summary), Value::Object(counts)) = (summary.as_object_mut(), json!(counts)) {
                 summary.extend(counts);
             }
             return print_json(&summary);

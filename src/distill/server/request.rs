@@ -50,6 +50,10 @@ impl ServerRequest {
         Self { path, fields }
     }
 
+    pub(super) fn model(&self) -> Option<&str> {
+        self.fields["model"].as_str()
+    }
+
     pub(super) fn sent(&self, ids: TokenIds) -> EndpointRequest {
         let mut fields = self.fields.clone();
         if ids == TokenIds::Asked {
@@ -68,7 +72,7 @@ fn seed(stream: Stream) -> u32 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::num::NonZeroUsize;
 
     use super::*;
@@ -76,7 +80,7 @@ mod tests {
     use crate::distill::render::Rendered;
     use crate::numbers::NonNegative;
 
-    fn settings(temperature: f64) -> ServerSettings {
+    pub(in crate::distill::server) fn settings(temperature: f64) -> ServerSettings {
         ServerSettings {
             model: "m".into(),
             temperature: NonNegative::new(temperature).unwrap(),
@@ -89,7 +93,7 @@ mod tests {
         }
     }
 
-    fn question(input: PromptInput, tokens: usize, turn: u64) -> Question {
+    pub(in crate::distill::server) fn question(input: PromptInput, tokens: usize, turn: u64) -> Question {
         Question {
             conversation: 0,
             input,

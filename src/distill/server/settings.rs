@@ -16,7 +16,7 @@ pub struct ServerSettings {
     pub retries: u32,
     /// Most tokens of prompt and answer.
     pub context: usize,
-    /// An answer of another model, and one whose tokens are others than the backbone's, is an error.
+    /// An answer of another model, and one whose tokens are not shown to be the backbone's, is an error.
     pub strict: bool,
     /// The tokens that end the backbone's texts.
     pub eos: Vec<i64>,

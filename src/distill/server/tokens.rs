@@ -31,8 +31,11 @@ pub(super) enum Disagreement {
     Answer { expected: String, got: String },
     /// The model's name.
     Model { expected: String, got: String },
-    /// The server tells no tokens.
-    Unchecked,
+    /// The server tells neither tokens nor their number.
+    Unchecked {
+        /// Of which text.
+        what: &'static str,
+    },
 }
 
 impl fmt::Display for Disagreement {
@@ -45,7 +48,7 @@ impl fmt::Display for Disagreement {
                 write!(out, "the answer has {expected} in --backbone, {got} on the server")
             }
             Self::Model { expected, got } => write!(out, "the answer is from model {got:?}, not from {expected:?}"),
-            Self::Unchecked => write!(out, "the server tells no tokens"),
+            Self::Unchecked { what } => write!(out, "the server tells no tokens of {what}"),
         }
     }
 }
@@ -57,10 +60,10 @@ impl Disagreement {
             Self::Prompt { expected, got } => ServerError::TokensDiffer { what: "the prompt", expected, got },
             Self::Answer { expected, got } => ServerError::TokensDiffer { what: "the answer", expected, got },
             Self::Model { expected, got } => ServerError::OtherModel { expected, got },
-            Self::Unchecked => ServerError::TokensDiffer {
-                what: "the server",
+            Self::Unchecked { what } => ServerError::TokensDiffer {
+                what,
                 expected: "usage, or token ids (return_token_ids), to compare with the backbone's tokens".to_owned(),
-                got: "neither".to_owned(),
+                got: "neither from the server".to_owned(),
             },
         }
     }
@@ -118,7 +121,7 @@ fn prompt_fault(question: &Question, completion: &Completion) -> Option<Disagree
         (None, Some(count)) => {
             Some(Disagreement::Prompt { expected: format!("{} tokens", own.len()), got: format!("{count} tokens") })
         }
-        (None, None) => Some(Disagreement::Unchecked),
+        (None, None) => Some(Disagreement::Unchecked { what: "the prompt" }),
     }
 }
 
@@ -157,7 +160,9 @@ impl Writing<'_> {
             let got = format!("{} tokens of another text", told.new_ids.len());
             return Ok((first, Some(Disagreement::Answer { expected, got })));
         }
-        let Some(count) = self.completion.completion_tokens else { return Ok((first, None)) };
+        let Some(count) = self.completion.completion_tokens else {
+            return Ok((first, Some(Disagreement::Unchecked { what: "the answer" })));
+        };
         let has_count =
             |written: &WrittenTokens| [0, written.end.len()].iter().any(|end| written.new_ids.len() + end == count);
         if has_count(&first) {

@@ -109,8 +109,9 @@ fn streamed(
     answer.map_err(|why| anyhow::anyhow!("{}", client.clean(&format!("{why:#}"))))
 }
 
-/// How long to wait before a request is sent again; `None` for any other error than status 429, and where the wait is too long.
+/// How long to wait before a request is sent again; `None` for any other error than status 429, where the server wants no other attempt, and
+/// where the wait is too long.
 fn wait(error: &EndpointError) -> Option<Duration> {
     let wait = error.retry_after().unwrap_or(USUAL_WAIT);
-    (error.is_rate_limit() && wait <= LONGEST_WAIT).then_some(wait)
+    (error.is_rate_limit() && error.is_temporary() && wait <= LONGEST_WAIT).then_some(wait)
 }
