@@ -20,7 +20,7 @@ use crate::formats::calibration_share::RanksOfRow;
 use crate::formats::share::Share;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
-use crate::torch::guard;
+use crate::torch::{guard, wide};
 use crate::tree::rank_counts::{OUTSIDE, RankCounts, RankedPosition};
 
 mod dynamic;
@@ -274,8 +274,7 @@ fn ranks_of(logits_nv: &Tensor, targets: &[Option<i64>], top_k: usize) -> Option
     if !logits_nv.max().double_value(&[]).is_finite() {
         return None;
     }
-    let kind = if logits_nv.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-    let logits_nv = logits_nv.to_kind(kind);
+    let logits_nv = logits_nv.to_kind(wide(logits_nv.kind()));
     let outputs: Vec<i64> = targets.iter().map(|target| target.unwrap_or(0)).collect();
     let targets_n1 = Tensor::from_slice(&outputs).unsqueeze(1).to_device(logits_nv.device());
     let ranks_n = ranks(&logits_nv, &logits_nv.gather(1, &targets_n1, false), &targets_n1, top_k);

@@ -6,11 +6,11 @@
 // N nodes of a tree, V vocabulary, M logits that are changed
 use std::collections::BTreeMap;
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::request::Request;
 use crate::numbers::Finite;
-use crate::torch::upload;
+use crate::torch::{upload, wide};
 use crate::tree::accept::upwards;
 use crate::tree::sparse_tree::SparseTree;
 
@@ -90,7 +90,7 @@ impl Penalty {
             own.into_iter().for_each(|(token, count)| add(token, count));
         }
         // 16 bits would round what is penalised to another grid than the rest.
-        let kind = if logits_nv.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let kind = wide(logits_nv.kind());
         let (places_m, less_m) = (upload(&places, logits_nv.device()), upload(&less, logits_nv.device()).to_kind(kind));
         let flat = logits_nv.to_kind(kind).reshape([-1]);
         let was_m = flat.index_select(0, &places_m);
@@ -103,7 +103,7 @@ impl Penalty {
 
 #[cfg(test)]
 mod tests {
-    use tch::Device;
+    use tch::{Device, Kind};
 
     use super::*;
     use crate::numbers::Positive;

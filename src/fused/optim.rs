@@ -152,7 +152,7 @@ fn launches(optimizer: &AdamW, parameters: &[(usize, &Parameter)], rate: f64, sc
                 let absmax = [&first.absmax, &second.absmax].map(|absmax| address(absmax, Kind::Float));
                 narrow.push(TableRow { moments, absmax, ..entry });
             }
-            [Moment::Float32(first), Moment::Float32(second)] => {
+            [Moment::Wide(first), Moment::Wide(second)] => {
                 let moments = [first, second].map(|moment| address(moment, Kind::Float));
                 wide.push(TableRow { moments, ..entry });
             }

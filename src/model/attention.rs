@@ -2,7 +2,7 @@
 
 // B rows, T tokens of a row, N new tokens, S cached and new tokens, H hidden, Q query heads, G key/value heads, D head size,
 // R = Q/G query heads that share a key/value head
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use crate::fused::batch_attention::BatchAttention;
 use crate::model::batch_step::{BatchStep, padded};
@@ -13,7 +13,7 @@ use crate::model::lora::Adapters;
 use crate::model::new_tokens::CacheMask;
 use crate::model::norm::norm;
 use crate::model::rope::Rotation;
-use crate::torch::flash_attention;
+use crate::torch::{flash_attention, wide};
 
 mod row_mask;
 pub use row_mask::{CAPPED_BLOCK, KindMask, RowMask};
@@ -233,8 +233,7 @@ impl Attention {
         let cap = self.shape.softcap.expect("a cap");
         let scores = (q.matmul(&k.transpose(-2, -1)) * (self.shape.scale / cap)).tanh() * cap;
         let scores = mask.map_or_else(|| scores.shallow_clone(), |mask| &scores + mask);
-        let wide = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-        scores.softmax(-1, wide).to_kind(q.kind()).matmul(v)
+        scores.softmax(-1, wide(q.kind())).to_kind(q.kind()).matmul(v)
     }
 }
 

@@ -3,13 +3,14 @@
 //! with output `y` and output gradient `dy` is the gradient of `Σ y·dy`, bit for bit.
 
 // B rows, T tokens of a row, H hidden
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::model::rope::RotationsByKind;
 use crate::torch::loss_scale::LossScale;
+use crate::torch::wide;
 
 /// Assumptions of a part's loss scale: inputs of products are at most this large on average over the tokens (they are normed), and there
 /// are at least so many tokens, so that gradients can grow within a part.
@@ -81,7 +82,7 @@ impl Llama {
 }
 
 impl Tape<'_> {
-    /// Adds the gradients of everything trained, given that of the hidden states: `dhidden_bth` `[B, T, H]`, float32.
+    /// Adds the gradients of everything trained, given that of the hidden states: `dhidden_bth` `[B, T, H]`, as [`wide`].
     /// `gradients` are of the masters' dtype, by part as [`Llama::trained_in`]. In float16 every part has a loss scale of its own.
     pub fn backward(self, dhidden_bth: &Tensor, gradients: &[Vec<&Tensor>]) {
         let mut dy = dhidden_bth.shallow_clone();
@@ -93,7 +94,8 @@ impl Tape<'_> {
             if input.requires_grad() {
                 inputs.push(&input);
             }
-            let mut of_inputs = Tensor::run_backward(&[(&y * scale.cast(&dy)).sum(Kind::Float)], &inputs, false, false);
+            let mut of_inputs =
+                Tensor::run_backward(&[(&y * scale.cast(&dy)).sum(wide(y.kind()))], &inputs, false, false);
             if input.requires_grad() {
                 dy = scale.undo(of_inputs.pop().expect("one for each input"));
                 dy = self.pass.backbone.borders.backward(&self.pass.backbone.stages, index, dy);

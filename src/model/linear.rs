@@ -181,12 +181,12 @@ impl Linear {
         self.adapter = None;
     }
 
-    /// Float32 copies of weight and bias in place of what may be views of a file.
-    pub(super) fn own(&mut self) {
-        let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
+    /// Copies of weight and bias in `kind` in place of what may be views of a file.
+    pub(super) fn own(&mut self, kind: Kind) {
+        let own = |tensor: &Tensor| tensor.to_kind(kind).copy();
         match &self.weight {
             Weight::Dense(weight_oi) => self.weight = Weight::Dense(own(weight_oi)),
-            Weight::Quantized(weight) => self.weight = Weight::Dense(weight.dequantize(Kind::Float)),
+            Weight::Quantized(weight) => self.weight = Weight::Dense(weight.dequantize(kind)),
             Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => panic!("{FOR_DECODING}"),
         }
         self.bias_o = self.bias_o.as_ref().map(own);

@@ -15,7 +15,7 @@ use crate::fused::dropout::dropout;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::numbers::{Fraction, Positive};
-use crate::torch::Generator;
+use crate::torch::{Generator, wide};
 
 /// `lora` of a recipe's stage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -153,7 +153,7 @@ impl Adapter {
         stream: u64,
         (generator, draws_on): (&mut Generator, Device),
     ) -> Self {
-        let (r, kind) = (config.rank.get() as i64, master_kind(kind));
+        let (r, kind) = (config.rank.get() as i64, wide(kind));
         let bound = (i as f64).sqrt().recip();
         let a_ri = generator.uniform(bound, &[r, i], (kind, draws_on)).to_device(device);
         let b_or = Tensor::zeros([o, r], (kind, device));
@@ -201,7 +201,7 @@ impl Adapter {
 
     /// `W + (alpha / rank)·B·A` in the dtype of `weight_oi`; computed in float32 or better.
     pub(super) fn merged(&self, weight_oi: &Tensor) -> Tensor {
-        let kind = master_kind(weight_oi.kind());
+        let kind = wide(weight_oi.kind());
         tch::no_grad(|| {
             let delta_oi = self.b_or.to_kind(kind).matmul(&(self.a_ri.to_kind(kind) * self.scale()));
             (weight_oi.to_kind(kind) + delta_oi).to_kind(weight_oi.kind())
@@ -216,11 +216,6 @@ pub(super) fn down_together(adapters: &[&Adapter], x: &Tensor, mode: Adapters) -
         Tensor::cat(&adapters.iter().map(|adapter| &adapter.a_ri).collect::<Vec<_>>(), 0) * adapters[0].scale();
     let down = adapters[0].dropped(x, mode).linear::<Tensor>(&all_ri.to_kind(x.kind()), None);
     down.split(adapters[0].a_ri.size()[0], -1)
-}
-
-/// Of what is trained: float32, or float64 where the backbone is.
-fn master_kind(weight: Kind) -> Kind {
-    if weight == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
 //! Norms over the last axis, and the norms of a decoder layer.
 
 // H hidden
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::model::block_spec::{NormKind, NormSpec};
+use crate::torch::wide;
 
 /// A norm over the last axis; statistics in float32, as transformers computes them. On a GPU libtorch launches one kernel for it, and one or two for
 /// its gradients, if weight and input have one dtype, as here.
@@ -13,7 +14,7 @@ pub(super) fn norm(x: &Tensor, weight_h: &Tensor, NormSpec { kind, eps, .. }: No
         NormKind::Rms => x.rms_norm(weight_h.size(), Some(weight_h.to_kind(x.kind())), eps),
         // 1 + weight has more bits than a half precision weight: the product is computed in float32.
         NormKind::RmsPlusOne => {
-            let wide = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+            let wide = wide(x.kind());
             let weight_h = weight_h.to_kind(wide) + 1.0;
             x.to_kind(wide).rms_norm(weight_h.size(), Some(weight_h), eps).to_kind(x.kind())
         }

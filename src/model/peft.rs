@@ -14,6 +14,7 @@ use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::lora::{Adapter, LoraConfig, TargetModules, module_of, modules_of};
 use crate::model::weights::{WeightFiles, WeightsError, same_up_to_rounding, save};
+use crate::torch::wide;
 
 /// The weights of an adapter, as PEFT names the file.
 pub const ADAPTER_FILE: &str = "adapter_model.safetensors";
@@ -209,8 +210,8 @@ impl PeftFolder {
             if !self.files.contains(&peft_name(&name, "lora_A")) {
                 continue;
             }
-            let (size, (_, device)) = linear.shape();
-            let [a_ri, b_or] = self.tensors(&name, size, device)?;
+            let (size, (kind, device)) = linear.shape();
+            let [a_ri, b_or] = self.tensors(&name, size, (wide(kind), device))?;
             let (alpha, dropout) = (self.peft.alpha(), self.dropout);
             linear.adapt(Adapter { a_ri, b_or, alpha, dropout, stream }.trained());
             read.insert(name);
@@ -219,13 +220,13 @@ impl PeftFolder {
     }
 
     /// A `[R, I]` and B `[O, R]` of a layer.
-    fn tensors(&self, layer: &str, [o, i]: [i64; 2], device: Device) -> Result<[Tensor; 2], PeftError> {
+    fn tensors(&self, layer: &str, [o, i]: [i64; 2], (kind, device): (Kind, Device)) -> Result<[Tensor; 2], PeftError> {
         let r = self.peft.r as i64;
         let tensor = |part: &str, expected: [i64; 2]| {
             let name = peft_name(layer, part);
             self.check_shape(&name, &expected)?;
             // A copy: it will be trained, and a view of a file must not be written.
-            Ok::<_, PeftError>(self.files.tensor(&name, &expected, Kind::Float, device)?.copy())
+            Ok::<_, PeftError>(self.files.tensor(&name, &expected, kind, device)?.copy())
         };
         Ok([tensor("lora_A", [r, i])?, tensor("lora_B", [o, r])?])
     }

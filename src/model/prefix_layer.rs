@@ -18,8 +18,8 @@ use crate::model::lora::Adapters;
 use crate::model::new_tokens::NewTokens;
 use crate::model::norm::norm;
 use crate::model::rope::Ropes;
-use crate::torch::Generator;
 use crate::torch::loss_scale::LossScale;
+use crate::torch::{Generator, wide};
 
 /// What names begin with, in place of the backbone's `model.`.
 pub const PREFIX: &str = "prefix.";
@@ -56,10 +56,10 @@ impl PrefixLayer {
         named.chain([(prefixed(names::NORM), vec![backbone.hidden_size])]).collect()
     }
 
-    /// Untrained, in float32, as transformers initialises a Llama model: normal weights of deviation 0.02, biases 0, norms 1.
+    /// Untrained, in float32 or float64, as transformers initialises a Llama model: normal weights of deviation 0.02, biases 0, norms 1.
     pub fn new(backbone: &LlamaConfig, options: (Kind, Device), seed: u64) -> Self {
         let mut generator = Generator::seeded(seed);
-        let of_masters = (Kind::Float, options.1);
+        let of_masters = (wide(options.0), options.1);
         let unit = match backbone.block().norms.kind {
             NormKind::Rms => 1.0,
             NormKind::RmsPlusOne => 0.0,
@@ -89,10 +89,10 @@ impl PrefixLayer {
         of_layer.chain([(names::NORM.to_owned(), &self.norm_h)]).map(|(name, t)| (prefixed(&name), t)).collect()
     }
 
-    /// Copies the weights to float32 for training; it computes in `kind`.
+    /// Copies the weights to float32, or float64, for training; it computes in `kind`.
     #[must_use]
     pub fn for_training(self, kind: Kind) -> Self {
-        let own = |(_, tensor): (String, &Tensor)| tensor.to_kind(Kind::Float).copy();
+        let own = |(_, tensor): (String, &Tensor)| tensor.to_kind(wide(kind)).copy();
         let tensors = self.parameters().into_iter().map(own).collect();
         Self::from_tensors(&self.config, (kind, self.norm_h.device()), tensors)
     }
@@ -151,7 +151,7 @@ impl PrefixPass<'_> {
     }
 
     /// Adds the weights' gradients to `gradients`, in the order of [`PrefixLayer::parameters`], given that of the output: `doutput_bth`,
-    /// float32. Returns the gradient of the hidden states, `[B, T, H]`, if it is wanted.
+    /// as [`wide`]. Returns the gradient of the hidden states, `[B, T, H]`, if it is wanted.
     pub fn backward(self, doutput_bth: &Tensor, gradients: &[&Tensor]) -> Option<Tensor> {
         let tokens = doutput_bth.size()[0] * doutput_bth.size()[1];
         let y = &self.output_bth;
@@ -160,7 +160,7 @@ impl PrefixPass<'_> {
         let weights = self.prefix.parameters();
         let mut inputs: Vec<&Tensor> = weights.iter().map(|(_, weight)| *weight).collect();
         inputs.extend(self.input_bth.requires_grad().then_some(&self.input_bth));
-        let sum = (y * scale.cast(doutput_bth)).sum(Kind::Float);
+        let sum = (y * scale.cast(doutput_bth)).sum(wide(y.kind()));
         let mut of_inputs = Tensor::run_backward(&[sum], &inputs, false, false);
         let to_hidden = self.input_bth.requires_grad().then(|| of_inputs.pop().expect("one for each input"));
         for (sum, gradient) in gradients.iter().zip(of_inputs) {

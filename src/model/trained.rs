@@ -6,18 +6,19 @@ use crate::model::block_spec::names;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::peft;
+use crate::torch::wide;
 
 impl Llama {
-    /// The same backbone with float32 weights of its own, all of them trained; it computes in `kind`.
+    /// The same backbone with float32 (or float64) weights of its own, all of them trained; it computes in `kind`.
     #[must_use]
     pub fn for_fine_tuning(mut self, kind: Kind) -> Self {
-        let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
+        let own = |tensor: &Tensor| tensor.to_kind(wide(kind)).copy();
         self.embed_tokens_vh = own(&self.embed_tokens_vh);
         self.norm_h = own(&self.norm_h);
         for layer in &mut self.layers {
             layer.norms_mut().for_each(|norm| *norm = own(norm));
         }
-        self.linears_mut().into_iter().for_each(|(_, linear)| linear.own());
+        self.linears_mut().into_iter().for_each(|(_, linear)| linear.own(wide(kind)));
         if self.config.tie_word_embeddings {
             self.lm_head = Linear::dense(self.tied_weight(), None);
         }

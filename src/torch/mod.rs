@@ -58,6 +58,11 @@ impl Dtype {
     }
 }
 
+/// The dtype of master weights, gradients, moments, logits and sums where the backbone computes in `kind`: float32, or float64 in float64.
+pub fn wide(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
 /// The value of `--device`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum DeviceChoice {

@@ -1,8 +1,9 @@
-//! Products of 16-bit matrices whose results are needed in float32. All devices sum in float32; they differ in what they store.
+//! Products of 16-bit matrices whose results are needed in float32. All devices sum in float32; they differ in what they store. Those of
+//! float64 matrices stay in float64.
 
 use tch::{Device, Kind, Tensor};
 
-use super::{accelerator, onednn, rehearsal};
+use super::{accelerator, onednn, rehearsal, wide};
 
 /// How such a product is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,16 +23,16 @@ impl Float32Products {
     /// `a·b` in float32; the matrices have one dtype.
     pub fn of(self, a: &Tensor, b: &Tensor) -> Tensor {
         match self {
-            Self::Cast => rehearsal::in_place_of(&["aten::mm.dtype"], || a.matmul(b).to_kind(Kind::Float)),
+            Self::Cast => rehearsal::in_place_of(&["aten::mm.dtype"], || a.matmul(b).to_kind(wide(a.kind()))),
             Self::Stored => a.mm_dtype(b, Kind::Float),
         }
     }
 
-    /// `sum += a·b`, `sum` in float32; the matrices have one dtype.
+    /// `sum += a·b`, `sum` in float32 (float64 of float64); the matrices have one dtype.
     pub fn add(self, sum: &Tensor, a: &Tensor, b: &Tensor) {
         let mut sum = sum.shallow_clone();
         let _ = match self {
-            _ if a.kind() == Kind::Float => sum.addmm_(a, b),
+            _ if a.kind() == sum.kind() => sum.addmm_(a, b),
             Self::Cast => {
                 rehearsal::in_place_of(&["aten::addmm.dtype_out"], || sum.g_add_(&a.matmul(b).to_kind(Kind::Float)))
             }
@@ -50,7 +51,7 @@ impl Float32Products {
                     if let Some([y_nr, weight_or]) = y {
                         let _ = sum.addmm_(y_nr, &weight_or.tr());
                     }
-                    sum.to_kind(Kind::Float)
+                    sum.to_kind(wide(x_ni.kind()))
                 })
             }
             Self::Stored => {
@@ -72,19 +73,19 @@ mod tests {
     /// Matrices `[5, 70]` and `[70, 9]`.
     fn matrices(kind: Kind) -> [Tensor; 2] {
         let mut random = Generator::seeded(1);
-        [[5, 70], [70, 9]].map(|size| random.normal(&size, (Kind::Float, Device::Cpu)).to_kind(kind))
+        [[5, 70], [70, 9]].map(|size| random.normal(&size, (wide(kind), Device::Cpu)).to_kind(kind))
     }
 
     #[test]
     fn a_cast_product_is_the_float64_one_up_to_the_dtypes_rounding() {
-        for (kind, most) in [(Kind::Float, 1e-5), (Kind::BFloat16, 0.1), (Kind::Half, 0.02)] {
+        for (kind, most) in [(Kind::Double, 1e-13), (Kind::Float, 1e-5), (Kind::BFloat16, 0.1), (Kind::Half, 0.02)] {
             let [a, b] = matrices(kind);
             let exact = a.to_kind(Kind::Double).matmul(&b.to_kind(Kind::Double));
-            let sum = Tensor::ones([5, 9], (Kind::Float, Device::Cpu));
+            let sum = Tensor::ones([5, 9], (wide(kind), Device::Cpu));
             Float32Products::Cast.add(&sum, &a, &b);
             let linear = Float32Products::Cast.linear([&a, &b.tr().contiguous()], None);
             for got in [sum - 1.0, linear, Float32Products::Cast.of(&a, &b)] {
-                assert_eq!(got.kind(), Kind::Float);
+                assert_eq!(got.kind(), wide(kind));
                 let off = (got - &exact).abs().max().double_value(&[]);
                 assert!(off < most, "{kind:?}: {off}");
             }

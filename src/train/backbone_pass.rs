@@ -3,7 +3,7 @@
 //! backward.
 
 // B rows, T tokens of a row, N = B·T positions, H hidden
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::draft::medusa::fused_loss::{HeadPass, OutputLayer, distillation_loss, head_loss};
 use crate::draft::medusa::heads::{HeadDropout, Heads, HeadsShape};
@@ -13,6 +13,7 @@ use crate::model::attention::RowMask;
 use crate::model::backward::Tape;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
+use crate::torch::wide;
 use crate::train::fed_batch::DeviceBatch;
 use crate::train::feed::BatchMaker;
 use crate::train::hidden_states::{
@@ -114,7 +115,7 @@ enum LmTarget {
 struct KeptBackbonePass<'r> {
     tape: Tape<'r>,
     size_bth: Vec<i64>,
-    /// `[N, H]` float32: every loss adds the gradient of the hidden states here.
+    /// `[N, H]`, as [`wide`]: every loss adds the gradient of the hidden states here.
     dhidden_nh: Tensor,
 }
 
@@ -175,7 +176,7 @@ impl<'r> TrainingBackbone<'r> {
         let (hidden_bth, tape) = self.backbone.forward_kept(&tokens_bt, rows, adapters, self.plan.keep());
         let size_bth = hidden_bth.size();
         let hidden_nh = hidden_bth.view([-1, size_bth[2]]);
-        let dhidden_nh = Tensor::zeros(hidden_nh.size(), (Kind::Float, hidden_nh.device()));
+        let dhidden_nh = Tensor::zeros(hidden_nh.size(), (wide(hidden_nh.kind()), hidden_nh.device()));
         let kept = Some(KeptBackbonePass { tape, size_bth, dhidden_nh });
         let dropout = self.dropout(step, micro);
         Ok(BackbonePass { dropout, lm_target, kept, ..self.pass(hidden_nh, adapters) })
@@ -275,7 +276,7 @@ impl BackbonePass<'_> {
         HeadPass { dropout, ..HeadPass::new(heads.head(head), self.backbone) }
     }
 
-    /// The sum of the hidden states' gradients, `[N, H]` float32; `None` if nothing before them is trained.
+    /// The sum of the hidden states' gradients, `[N, H]`, as [`wide`]; `None` if nothing before them is trained.
     pub fn dhidden_nh(&self) -> Option<&Tensor> {
         self.kept.as_ref().map(|kept| &kept.dhidden_nh)
     }

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::token_map::TokenMap;
@@ -86,7 +86,7 @@ impl SavedState {
 #[derive(Debug, Clone, Copy)]
 pub struct Checkpoints<'r> {
     pub plan: &'r TrainPlan,
-    /// With its adapters, or with float32 master weights if it is fully trained.
+    /// With its adapters, or with master weights if it is fully trained.
     pub backbone: &'r Llama,
     /// What rendered the conversations; the heads remember it.
     pub template: Option<&'r ChatTemplate>,
@@ -362,7 +362,7 @@ fn restore_moment(
 fn restore_parameters<'p>(file: &Path, parameters: impl Iterator<Item = &'p Parameter>) -> Result<(), CheckpointError> {
     let saved = WeightFiles::open_file(file)?;
     for parameter in parameters {
-        let value = saved.tensor(&parameter.name, &parameter.value.size(), Kind::Float, Device::Cpu)?;
+        let value = saved.tensor(&parameter.name, &parameter.value.size(), parameter.value.kind(), Device::Cpu)?;
         tch::no_grad(|| parameter.value.shallow_clone().copy_(&value));
     }
     saved.release();

@@ -1,11 +1,12 @@
 //! What the heads read in a micro batch: the backbone's hidden states, or the output of the heads' prefix layer over them.
 
 // B rows, T tokens of a row, N = B·T positions, H hidden
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::data::loader::Batch;
 use crate::draft::medusa::heads::Heads;
 use crate::model::prefix_layer::PrefixPass;
+use crate::torch::wide;
 use crate::train::backbone_pass::BackbonePass;
 use crate::train::state::TrainState;
 
@@ -22,7 +23,7 @@ pub struct HeadStates<'p> {
 struct KeptPrefixPass<'p> {
     pass: PrefixPass<'p>,
     size_bth: Vec<i64>,
-    /// `[N, H]` float32: every head adds the gradient of its inputs here.
+    /// `[N, H]`, as [`wide`]: every head adds the gradient of its inputs here.
     doutput_nh: Tensor,
 }
 
@@ -34,7 +35,7 @@ impl<'p> HeadStates<'p> {
         let rows = prefix.mask(&batch.segment_lengths, batch.length as i64);
         let pass = prefix.forward_kept(&hidden_bth, &rows, pass.dhidden_nh().is_some());
         let (size_bth, output_nh) = (hidden_bth.size(), pass.output().flatten(0, 1));
-        let doutput_nh = Tensor::zeros(output_nh.size(), (Kind::Float, output_nh.device()));
+        let doutput_nh = Tensor::zeros(output_nh.size(), (wide(output_nh.kind()), output_nh.device()));
         Self { of_prefix: Some(output_nh), kept: Some(KeptPrefixPass { pass, size_bth, doutput_nh }) }
     }
 
@@ -49,7 +50,7 @@ impl<'p> HeadStates<'p> {
         self.of_prefix.as_ref().unwrap_or(&pass.hidden_nh)
     }
 
-    /// Receives the gradient of [`HeadStates::hidden_nh`], float32; `None` if nothing before the heads is trained.
+    /// Receives the gradient of [`HeadStates::hidden_nh`]; `None` if nothing before the heads is trained.
     pub fn dhidden_nh<'s>(&'s self, pass: &'s BackbonePass) -> Option<&'s Tensor> {
         self.kept.as_ref().map(|kept| &kept.doutput_nh).or_else(|| pass.dhidden_nh())
     }
@@ -59,7 +60,7 @@ impl<'p> HeadStates<'p> {
         let Some(KeptPrefixPass { pass: of_prefix, size_bth, doutput_nh }) = self.kept else { return };
         let to_hidden = of_prefix.backward(&doutput_nh.view(size_bth.as_slice()), &state.prefix_gradients());
         if let (Some(sum), Some(gradient)) = (pass.dhidden_nh(), to_hidden) {
-            let _ = sum.shallow_clone().g_add_(&gradient.view_as(sum).to_kind(Kind::Float));
+            let _ = sum.shallow_clone().g_add_(&gradient.view_as(sum).to_kind(sum.kind()));
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::torch::memory::KEPT_BLOCK;
 use crate::torch::optim::{OptimizerName, ZeroStage};
 use crate::train::plan::BackboneTraining;
 
-/// Bytes of a float32: master weights, gradients, moments, losses.
+/// Bytes of a float32.
 const F32: u64 = 4;
 /// The program before it allocates a tensor, without libtorch_cuda: libtorch's pages and its threads' memory, measured on Linux.
 const PROGRAM: u64 = 150 << 20;
@@ -121,9 +121,9 @@ pub struct MemoryGroup {
     pub name: &'static str,
     pub parameters: u64,
     pub trained: bool,
-    /// Weights in their dtype or quantized; float32 master weights of trained parameters.
+    /// Weights in their dtype or quantized; master weights of trained parameters.
     pub weight_bytes: u64,
-    /// Float32; 0 for frozen parameters.
+    /// 0 for frozen parameters.
     pub gradient_bytes: u64,
     /// The optimizer's moments.
     pub optimizer_bytes: u64,
@@ -161,12 +161,17 @@ impl MemoryGroup {
         self.optimizer_bytes += other.optimizer_bytes;
     }
 
+    /// A frozen backbone.
+    fn frozen(parameters: u64, weight_bytes: u64) -> Self {
+        Self { name: "backbone", parameters, trained: false, weight_bytes, gradient_bytes: 0, optimizer_bytes: 0 }
+    }
+
     /// Master weights, gradients and moments of tensors of the given sizes.
     fn trained(name: &'static str, tensors: &[u64], work: &Workload) -> Self {
         let parameters: u64 = tensors.iter().sum();
         let optimizer_bytes =
-            work.world.share_of(tensors.iter().map(|&numbers| work.optimizer.moment_bytes(numbers)).sum());
-        let (weight_bytes, gradient_bytes) = (F32 * parameters, F32 * parameters);
+            work.world.share_of(tensors.iter().map(|&numbers| work.optimizer.moment_bytes(numbers, work.wide())).sum());
+        let (weight_bytes, gradient_bytes) = (work.wide() * parameters, work.wide() * parameters);
         Self { name, parameters, trained: true, weight_bytes, gradient_bytes, optimizer_bytes }
     }
 }
@@ -234,6 +239,11 @@ impl MemoryPlan {
 type KeptTensors = Vec<(u64, u64)>;
 
 impl Workload<'_> {
+    /// Bytes of a number in master weights, gradients, moments and losses: see [`crate::torch::wide`].
+    fn wide(&self) -> u64 {
+        F32.max(self.element)
+    }
+
     fn positions(&self) -> u64 {
         self.rows * self.length
     }
@@ -308,21 +318,14 @@ impl Workload<'_> {
             // 8-bit optimizers keep the moments of norms in float32: less than a page in all.
             let tensors = [in_linears, parameters - in_linears];
             let mut group = MemoryGroup::trained("backbone", &tensors, self);
-            group.weight_bytes += F32 * copied;
-            group.gradient_bytes += F32 * copied;
+            group.weight_bytes += self.wide() * copied;
+            group.gradient_bytes += self.wide() * copied;
             return group;
         }
         let of_linears: u64 = self.linears().all().map(|linear| self.linear_bytes(linear)).sum();
         let rest = parameters - self.in_linears() * self.layers();
         let weight_bytes = (rest + copied) * self.element + of_linears * self.layers();
-        MemoryGroup {
-            name: "backbone",
-            parameters,
-            trained: false,
-            weight_bytes,
-            gradient_bytes: 0,
-            optimizer_bytes: 0,
-        }
+        MemoryGroup::frozen(parameters, weight_bytes)
     }
 
     /// Without decoder layers.
@@ -331,14 +334,7 @@ impl Workload<'_> {
         let tensors = self.config.tensors().into_iter().filter(|(name, _)| wanted.contains(&name.as_str()));
         let parameters = tensors.map(|(_, shape)| shape.iter().product::<i64>().unsigned_abs()).sum();
         let weight_bytes = parameters * self.element;
-        MemoryGroup {
-            name: "backbone",
-            parameters,
-            trained: false,
-            weight_bytes,
-            gradient_bytes: 0,
-            optimizer_bytes: 0,
-        }
+        MemoryGroup::frozen(parameters, weight_bytes)
     }
 
     /// Bytes of a frozen layer's weight in memory; see [`crate::model::quantization`].
@@ -513,7 +509,7 @@ impl Workload<'_> {
     fn hidden_states(&self) -> u64 {
         let (n, [h, ..]) = (self.positions(), self.widths());
         let teacher = self.trained.has_teacher();
-        let gradient = if self.is_joint() { n * h * F32 } else { 0 };
+        let gradient = if self.is_joint() { n * h * self.wide() } else { 0 };
         if !self.stage.is_last {
             return self.allocated([(1, n * h * self.element), (1, gradient)]); // on their way to the next stage and back
         }
@@ -524,7 +520,7 @@ impl Workload<'_> {
         // A server's states before the final norm; their dtype is at most float32.
         let before_norm = u64::from(self.loaded.is_some()) * F32.div_ceil(self.element);
         let states = 1 + u64::from(teacher) + prefix + read_ahead + before_norm;
-        self.allocated([(states, n * h * self.element), (1, gradient), (prefix, n * h * F32)])
+        self.allocated([(states, n * h * self.element), (1, gradient), (prefix, n * h * self.wide())])
     }
 
     /// The largest tensors of one head's loss that exist at the same time.
@@ -534,11 +530,11 @@ impl Workload<'_> {
         let teacher = self.trained.has_teacher() || self.soft_targets;
         // Logits and a comparison with the target's logit; for a teacher also its logits and the logarithm of the
         // ratio.
-        let float32 = if teacher { 4 } else { 2 };
+        let wide = if teacher { 4 } else { 2 };
         let cast = e < F32;
         // The comparison also has a mask of a byte per logit. In 16 bits: the product and the gradient; a GPU stores the product in float32.
         let in_16_bits = if self.on_host { 2 } else { 1 };
-        let chunks = [(float32, chunk * F32), (1, chunk), (if cast { in_16_bits } else { 0 }, chunk * e)];
+        let chunks = [(wide, chunk * self.wide()), (1, chunk), (if cast { in_16_bits } else { 0 }, chunk * e)];
         // Selected states, the blocks' output, its gradient, and the tensors that autograd keeps for a block.
         let layers = self.heads.medusa_num_layers as u64;
         let rows = [(3 + 3 * layers, n * h * e), (if self.heads_drop { 2 * layers } else { 0 }, n * h * e)];
@@ -587,8 +583,8 @@ impl Workload<'_> {
         let inputs = self.heads.inputs(self.heads.medusa_num_heads - 1, 0).unsigned_abs();
         // With the dropout mask and what is left, and in Medusa-2 the gradients of both layers' input.
         let copies = 1 + if self.heads_drop { 2 } else { 0 } + if self.is_joint() { 2 } else { 0 };
-        let cast = if e < F32 { 2 * e } else { 0 };
-        vec![(copies, n * inputs * e), (1, n * (inputs - h) * e), (1, n * h * e), (2, inputs * h * (F32 + cast))]
+        let trained = self.wide() + if e < F32 { 2 * e } else { 0 };
+        vec![(copies, n * inputs * e), (1, n * (inputs - h) * e), (1, n * h * e), (2, inputs * h * trained)]
     }
 
     /// Temporaries of one layer: in a forward pass that keeps nothing, and in the backward pass.
@@ -607,7 +603,7 @@ impl Workload<'_> {
             Some(lora) => self.adapters_of_layer(lora).iter().sum(),
             None => self.in_linears(),
         };
-        again + passing + trained * F32 + self.casts_of_layer()
+        again + passing + trained * self.wide() + self.casts_of_layer()
     }
 
     /// Temporaries of attention and of the MLP. They do not exist at the same time, but the allocator rarely finds room for one kind in what
@@ -625,7 +621,7 @@ impl Workload<'_> {
     /// libtorch computes a dense gradient for the embedding of a fully trained backbone.
     fn embedding_gradient(&self) -> u64 {
         let [h, _, _, _, v] = self.widths();
-        if self.is_direct() && self.stage.is_first { v * h * F32 } else { 0 }
+        if self.is_direct() && self.stage.is_first { v * h * self.wide() } else { 0 }
     }
 
     /// Where processes share the moments, gloo gathers the new values of all parameters in a buffer of its own. It is beside what a pass has
@@ -639,12 +635,12 @@ impl Workload<'_> {
     /// [`Workload::gathered_values`], at another time.
     fn gathered_moment(&self) -> u64 {
         let gathers = !self.on_host && self.world.shares_moments();
-        if gathers { self.optimizer.moment_bytes(self.largest_trained()) / 2 } else { 0 }
+        if gathers { self.optimizer.moment_bytes(self.largest_trained(), self.wide()) / 2 } else { 0 }
     }
 
     /// `final/` stores a trained backbone in its compute dtype: a copy if the master weights have another.
     fn saving(&self) -> u64 {
-        let copies = self.is_direct() && self.element != F32;
+        let copies = self.is_direct() && self.element != self.wide();
         if copies { self.parameters() * self.element } else { 0 }
     }
 }

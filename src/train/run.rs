@@ -4,8 +4,6 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use tch::Kind;
-
 use crate::data::DataError;
 use crate::data::loader::BatchShare;
 use crate::data::pack::Sequences;
@@ -16,7 +14,7 @@ use crate::formats::run_folder::FINAL;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::{adapters, peft};
-use crate::torch::{guard, memory};
+use crate::torch::{guard, memory, wide};
 use crate::train::backbone_pass::{StatesCaches, StatesSource, TrainingBackbone, ValidationCache};
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint::{self, Checkpoints};
@@ -239,7 +237,7 @@ impl TrainRun {
                 Heads::new(&plan.heads, &backbone.logit_weight(), map).with_new_prefix(backbone, plan.train.seed)
             }
             Some(path) => {
-                let heads = Heads::load_for(path, &backbone.config, Kind::Float, backbone.device())?;
+                let heads = Heads::load_for(path, &backbone.config, wide(backbone.kind()), backbone.device())?;
                 heads.for_training(backbone.kind())
             }
         };
@@ -263,7 +261,7 @@ fn load_backbone(checked: &CheckedRun) -> Result<Llama, TrainError> {
     };
     match &plan.trained {
         BackboneTraining::Frozen => load(kind, Purpose::Training),
-        BackboneTraining::Full => load(Kind::Float, Purpose::FineTuning(kind)),
+        BackboneTraining::Full => load(wide(kind), Purpose::FineTuning(kind)),
         BackboneTraining::Lora { lora, .. } => {
             let mut backbone = load(kind, Purpose::Training)?;
             match &lora.init_from {

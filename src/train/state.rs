@@ -43,7 +43,7 @@ pub struct TrainState {
 struct CopiedEmbedding {
     /// `[V, H]`, on the LM head's device.
     weight_vh: Tensor,
-    /// `[V, H]`, float32.
+    /// `[V, H]`.
     gradient_vh: Tensor,
 }
 
@@ -232,7 +232,7 @@ impl TrainState {
     /// The tensors of the optimizer's state of whole parameters, in the order in which they are saved.
     pub fn moments(&self) -> Vec<SavedMoment> {
         let of_parameter = |(parameter, p): (usize, &TrainedParameter)| {
-            let tensors = self.optimizer.tensors_of(&p.parameter.name, &p.parameter.value.size());
+            let tensors = self.optimizer.tensors_of(&p.parameter);
             let moment = move |(place, tensor)| SavedMoment { parameter, place, tensor };
             tensors.into_iter().enumerate().map(moment)
         };

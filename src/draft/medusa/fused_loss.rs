@@ -13,7 +13,7 @@ use crate::model::logits::{logits_of, slope_of};
 use crate::model::lora::{Adapter, Adapters};
 use crate::torch::loss_scale::LossScale;
 use crate::torch::products::Float32Products;
-use crate::torch::rehearsal;
+use crate::torch::{rehearsal, wide};
 use crate::tree::cross_validation::TOP_K;
 
 /// Accuracies are counted for the top 1 to the top 5 guesses.
@@ -132,7 +132,7 @@ impl<'m> OutputLayer<'m> {
         Self { tokens_n, ..self }
     }
 
-    /// `[C, V]`, float32, of its inputs `[C, H]` and, for the adapter's B, `[C, R]`.
+    /// `[C, V]`, float32 (float64 of float64), of its inputs `[C, H]` and, for the adapter's B, `[C, R]`.
     fn logits(&self, weights: &CastWeights, x_ch: &Tensor, down_cr: Option<&Tensor>) -> Tensor {
         let adapted = down_cr.zip(weights.b_vr.as_ref()).map(|(down_cr, b_vr)| [down_cr, b_vr]);
         let mut logits_cv = self.products.linear([x_ch, &weights.weight_vh], adapted);
@@ -154,7 +154,7 @@ pub struct OutputGradients<'g> {
     pub adapter: Option<[&'g Tensor; 2]>,
 }
 
-/// Accumulators for the gradients of one loss, all float32.
+/// Accumulators for the gradients of one loss, all in the dtype of the master weights.
 #[derive(Debug)]
 pub struct HeadGradients<'g> {
     /// Weights and biases of every block, in the order of [`Head::block_parameters`]; empty for the LM head.
@@ -307,9 +307,10 @@ impl<'m> Projection<'m> {
         }
         let scale = self.loss_scale();
         // tch cannot start a backward pass from a given output gradient dx, but the gradient of Σ x·dx with respect to x is dx.
-        let mut surrogate = (&self.x_mh * scale.cast(&self.dx_mh)).sum(Kind::Float);
+        let kind = wide(self.x_mh.kind());
+        let mut surrogate = (&self.x_mh * scale.cast(&self.dx_mh)).sum(kind);
         if let (Some(down_mr), Some(ddown_mr)) = (&self.down_mr, &self.ddown_mr) {
-            surrogate += (down_mr * scale.cast(ddown_mr)).sum(Kind::Float);
+            surrogate += (down_mr * scale.cast(ddown_mr)).sum(kind);
         }
         let of_inputs = Tensor::run_backward(&[surrogate], &inputs, false, false);
         let mut of_inputs = of_inputs.into_iter().map(|gradient| scale.undo(gradient));
@@ -332,7 +333,7 @@ impl<'m> Projection<'m> {
 /// Weights of an [`OutputLayer`] in the dtype of the product, cast once for all chunks.
 struct CastWeights {
     weight_vh: Tensor,
-    /// Float32: it is added to the products in float32.
+    /// In the products' dtype: it is added to them.
     bias_v: Option<Tensor>,
     b_vr: Option<Tensor>,
 }
@@ -343,7 +344,7 @@ impl CastWeights {
             output.tokens_n.map_or(weight.shallow_clone(), |tokens_n| weight.index_select(0, tokens_n))
         };
         let b_vr = output.adapter.map(|(adapter, _)| rows(adapter.b()).to_kind(kind));
-        let bias_v = output.bias_v.map(|bias_v| bias_v.to_kind(Kind::Float));
+        let bias_v = output.bias_v.map(|bias_v| bias_v.to_kind(wide(kind)));
         Self { weight_vh: rows(output.weight_vh).to_kind(kind), bias_v, b_vr }
     }
 }
@@ -366,7 +367,7 @@ impl Chunk<'_> {
         if counted < self.count { of_c.narrow(0, 0, counted) } else { of_c.shallow_clone() }
     }
 
-    /// `[C, V]`, float32.
+    /// `[C, V]`, as of [`OutputLayer::logits`].
     fn logits(&self, weights: &CastWeights) -> Tensor {
         let down_cr = self.of.down_mr.as_ref().map(|down_mr| self.rows(down_mr));
         self.of.output.logits(weights, &self.rows(&self.of.x_mh), down_cr.as_ref())
@@ -380,7 +381,7 @@ impl Chunk<'_> {
         }
         let x_ch = self.rows(&self.of.x_mh);
         if let Some(dbias_v) = into.bias_v {
-            let _ = dbias_v.shallow_clone().g_add_(&(dlogits_cv.sum_dim_intlist(0, false, Kind::Float) * scale));
+            let _ = dbias_v.shallow_clone().g_add_(&(dlogits_cv.sum_dim_intlist(0, false, dlogits_cv.kind()) * scale));
         }
         let of_logits = LossScale::fixed(x_ch.kind(), DLOGITS_SCALE, dlogits_cv);
         let dlogits_cv = of_logits.cast(dlogits_cv);
@@ -405,7 +406,7 @@ impl Chunk<'_> {
 
 /// Softmax of one chunk's logits, with the targets.
 struct CrossEntropy {
-    /// `[C, V]`, float32.
+    /// `[C, V]`.
     probabilities_cv: Tensor,
     log_sum_c1: Tensor,
     labels: Labels,
@@ -464,7 +465,7 @@ fn hits(rank_c: &Tensor) -> Tensor {
 
 /// KL(teacher ‖ student) of one chunk's logits.
 struct Divergence {
-    /// `[C]`, float32.
+    /// `[C]`.
     losses_c: Tensor,
     /// Probabilities `[C, V]`.
     student_cv: Tensor,
@@ -479,7 +480,7 @@ impl Divergence {
         let (teacher_cv, teacher_log_sum_c1) = softmax(teacher_cv);
         log_ratio_cv -= teacher_log_sum_c1 - &student_log_sum_c1;
         let kl_cv = log_ratio_cv.g_mul_(&teacher_cv);
-        let losses_c = kl_cv.sum_dim_intlist(1, false, Kind::Float);
+        let losses_c = kl_cv.sum_dim_intlist(1, false, kl_cv.kind());
         Self { losses_c, student_cv, teacher_cv, student_log_sum_c1 }
     }
 

@@ -18,8 +18,8 @@ use crate::model::lora::Adapters;
 use crate::model::prefix_layer::PrefixLayer;
 use crate::model::weights::{WeightsError, save};
 use crate::numbers::Fraction;
-use crate::torch::Generator;
 use crate::torch::memory::KEPT_BLOCK;
+use crate::torch::{Generator, wide};
 use crate::tree::sparse_tree::SparseTree;
 
 mod error;
@@ -108,7 +108,7 @@ pub struct Heads {
 }
 
 impl Heads {
-    /// Untrained heads in float32, each of which starts out as the LM head: W1 = 0, the residual connection of a sequential head is the
+    /// Untrained heads in float32 (float64 for a backbone in float64), each of which starts out as the LM head: W1 = 0, the residual connection of a sequential head is the
     /// identity of the hidden state and 0 on the embeddings, every bias is 0 (the published trainers leave biases and residual
     /// connections random), and W2 is a copy of `lm_head_vh` `[V, H]` or of its rows in `token_map`, its best approximation of a low rank, or
     /// absent with `shared_lm_head`. `token_map` has `draft_vocab_size` tokens.
@@ -116,12 +116,12 @@ impl Heads {
         let [v, h] = lm_head_vh.size()[..] else { panic!("[V, H], got {lm_head_vh:?}") };
         let rows = token_map.as_ref().map(|map| lm_head_vh.index_select(0, map.tokens_n()));
         let lm_head_vh = rows.as_ref().unwrap_or(lm_head_vh);
-        let (shape, options) = (config.shape([v, h]), (Kind::Float, lm_head_vh.device()));
+        let (shape, options) = (config.shape([v, h]), (wide(lm_head_vh.kind()), lm_head_vh.device()));
         let low_rank = (shape.w2_rank > 0).then(|| low_rank(lm_head_vh, shape.w2_rank));
         let start = |place: HeadTensor| match (place.part, &low_rank) {
             (HeadPart::W2, Some([_, b_vr])) => b_vr.copy(),
             (HeadPart::W2Down, Some([a_rh, _])) => a_rh.copy(),
-            (HeadPart::W2, None) => lm_head_vh.to_kind(Kind::Float).copy(),
+            (HeadPart::W2, None) => lm_head_vh.to_kind(options.0).copy(),
             (HeadPart::Res, _) => Tensor::eye_m(h, shape.size(place)[1], options),
             _ => Tensor::zeros(shape.size(place), options),
         };
@@ -239,10 +239,10 @@ impl Heads {
         Self { heads, sequential, prefix, ..self }
     }
 
-    /// Copies the heads to float32 for training on a backbone that computes in `kind`; loaded heads may be views of a file.
+    /// Copies the heads to float32, or float64, for training on a backbone that computes in `kind`; loaded heads may be views of a file.
     #[must_use]
     pub fn for_training(self, kind: Kind) -> Self {
-        let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
+        let own = |tensor: &Tensor| tensor.to_kind(wide(kind)).copy();
         let tensors = self.tensors().into_iter().map(own).collect();
         let prefix = self.prefix.map(|prefix| prefix.for_training(kind));
         Self { prefix, token_map: self.token_map, ..Self::from_tensors(self.shape, tensors, self.vocab_size) }
@@ -392,7 +392,7 @@ impl Heads {
 #[expect(clippy::cast_possible_wrap, reason = "a constant")]
 const SLICE_BYTES: i64 = KEPT_BLOCK as i64;
 
-/// A `[R, H]` and B `[V, R]` whose product is the matrix of rank R that is closest to `weight_vh` (Eckart and Young), in float32: of the
+/// A `[R, H]` and B `[V, R]` whose product is the matrix of rank R that is closest to `weight_vh` (Eckart and Young), as [`wide`] as it: of the
 /// singular value decomposition U·S·Vᵀ, the first R rows of Vᵀ, and the weight times them. Computes in float64, on some rows at a time: a
 /// float64 copy of the whole weight could take more memory than the training.
 fn low_rank(weight_vh: &Tensor, rank: i64) -> [Tensor; 2] {
@@ -404,11 +404,12 @@ fn low_rank(weight_vh: &Tensor, rank: i64) -> [Tensor; 2] {
     let squared_hh: Tensor = slices().map(|slice_vh| slice_vh.tr().matmul(&slice_vh)).sum();
     let (_, vectors_hh) = squared_hh.linalg_eigh("L");
     let last_hr = vectors_hh.narrow(1, h - rank, rank);
-    let b_vr = Tensor::empty([v, rank], (Kind::Float, weight_vh.device()));
+    let kind = wide(weight_vh.kind());
+    let b_vr = Tensor::empty([v, rank], (kind, weight_vh.device()));
     for (b_vr, slice_vh) in b_vr.split(rows, 0).iter_mut().zip(slices()) {
         b_vr.copy_(&slice_vh.matmul(&last_hr));
     }
-    [last_hr.tr().to_kind(Kind::Float).contiguous(), b_vr]
+    [last_hr.tr().to_kind(kind).contiguous(), b_vr]
 }
 
 #[cfg(test)]

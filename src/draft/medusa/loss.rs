@@ -9,6 +9,7 @@ use crate::draft::medusa::target_weights::TargetWeights;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::numbers::Positive;
+use crate::torch::wide;
 
 /// The `[loss]` table of a recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -114,6 +115,6 @@ pub fn soft_loss_sums(
 }
 
 fn log_probabilities(logits_nv: &Tensor) -> Tensor {
-    let kind = if logits_nv.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let kind = wide(logits_nv.kind());
     logits_nv.to_kind(kind).log_softmax(-1, kind)
 }

@@ -1,5 +1,7 @@
 //! Attention over whole rows, in blocks and by segments, against attention under one mask.
 
+use tch::Kind;
+
 use super::*;
 use crate::model::config::LlamaConfig;
 use crate::model::mask::additive;

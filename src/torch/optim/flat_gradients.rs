@@ -1,4 +1,4 @@
-//! The gradients of all parameters in one buffer a device, so that processes sum them in one operation, and its shares for processes that
+//! The gradients of all parameters in one buffer a device and dtype, so that processes sum them in one operation, and its shares for processes that
 //! each keep a part of the optimizer's state (ZeRO-1: Rajbhandari et al. 2020, arXiv 1910.02054).
 //!
 //! A parameter begins at a multiple of [`BLOCK`] numbers, and so does a share: a piece of a parameter has whole blocks of 8-bit moments, and
@@ -12,7 +12,7 @@ use crate::torch::optim::blockwise::BLOCK;
 /// Zeros for the gradients of some parameters.
 #[derive(Debug)]
 pub struct FlatGradients {
-    /// `[W·n]` each, float32.
+    /// `[W·n]` each, in the dtype of the values.
     buffers_wn: Vec<Tensor>,
     extents: Vec<GradientExtent>,
     shares: i64,
@@ -41,12 +41,12 @@ pub struct ParameterPiece {
 impl FlatGradients {
     /// For parameters with these values, in `shares` shares of equal size.
     pub fn zeros(values: &[&Tensor], shares: usize) -> Self {
-        let mut sizes: Vec<(Device, i64)> = vec![];
+        let mut sizes: Vec<((Kind, Device), i64)> = vec![];
         let place = |value: &&Tensor| {
-            let (device, count) = (value.device(), value.numel() as i64);
-            let buffer = sizes.iter().position(|(of, _)| *of == device).unwrap_or(sizes.len());
+            let (options, count) = ((value.kind(), value.device()), value.numel() as i64);
+            let buffer = sizes.iter().position(|(of, _)| *of == options).unwrap_or(sizes.len());
             if buffer == sizes.len() {
-                sizes.push((device, 0));
+                sizes.push((options, 0));
             }
             let from = sizes[buffer].1;
             sizes[buffer].1 += round_up(count, BLOCK);
@@ -54,8 +54,7 @@ impl FlatGradients {
         };
         let extents = values.iter().map(place).collect();
         let shares = shares as i64;
-        let zeros =
-            |&(device, size): &(Device, i64)| Tensor::zeros([round_up(size, BLOCK * shares)], (Kind::Float, device));
+        let zeros = |&(options, size): &(_, i64)| Tensor::zeros([round_up(size, BLOCK * shares)], options);
         Self { buffers_wn: sizes.iter().map(zeros).collect(), extents, shares }
     }
 
@@ -105,6 +104,13 @@ mod tests {
         let buffer = Vec::<f32>::try_from(&flat.buffers_wn()[0]).unwrap();
         let expected = [(300, 1.0), (212, 0.0), (256, 2.0), (7, 3.0), (249, 0.0)];
         assert_eq!(buffer, expected.map(|(count, number)| vec![number; count]).concat());
+    }
+
+    #[test]
+    fn gradients_have_the_dtype_of_their_values() {
+        let values = [Kind::Double, Kind::Float].map(|kind| Tensor::zeros([3], (kind, Device::Cpu)));
+        let flat = FlatGradients::zeros(&values.each_ref(), 2);
+        assert_eq!([0, 1].map(|parameter| flat.of(parameter, &[3]).kind()), [Kind::Double, Kind::Float]);
     }
 
     proptest! {

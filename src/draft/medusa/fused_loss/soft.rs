@@ -62,7 +62,7 @@ impl<'t> SoftTeacher<'t> {
         Self { objective: SoftObjective { lm_head, ..objective }, weights }
     }
 
-    /// `[C, V]`, float32, from rows `[C]` of the hidden states.
+    /// `[C, V]` from rows `[C]` of the hidden states.
     fn logits(&self, rows_c: &Tensor) -> Tensor {
         let SoftObjective { lm_head, teacher_nh, .. } = self.objective;
         let x_ch = teacher_nh.index_select(0, rows_c);
@@ -106,14 +106,14 @@ struct SoftLosses {
     divergence: Divergence,
     /// The token is 0 where there is no label.
     labels: Labels,
-    /// `[C, 1]`, float32: 1 where there is a label, else 0.
+    /// `[C, 1]`, in the logits' dtype: 1 where there is a label, else 0.
     is_labelled_c1: Tensor,
 }
 
 impl SoftLosses {
     fn new(logits_cv: Tensor, teacher_cv: Tensor, tokens_c: &Tensor, top: usize) -> Self {
         let tokens_c1 = tokens_c.unsqueeze(1);
-        let is_labelled_c1 = tokens_c1.ge(0).to_kind(Kind::Float);
+        let is_labelled_c1 = tokens_c1.ge(0).to_kind(logits_cv.kind());
         let labels = Labels::new(&logits_cv, &tokens_c1.clamp_min(0), top);
         Self { divergence: Divergence::new(logits_cv, teacher_cv), labels, is_labelled_c1 }
     }

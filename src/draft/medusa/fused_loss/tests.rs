@@ -1,4 +1,4 @@
-//! Losses and gradients against the plain ones, and those of 16 bits against float32.
+//! Losses and gradients against the plain ones in float32 and float64, and those of 16 bits against float32.
 
 use std::num::NonZeroUsize;
 
@@ -15,14 +15,19 @@ use crate::numbers::Fraction;
 use crate::torch::Generator;
 
 fn backbone() -> Llama {
-    backbone_with(LogitSpec::default())
+    backbone_in(Kind::Float, LogitSpec::default())
 }
 
-fn backbone_with(logits: LogitSpec) -> Llama {
+fn backbone_in(kind: Kind, logits: LogitSpec) -> Llama {
     let family = FamilyTraits { logits, ..FamilyTraits::default() };
     let config =
         LlamaConfig { hidden_size: 24, vocab_size: 40_000, tie_word_embeddings: true, family, ..LlamaConfig::tiny() };
-    Llama::random(config, Kind::Float, Device::Cpu, 5)
+    Llama::random(config, kind, Device::Cpu, 5)
+}
+
+/// How far apart two ways to compute the same may be in `kind`, if it is `far` in float32.
+fn rounding(kind: Kind, far: f64) -> f64 {
+    if kind == Kind::Double { far * 1e-7 } else { far }
 }
 
 /// Llama's, Granite's and Gemma 2's way from products to logits.
@@ -81,10 +86,11 @@ fn chunks_have_rows_enough_on_the_cpu_and_a_gibibyte_of_logits_on_a_gpu() {
 
 #[test]
 fn the_fused_loss_and_its_gradients_equal_the_plain_ones() {
-    let of_shared = LOGITS[1..].iter().map(|&logits| (1, true, logits));
-    let cases = [(1, false), (2, false), (1, true)].map(|(layers, shared)| (layers, shared, LOGITS[0]));
-    for (layers, shared, logits) in cases.into_iter().chain(of_shared) {
-        let backbone = backbone_with(logits);
+    let of_shared = LOGITS[1..].iter().map(|&logits| (Kind::Float, 1, true, logits));
+    let cases = [(1, false), (2, false), (1, true)].map(|(layers, shared)| (Kind::Float, layers, shared, LOGITS[0]));
+    let in_float64 = [(Kind::Double, 2, false, LOGITS[0]), (Kind::Double, 1, true, LOGITS[2])];
+    for (kind, layers, shared, logits) in cases.into_iter().chain(of_shared).chain(in_float64) {
+        let backbone = backbone_in(kind, logits);
         losses_of_a_head_equal_the_plain_ones(&heads(layers, shared, &backbone), &targets(), &backbone);
     }
 }
@@ -93,9 +99,12 @@ fn the_fused_loss_and_its_gradients_equal_the_plain_ones() {
 #[test]
 fn losses_of_sequential_heads_equal_the_plain_ones() {
     let previous_mj = Some(Generator::seeded(8).integers(40_000, &[600, 2]));
-    let (targets, backbone) = (Targets { previous_mj, ..targets() }, backbone());
+    let targets = Targets { previous_mj, ..targets() };
     let cases = [(1, 40_000, true, 0), (2, 40_000, false, 0), (1, 0, false, 0), (1, 40_000, false, 6)];
-    for (medusa_num_layers, vocab_size, w2_bias, w2_rank) in cases {
+    let in_float64 = [(Kind::Double, (1, 40_000, true, 0))];
+    for (kind, (medusa_num_layers, vocab_size, w2_bias, w2_rank)) in
+        cases.map(|case| (Kind::Float, case)).into_iter().chain(in_float64)
+    {
         let shape = HeadsShape {
             architecture: HeadsArchitecture::Hydra,
             medusa_num_heads: 2,
@@ -106,8 +115,8 @@ fn losses_of_sequential_heads_equal_the_plain_ones() {
             w2_rank,
             shared_w2: false,
         };
-        let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
-        losses_of_a_head_equal_the_plain_ones(&heads, &targets, &backbone);
+        let heads = Heads::random(shape, kind, Device::Cpu, 1);
+        losses_of_a_head_equal_the_plain_ones(&heads, &targets, &backbone_in(kind, LogitSpec::default()));
     }
 }
 
@@ -152,7 +161,8 @@ fn gradients_of_a_shared_w2_are_summed_over_the_heads() {
 
 /// Loss of head 2, and the gradients of its parameters and of the hidden states.
 fn losses_of_a_head_equal_the_plain_ones(heads: &Heads, targets: &Targets, backbone: &Llama) {
-    let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu));
+    let kind = backbone.kind();
+    let hidden = Generator::seeded(3).normal(&[700, 24], (kind, Device::Cpu));
     let (head, oracle_hidden) = (heads.head(1), hidden.copy().set_requires_grad(true));
     let mut inputs = head.parameters();
     inputs.push(&oracle_hidden);
@@ -173,11 +183,13 @@ fn losses_of_a_head_equal_the_plain_ones(heads: &Heads, targets: &Targets, backb
     let output = OutputLayer::of_head(head).unwrap_or_else(|| OutputLayer::lm_head(backbone, Adapters::Off));
     let sums = head_loss(Some(HeadPass::new(head, backbone)), output, &hidden, targets, Some((&into, 0.01)));
     let (loss, oracle) = (sums.loss.double_value(&[]), plain.double_value(&[]));
-    assert!((loss - oracle).abs() / oracle < 1e-6, "{loss} {oracle}");
+    assert!((loss - oracle).abs() / oracle < rounding(kind, 1e-6), "{kind:?}: {loss} {oracle}");
     for (expected, got) in expected.iter().zip(&got) {
+        assert_eq!((expected.kind(), got.kind()), (kind, kind));
         let difference = (expected - got).abs().max().double_value(&[]);
         let largest = expected.abs().max().double_value(&[]);
-        assert!(difference < 2e-5 * largest, "{:?}: {difference} of {largest}", expected.size());
+        let most = rounding(kind, 2e-5) * largest;
+        assert!(difference < most, "{kind:?}, {:?}: {difference} of {largest}", expected.size());
     }
 }
 
@@ -313,17 +325,18 @@ fn hits_equal_those_of_top_k() {
 /// The LM head has an adapter, and its loss flows back into the hidden states.
 #[test]
 fn losses_of_the_lm_head_and_their_gradients_equal_the_plain_ones() {
-    LOGITS.into_iter().for_each(lm_losses_equal_the_plain_ones);
+    LOGITS.into_iter().for_each(|logits| lm_losses_equal_the_plain_ones(Kind::Float, logits));
+    lm_losses_equal_the_plain_ones(Kind::Double, LOGITS[2]);
 }
 
-fn lm_losses_equal_the_plain_ones(logits: LogitSpec) {
-    let mut backbone = backbone_with(logits);
+fn lm_losses_equal_the_plain_ones(kind: Kind, logits: LogitSpec) {
+    let mut backbone = backbone_in(kind, logits);
     let config: LoraConfig = toml::from_str("rank = 4\nalpha = 8").unwrap();
     attach_new(&mut backbone, &config, 3);
     let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
     let mut generator = Generator::seeded(4);
     tch::no_grad(|| b.shallow_clone().copy_(&(generator.normal_like(b) * 0.05)));
-    let hidden = generator.normal(&[700, 24], (Kind::Float, Device::Cpu));
+    let hidden = generator.normal(&[700, 24], (kind, Device::Cpu));
     let teacher = &hidden + generator.normal_like(&hidden) * 0.1;
     drop(generator);
     let hidden = hidden.set_requires_grad(true);
@@ -348,13 +361,13 @@ fn lm_losses_equal_the_plain_ones(logits: LogitSpec) {
             _ => distillation_loss(output(), [&hidden.detach(), &teacher], &targets, into),
         };
         let (loss, oracle) = (loss.double_value(&[]), plain.double_value(&[]));
-        assert!((loss - oracle).abs() / oracle < 1e-5, "{loss} {oracle}");
+        assert!((loss - oracle).abs() / oracle < rounding(kind, 1e-5), "{kind:?}: {loss} {oracle}");
         for (expected, got) in expected.iter().zip(&got) {
             let difference = (expected - got).abs().max().double_value(&[]);
             let largest = expected.abs().max().double_value(&[]);
             assert!(
-                difference < 2e-5 * largest,
-                "{logits:?}, goal {goal}, {:?}: {difference} of {largest}",
+                difference < rounding(kind, 2e-5) * largest,
+                "{kind:?}, {logits:?}, goal {goal}, {:?}: {difference} of {largest}",
                 expected.size()
             );
         }
@@ -380,20 +393,22 @@ fn soft_targets_among(outputs: i64) -> SoftTargets {
 #[test]
 fn losses_of_soft_targets_and_their_gradients_equal_the_plain_ones() {
     let cases = [
-        (false, LOGITS[0], [0.3, 0.7], None),
-        (true, LOGITS[0], [5.0, 0.1], None),
-        (false, LOGITS[2], [0.0, 1.0], None),
-        (true, LOGITS[1], [1.0, 0.0], None),
-        (false, LOGITS[2], [0.3, 0.7], Some(15_000)),
+        (Kind::Float, false, LOGITS[0], [0.3, 0.7], None),
+        (Kind::Float, true, LOGITS[0], [5.0, 0.1], None),
+        (Kind::Float, false, LOGITS[2], [0.0, 1.0], None),
+        (Kind::Float, true, LOGITS[1], [1.0, 0.0], None),
+        (Kind::Float, false, LOGITS[2], [0.3, 0.7], Some(15_000)),
+        (Kind::Double, true, LOGITS[0], [0.3, 0.7], None),
+        (Kind::Double, false, LOGITS[2], [0.3, 0.7], Some(15_000)),
     ];
-    for (shared, logits, [labels, teacher], truncated) in cases {
-        let mut backbone = backbone_with(logits);
+    for (kind, shared, logits, [labels, teacher], truncated) in cases {
+        let mut backbone = backbone_in(kind, logits);
         attach_new(&mut backbone, &toml::from_str("rank = 4\nalpha = 8").unwrap(), 3);
         let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
         let heads = heads_with(1, shared, truncated, &backbone);
         let mut generator = Generator::seeded(4);
         tch::no_grad(|| b.shallow_clone().copy_(&(generator.normal_like(b) * 0.05)));
-        let hidden = generator.normal(&[700, 24], (Kind::Float, Device::Cpu));
+        let hidden = generator.normal(&[700, 24], (kind, Device::Cpu));
         drop(generator);
         let lm_head = OutputLayer::lm_head(&backbone, Adapters::Training { seed: 7 });
         let lm_head = lm_head.of_tokens(heads.token_map().map(TokenMap::tokens_n));
@@ -429,12 +444,13 @@ fn soft_losses_equal_the_plain_ones(pass: HeadPass, ab: [&Tensor; 2], hidden: &T
     let sums = soft_head_loss(pass, output, &hidden.detach(), &soft, objective, Some((&into, 0.01)));
     for (got, expected) in [(&sums.loss, &cross_entropy), (&sums.divergence, &divergence)] {
         let (got, expected) = (got.double_value(&[]), expected.double_value(&[]));
-        assert!((got - expected).abs() / expected < 1e-5, "{got} {expected}");
+        assert!((got - expected).abs() / expected < rounding(hidden.kind(), 1e-5), "{got} {expected}");
     }
     for (expected, got) in expected.iter().zip(&got) {
         let difference = (expected - got).abs().max().double_value(&[]);
         let largest = expected.abs().max().double_value(&[]);
-        assert!(difference < 2e-5 * largest, "{:?}: {difference} of {largest}", expected.size());
+        let most = rounding(hidden.kind(), 2e-5) * largest;
+        assert!(difference < most, "{:?}: {difference} of {largest}", expected.size());
     }
 }
 
