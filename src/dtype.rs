@@ -14,15 +14,24 @@ pub enum Dtype {
     BFloat16,
     /// 16 bits, IEEE half precision.
     Float16,
+    /// Only trained in, on the CPU: for checks that two runs are equal up to rounding.
+    Float64,
 }
 
 impl Dtype {
     /// Bytes of one element.
     pub fn bytes(self) -> usize {
         match self {
+            Dtype::Float64 => 8,
             Dtype::Float32 => 4,
             Dtype::BFloat16 | Dtype::Float16 => 2,
         }
+    }
+
+    /// The dtype to use where nobody asked for one: float32 in place of float64.
+    #[must_use]
+    pub fn by_default(self) -> Self {
+        if self == Dtype::Float64 { Dtype::Float32 } else { self }
     }
 }
 
@@ -32,10 +41,12 @@ impl fmt::Display for Dtype {
             Dtype::Float32 => "float32",
             Dtype::BFloat16 => "bfloat16",
             Dtype::Float16 => "float16",
+            Dtype::Float64 => "float64",
         })
     }
 }
 
+/// Of `--dtype`: nothing decodes in float64.
 impl FromStr for Dtype {
     type Err = String;
 

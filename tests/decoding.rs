@@ -131,6 +131,8 @@ fn weights_in_float16_decode_in_a_faster_dtype_unless_float16_is_asked_for() {
     let (said, dtype, _) = run(&[]);
     assert_eq!(dtype, "float32");
     assert!(said.contains("float16 weights: computing in float32, as in the heads' training\n"), "{said}");
+    world.write("h/config.json", &json!({"backbone_dtype": "float64"}));
+    assert_eq!(run(&[]).1, "float32", "nothing decodes in float64");
     let (said, dtype, engine) = run(&["--dtype", "float16"]);
     assert_eq!((dtype.as_str(), engine.as_str()), ("float16", "tch"));
     assert!(!said.contains("computing in"), "{said}");

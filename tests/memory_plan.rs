@@ -224,6 +224,12 @@ fn the_planned_peak_of_heads_is_the_runs() {
 }
 
 #[test]
+fn the_planned_peak_of_a_whole_backbone_in_float64_is_the_runs() {
+    let backbone = "dtype = \"float64\"";
+    check(&Size { backbone, stage: "[stage.medusa2]", heads: 2, vocab: 6000, length: 128, ..LLAMA });
+}
+
+#[test]
 fn the_planned_peak_of_sequential_heads_is_the_runs() {
     let of_heads = "architecture = \"hydra\"\ndropout = 0.2";
     check(&Size { of_heads, hidden: 768, vocab: 4000, length: 256, stage: ADAPTERS, ..LLAMA });

@@ -385,6 +385,22 @@ fn each_stage_refuses_the_keys_of_the_other() {
 }
 
 #[test]
+fn what_rounds_is_refused_in_float64() {
+    let float64 = GOOD.replace("float32", "float64");
+    assert!(parse(&float64).expect("a recipe").resolved_toml().contains("dtype = \"float64\""));
+    let error_of = |piece: &str, by: &str| parse(&float64.replacen(piece, by, 1)).expect_err("a mistake");
+    for (piece, by, what) in [
+        ("learning_rate", "name = \"adamw8bit\"\nlearning_rate", "optimizer.name = \"adamw8bit\""),
+        ("dtype", "quantization = \"int8\"\ndtype", "backbone.quantization"),
+        ("max_length", "hidden_states = \"states\"\nmax_length", "data.hidden_states"),
+    ] {
+        let expected = format!("backbone.dtype = \"float64\": expected \"float32\" or 16 bits with {what}, whose");
+        let error = error_of(piece, by);
+        assert!(error.contains(&expected), "{error}");
+    }
+}
+
+#[test]
 fn adapters_go_on_layers_that_there_are() {
     let with =
         |line: &str| parse(&GOOD.replace("[stage.medusa1]", &format!("{MEDUSA2}\n{line}"))).expect_err("a mistake");
@@ -439,6 +455,12 @@ fn a_recipe_needs_its_backbone_and_its_rows() {
     let good = with_backbone.replace("train = [\"rows.jsonl\"]", &rows);
     write(&path, &good);
     Recipe::load(&path, Device::Cpu).expect("a good recipe");
+    write(&path, &good.replace("float32", "float64"));
+    Recipe::load(&path, Device::Cpu).expect("a good recipe");
+    let error = Recipe::load(&path, Device::Cuda(0)).unwrap_err().to_string();
+    let expected =
+        "line 3, column 9: backbone.dtype = \"float64\": expected float32 or 16 bits on cuda:0; or train on the CPU";
+    assert!(error.contains(expected), "{error}");
     write(&path, &good.replace("max_length = 64", "max_length = 64\nchat_template = \"none.jinja\""));
     let error = Recipe::load(&path, Device::Cpu).unwrap_err().to_string();
     assert!(error.contains("column 17: data.chat_template: none.jinja does not exist; give the path"), "{error}");

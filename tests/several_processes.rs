@@ -28,6 +28,8 @@ use crate::thread_ranks::as_ranks;
 
 /// Relative, for losses and gradient norms: sums over processes are rounded in another order.
 const TOLERANCE: f64 = 1e-5;
+/// Both in float64.
+const IN_FLOAT64: f64 = 1e-9;
 /// Absolute, for the final heads: of each weight, with 8-bit moments of their mean.
 const HEADS_TOLERANCE: f64 = 1e-4;
 
@@ -35,6 +37,7 @@ const HEADS_TOLERANCE: f64 = 1e-4;
 #[derive(Clone, Copy)]
 pub(crate) struct Run<'a> {
     pub(crate) folder: &'a Path,
+    pub(crate) dtype: &'a str,
     /// Tables of the stage.
     pub(crate) stage: &'a str,
     pub(crate) optimizer: &'a str,
@@ -49,6 +52,9 @@ struct Seen {
     lines: Vec<MetricsLine>,
     outcome: Result<RunOutcome, TrainError>,
 }
+
+/// Numbers of ranks with ZeRO stages.
+pub(crate) const ALL_WORLDS: [(usize, u8); 4] = [(2, 0), (2, 1), (4, 0), (4, 1)];
 
 pub(crate) const MEDUSA1: &str = "[stage.medusa1]";
 pub(crate) const FULL: &str = "[stage.medusa2]\nmedusa_heads_coefficient = 0.2";
@@ -66,6 +72,7 @@ impl<'a> Run<'a> {
     pub(crate) fn new(folder: &'a TempDir, stage: &'a str) -> Self {
         Self {
             folder: folder.path(),
+            dtype: "float32",
             stage,
             optimizer: "adamw",
             learning_rate: 5e-4,
@@ -106,9 +113,9 @@ impl<'a> Run<'a> {
 
     pub(crate) fn recipe_text(&self, name: &str) -> String {
         let (rows, backbone) = (published("reference/losses/rows.jsonl"), published("models/stories260K"));
-        let Self { stage, optimizer, learning_rate, zero_stage, steps, .. } = self;
+        let Self { dtype, stage, optimizer, learning_rate, zero_stage, steps, .. } = self;
         format!(
-            "[backbone]\npath = {backbone:?}\ndtype = \"float32\"\n\
+            "[backbone]\npath = {backbone:?}\ndtype = {dtype:?}\n\
              [heads]\nmedusa_num_heads = 4\nmedusa_num_layers = 1\n\
              {stage}\n\
              [data]\ntrain = [{rows:?}]\nvalidation = [{rows:?}]\nlimit = {}\nmax_length = 512\npacking = false\nshuffle = false\n\
@@ -133,60 +140,99 @@ impl<'a> Run<'a> {
 
 static INTERRUPTED_BY_NOBODY: AtomicBool = AtomicBool::new(false);
 
-fn assert_close(what: &str, got: f64, expected: f64, tolerance: f64) {
+/// Returns how far apart they are.
+fn assert_close(what: &str, got: f64, expected: f64, tolerance: f64) -> f64 {
     let far = (got - expected).abs() / expected.abs().max(1e-6);
     assert!(far <= tolerance, "{what}: {got}, expected {expected}: {far:.1e} apart");
+    far
 }
 
-fn assert_same_line(what: &str, got: &MetricsLine, expected: &MetricsLine, tolerance: f64) {
+/// Returns how far apart losses and gradient norms are.
+fn assert_same_line(what: &str, got: &MetricsLine, expected: &MetricsLine, tolerance: f64) -> f64 {
     assert_eq!(
         (got.split, got.step, got.tokens, got.epoch),
         (expected.split, expected.step, expected.tokens, expected.epoch)
     );
     let what = format!("{what}, step {}", got.step);
-    assert_close(&format!("{what}: loss"), got.loss, expected.loss, tolerance);
+    let mut farthest = assert_close(&format!("{what}: loss"), got.loss, expected.loss, tolerance);
     let update = |line: &MetricsLine| line.update.as_ref().map(|update| update.grad_norm);
     if let (Some(got), Some(expected)) = (update(got), update(expected)) {
-        assert_close(&format!("{what}: gradient norm"), got, expected, tolerance);
+        farthest = farthest.max(assert_close(&format!("{what}: gradient norm"), got, expected, tolerance));
     }
     for (got, expected) in got.head_losses.iter().zip(&expected.head_losses) {
-        assert_close(&format!("{what}: head"), got.expect("targets"), expected.expect("targets"), tolerance);
+        let [got, expected] = [got, expected].map(|loss| loss.expect("targets"));
+        farthest = farthest.max(assert_close(&format!("{what}: head"), got, expected, tolerance));
     }
     assert_eq!(got.perplexity.is_some(), expected.perplexity.is_some());
     if got.split == MetricsSplit::Validation {
         assert_close(&what, got.tokens_per_step.expect("rows"), expected.tokens_per_step.expect("rows"), 1e-3);
     }
+    farthest
 }
 
-/// Compares what all ranks saw, and the final heads, with a run of one process.
-fn assert_same_run(run: &Run, [alone, shared]: [(&str, &[Seen]); 2], tolerances: [f64; 2]) {
+/// Compares what all ranks saw, and the final heads, with a run of one process. Returns how far apart they are.
+fn assert_same_run(run: &Run, [alone, shared]: [(&str, &[Seen]); 2], tolerances: [f64; 2]) -> [f64; 2] {
+    let mut farthest = [0.0_f64; 2];
     let (expected, (name, ranks)) = (&alone.1[0], shared);
     for (rank, seen) in ranks.iter().enumerate() {
         let what = format!("{name} of {} {}, rank {rank}", run.optimizer, run.stage);
         assert!(matches!(seen.outcome, Ok(RunOutcome::Finished(_))), "{what}: {:?}", seen.outcome);
         assert_eq!(seen.lines.len(), expected.lines.len(), "{what}");
-        seen.lines.iter().zip(&expected.lines).for_each(|(got, one)| assert_same_line(&what, got, one, tolerances[0]));
+        for (got, one) in seen.lines.iter().zip(&expected.lines) {
+            farthest[0] = farthest[0].max(assert_same_line(&what, got, one, tolerances[0]));
+        }
     }
     let (got, expected) = (run.final_heads(name), run.final_heads(alone.0));
     assert_eq!(got.names(), expected.names());
     for name in expected.names() {
         let shape = expected.shape(name).expect("a shape");
-        let read = |files: &WeightFiles| files.tensor(name, &shape, Kind::Float, Device::Cpu).expect("a tensor");
+        let read = |files: &WeightFiles| files.tensor(name, &shape, Kind::Double, Device::Cpu).expect("a tensor");
         let far = (read(&got) - read(&expected)).abs();
         // The last bits of a gradient can decide the 8-bit code of a small second moment, and with it whole updates of single weights.
         let far = if run.optimizer == "adamw" { far.max() } else { far.mean(Kind::Double) }.double_value(&[]);
         assert!(far <= tolerances[1], "{} of {} {}: {name} is {far:.1e} away", shared.0, run.optimizer, run.stage);
+        farthest[1] = farthest[1].max(far);
     }
+    farthest
 }
 
-/// Trains on one process, then on each number of ranks with each ZeRO stage.
-fn assert_all_the_same(run: Run, worlds: &[(usize, u8)], tolerances: [f64; 2]) {
+/// Trains on one process, then on each number of ranks with each ZeRO stage. Returns how far apart losses and heads are.
+fn assert_all_the_same(run: Run, worlds: &[(usize, u8)], tolerances: [f64; 2]) -> [f64; 2] {
     let alone = run.train("alone", 1);
+    let mut farthest = [0.0_f64; 2];
     for &(world_size, zero_stage) in worlds {
         let (run, name) = (Run { zero_stage, ..run }, format!("{world_size}-{zero_stage}"));
         let shared = run.train(&name, world_size);
-        assert_same_run(&run, [("alone", &alone), (&name, &shared)], tolerances);
+        let far = assert_same_run(&run, [("alone", &alone), (&name, &shared)], tolerances);
+        farthest = [0, 1].map(|what| farthest[what].max(far[what]));
     }
+    farthest
+}
+
+#[test]
+fn ranks_in_float64_train_what_one_process_trains_to_1e_9() {
+    let distilled = lora(true);
+    for (stage, world) in [(distilled.as_str(), (2, 1)), (FULL, (2, 0))] {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let run = Run { dtype: "float64", rows: 13, steps: 2, ..Run::new(&folder, stage) };
+        assert_all_the_same(run, &[world], [IN_FLOAT64; 2]);
+        let kinds = |files: &WeightFiles| files.names().iter().map(|name| files.kind(name)).collect::<Vec<_>>();
+        let kinds = kinds(&run.final_heads("alone"));
+        assert!(kinds.iter().all(|kind| *kind == Some(Kind::Double)), "{kinds:?}");
+    }
+}
+
+#[test]
+fn a_run_in_float64_is_resumed_bit_for_bit() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let run = Run { dtype: "float64", zero_stage: 1, rows: 16, steps: 4, ..Run::new(&folder, MEDUSA1) };
+    run.train("straight", 2);
+    Run { steps: 2, ..run }.train("resumed", 2);
+    run.train("resumed", 2);
+    assert!(run.files("resumed") == run.files("straight"));
+    let moments = folder.path().join("resumed/step-000004/optimizer.safetensors");
+    let moments = WeightFiles::open_file(&moments).expect("moments");
+    assert!(moments.names().iter().all(|name| moments.kind(name) == Some(Kind::Double)));
 }
 
 /// Three steps of 21 rows: the last one has 3 micro batches, so that one of four ranks has none.
@@ -220,14 +266,17 @@ fn each_rank_keeps_the_moments_and_sends_the_bytes_that_are_planned() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let run = Run { zero_stage: 1, ..Run::new(&folder, MEDUSA1) };
     let parameters = 4 * (64 * 64 + 64 + 512 * 64);
-    for (world_size, zero_stage, rounds) in [(1, 1, 3), (2, 1, 3), (4, 1, 3), (4, 0, 2)] {
-        let recipe = Run { zero_stage, ..run }.recipe("run");
+    let float64 = ("float64", 8, 2, 1, 3);
+    let float32 =
+        [(1, 1, 3), (2, 1, 3), (4, 1, 3), (4, 0, 2)].map(|(world, zero, rounds)| ("float32", 4, world, zero, rounds));
+    for (dtype, element, world_size, zero_stage, rounds) in float32.into_iter().chain([float64]) {
+        let recipe = Run { dtype, zero_stage, ..run }.recipe("run");
         let moments = as_ranks(world_size, |ranks| {
             let plan = TrainPlan { world_size, ..recipe.plan(Device::Cpu) };
             let loaded =
                 TrainRun::load(CheckedRun::load(plan.clone(), Watch::default()).expect("rows")).expect("a backbone");
             let memory = loaded.checked.memory().whole();
-            let sent = rounds * 4 * parameters * (world_size as u64 - 1) / world_size as u64;
+            let sent = rounds * element * parameters * (world_size as u64 - 1) / world_size as u64;
             assert_eq!((memory.world_size, memory.sent_bytes), (world_size, sent));
             let heads = Heads::new(&plan.heads, loaded.backbone.lm_head_weight(), None);
             let kept = TrainState::of_rank(heads, &loaded.backbone, &plan, ranks).optimizer.state_bytes() as f64;
@@ -239,7 +288,7 @@ fn each_rank_keeps_the_moments_and_sends_the_bytes_that_are_planned() {
             );
             kept
         });
-        let whole = 8.0 * parameters as f64 * if zero_stage == 0 { world_size as f64 } else { 1.0 };
+        let whole = (2 * element * parameters) as f64 * if zero_stage == 0 { world_size as f64 } else { 1.0 };
         assert_eq!(moments.iter().sum::<f64>(), whole, "{world_size} ranks, stage {zero_stage}");
     }
 }
@@ -374,7 +423,23 @@ fn twenty_steps_are_those_of_one_process() {
         for (optimizer, tolerance) in [("adamw", tolerances[0]), ("adamw8bit", tolerances[0].max(1e-4))] {
             let folder = tempfile::tempdir().expect("a temporary folder");
             let run = Run { optimizer, rows: 160, steps: 20, ..Run::new(&folder, stage) };
-            assert_all_the_same(run, &[(2, 0), (2, 1), (4, 0), (4, 1)], [tolerance, tolerances[1]]);
+            assert_all_the_same(run, &ALL_WORLDS, [tolerance, tolerances[1]]);
         }
+    }
+}
+
+#[test]
+#[ignore = "20 runs of 20 steps, two minutes: cargo test --test promises several_processes::twenty -- --ignored --nocapture"]
+#[expect(clippy::print_stderr, reason = "the distances are read with --nocapture")]
+fn twenty_steps_in_float64_are_those_of_one_process_to_1e_9() {
+    let [plain, distilled] = [lora(false), lora(true)];
+    for stage in [MEDUSA1, plain.as_str(), FULL, distilled.as_str()] {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let run = Run { dtype: "float64", rows: 160, steps: 20, ..Run::new(&folder, stage) };
+        let [losses, heads] = assert_all_the_same(run, &ALL_WORLDS, [IN_FLOAT64; 2]);
+        eprintln!(
+            "{}: losses and gradient norms {losses:.1e}, final heads {heads:.1e} apart",
+            stage.replace('\n', " ")
+        );
     }
 }

@@ -124,7 +124,7 @@ fn dtype_without_flag(own: Dtype, trained: Option<Dtype>, device: Device, common
     if fastest == own {
         return own;
     }
-    let trained = trained.filter(|trained| *trained != own);
+    let trained = trained.map(Dtype::by_default).filter(|trained| *trained != own);
     let why = match (trained, fastest) {
         (Some(_), _) => ", as in the heads' training",
         (None, Dtype::BFloat16) => "; --dtype float32 is more exact",
@@ -135,9 +135,9 @@ fn dtype_without_flag(own: Dtype, trained: Option<Dtype>, device: Device, common
     dtype
 }
 
-/// The dtype of a backbone's weights.
+/// The dtype of a backbone's weights; float32 for float64.
 fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
     let config = LlamaConfig::load(folder)?;
     let embedding = WeightFiles::open(folder)?.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?;
-    Ok(Dtype::of(embedding.kind()))
+    Ok(Dtype::of(embedding.kind()).by_default())
 }

@@ -80,7 +80,7 @@ impl Trained {
         let trained = Self {
             format,
             shape,
-            dtype: request.dtype.unwrap_or(Dtype::of(file.kind())),
+            dtype: request.dtype.unwrap_or(Dtype::of(file.kind()).by_default()),
             pickle: request.pickle,
             base,
             adapter,
@@ -143,7 +143,8 @@ impl Trained {
         let Some(why) = self.use_of_backbone() else { return self.check_headers() };
         let base = self.base.clone().ok_or(ExportError::NoBackbone { format: format.name(), why })?;
         let own = WeightFiles::open(&base)?.kind(names::EMBED_TOKENS).unwrap_or(Kind::Float);
-        let kind = if format.holds_backbone() { asked.map_or(own, Dtype::kind) } else { own };
+        let written = asked.unwrap_or(Dtype::of(own).by_default());
+        let kind = if format.holds_backbone() { written.kind() } else { own };
         let backbone = match &self.adapter {
             Some(adapter) => Llama::load_merged(&base, adapter, kind, Device::Cpu, Purpose::Training, None)?,
             None => Llama::load(&base, kind, Device::Cpu, Purpose::Training)?,

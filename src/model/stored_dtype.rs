@@ -8,8 +8,8 @@ use crate::dtype::Dtype;
 use crate::model::block_spec::names;
 use crate::model::weights::{WeightFiles, WeightsError};
 
-/// `dtype` or `torch_dtype` of config.json, as transformers reads it; where it says none of [`Dtype`], the dtype of the stored embedding.
-/// `None` if the weights are not there either, or have another dtype.
+/// `dtype` or `torch_dtype` of config.json, as transformers reads it; where it says none of [`Dtype`], the dtype of the stored embedding; float32
+/// for float64. `None` if the weights are not there either, or have another dtype.
 ///
 /// # Errors
 /// [`WeightsError`] for damaged weights.
@@ -24,7 +24,7 @@ fn of_config(folder: &Path) -> Option<Dtype> {
 
 fn of_weights(folder: &Path) -> Result<Option<Dtype>, WeightsError> {
     match WeightFiles::open(folder) {
-        Ok(files) => Ok(files.kind(names::EMBED_TOKENS).map(Dtype::of)),
+        Ok(files) => Ok(files.kind(names::EMBED_TOKENS).map(|kind| Dtype::of(kind).by_default())),
         Err(WeightsError::NoWeights { .. } | WeightsError::MissingShard { .. }) => Ok(None), // not downloaded yet
         Err(error) => Err(error),
     }
@@ -48,9 +48,14 @@ mod tests {
         assert_eq!(stored(), None, "neither weights nor a word about them");
         write("model.safetensors", "no weights");
         assert!(stored_dtype(folder.path()).is_err(), "damaged weights say nothing");
-        let embedding = tch::Tensor::zeros([16, 8], (tch::Kind::BFloat16, tch::Device::Cpu));
-        let weights = [("model.embed_tokens.weight".to_owned(), &embedding)];
-        crate::model::weights::save(&folder.path().join("model.safetensors"), &weights).unwrap();
+        let store = |kind| {
+            let embedding = tch::Tensor::zeros([16, 8], (kind, tch::Device::Cpu));
+            let weights = [("model.embed_tokens.weight".to_owned(), &embedding)];
+            crate::model::weights::save(&folder.path().join("model.safetensors"), &weights).unwrap();
+        };
+        store(tch::Kind::Double);
+        assert_eq!(stored(), Some(Dtype::Float32), "only a recipe asks for float64");
+        store(tch::Kind::BFloat16);
         assert_eq!(stored(), Some(Dtype::BFloat16));
         for (key, written, expected) in [
             ("torch_dtype", "float16", Dtype::Float16),

@@ -5,8 +5,10 @@ use super::mistakes::Findings;
 use super::stage::Stage;
 use crate::data::long_rows::LongRows;
 use crate::draft::medusa::heads::HeadsConfig;
+use crate::dtype::Dtype;
 use crate::numbers::Fraction;
 use crate::plural::counted;
+use crate::torch::optim::OptimizerName;
 use crate::train::TrainConfig;
 use crate::train::schedule::ScheduleName;
 
@@ -23,6 +25,7 @@ impl Recipe {
         self.check_validation(findings);
         self.check_mix(findings);
         self.check_hidden_states(findings);
+        self.check_float64(findings);
         self.check_best(findings);
         self.check_batch(findings);
         if self.heads.init_from.is_none() || findings.text().key("heads.medusa_num_heads").is_some() {
@@ -158,6 +161,21 @@ impl Recipe {
                 "data.validation",
                 "data.train: without it all files of data.hidden_states are trained on; or hold some out with data.validation_fraction",
             );
+        }
+    }
+
+    /// In float64 nothing is rounded to fewer bits on the way.
+    fn check_float64(&self, findings: &mut Findings<'_>) {
+        let rounding = [
+            ("optimizer.name", self.optimizer.name == OptimizerName::AdamW8bit, "optimizer.name = \"adamw8bit\""),
+            ("backbone.quantization", self.backbone.quantization.is_some(), "backbone.quantization"),
+            ("data.hidden_states", self.data.hidden_states.is_some(), "data.hidden_states"),
+        ];
+        for (key, _, what) in rounding.into_iter().filter(|(_, rounds, _)| *rounds) {
+            if self.backbone.dtype == Dtype::Float64 && findings.are_as_written(&["backbone.dtype", key]) {
+                let expected = format!("\"float32\" or 16 bits with {what}, whose numbers have fewer bits");
+                findings.clash("backbone.dtype", "\"float64\"", expected);
+            }
         }
     }
 

@@ -2,14 +2,18 @@
 
 use std::path::Path;
 
+use tch::Device;
+
 use super::Recipe;
 use super::mistakes::{Findings, Mistake};
 use crate::data::chat_template::TemplateChoice;
 use crate::data::{captured, source};
 use crate::draft::medusa::heads::{HEADS_FILE, HeadsConfig, import};
+use crate::dtype::Dtype;
 use crate::model::config::LlamaConfig;
 use crate::model::lora::modules_of;
 use crate::model::peft::ADAPTER_FILE;
+use crate::torch::device_name;
 
 const DEVICE_MAP: &str = "backbone.device_map";
 
@@ -68,6 +72,15 @@ impl Recipe {
             self.backbone.device_map.as_ref().and_then(|map| Some((map, map.expected_gpus(gpus)?)))
         {
             findings.clash(DEVICE_MAP, map, expected);
+        }
+    }
+
+    /// Float64 is for the CPU: kernels of GPUs compute in at most float32.
+    pub(super) fn check_device(&self, findings: &mut Findings<'_>, device: Device) {
+        if self.backbone.dtype == Dtype::Float64 && device != Device::Cpu {
+            let expected =
+                format!("float32 or 16 bits on {}; or train on the CPU with --device cpu", device_name(device));
+            findings.clash("backbone.dtype", "\"float64\"", expected);
         }
     }
 

@@ -107,6 +107,7 @@ impl WrittenRecipe {
         let config = fetched.local.check_backbone(&mut findings);
         fetched.local.check_files(&mut findings);
         fetched.local.check_gpus(&mut findings, gpus.of_each(device));
+        fetched.local.check_device(&mut findings, device);
         findings.into_result().map_err(RecipeError::Wrong)?;
         let config = config.expect("a backbone without mistakes");
         let mut findings = Findings::new(&text);

@@ -45,14 +45,16 @@ impl Dtype {
             Dtype::Float32 => Kind::Float,
             Dtype::BFloat16 => Kind::BFloat16,
             Dtype::Float16 => Kind::Half,
+            Dtype::Float64 => Kind::Double,
         }
     }
 
-    /// The dtype of a tensor that a backbone computes with: float32 for all except the 16-bit ones.
+    /// The dtype of a tensor that a backbone computes with: float32 for all except the 16-bit ones and float64.
     pub fn of(kind: Kind) -> Self {
         match kind {
             Kind::BFloat16 => Dtype::BFloat16,
             Kind::Half => Dtype::Float16,
+            Kind::Double => Dtype::Float64,
             _ => Dtype::Float32,
         }
     }

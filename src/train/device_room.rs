@@ -67,8 +67,15 @@ pub fn savings(plan: &TrainPlan, room: DeviceRoom, peak_of: impl Fn(&TrainPlan) 
 type Change = fn(&mut TrainPlan, &dyn Fn(&TrainPlan) -> bool) -> Option<String>;
 
 /// Those that `medusa init` makes, too, are in its order: see `recipe::starter`.
-const CHANGES: [Change; 7] =
-    [micro_batches, recomputing, shared_moments, moments, quantized, shared_lm_head, shorter_rows];
+const CHANGES: [Change; 8] =
+    [rounded, micro_batches, recomputing, shared_moments, moments, quantized, shared_lm_head, shorter_rows];
+
+/// The changes that follow are not for float64.
+fn rounded(plan: &mut TrainPlan, _: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
+    let before = plan.backbone.dtype;
+    plan.backbone.dtype = before.by_default();
+    (before != plan.backbone.dtype).then(|| format!("backbone.dtype = \"{}\"", plan.backbone.dtype))
+}
 
 /// The largest micro batch that fits, or one row; the optimizer step keeps its rows.
 fn micro_batches(plan: &mut TrainPlan, fits: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
@@ -139,6 +146,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::dtype::Dtype;
     use crate::recipe::Recipe;
 
     fn plan(stage: &str, train: &str) -> TrainPlan {
@@ -178,6 +186,19 @@ mod tests {
         {
             assert_eq!(quantized(&mut plan(stage, train), &|_| true).as_deref(), Some(expected), "{stage} {train}");
         }
+    }
+
+    /// The others are not for float64.
+    #[test]
+    fn float64_is_given_up_first() {
+        let mut float64 = plan("medusa1", "");
+        float64.backbone.dtype = Dtype::Float64;
+        let room = DeviceRoom { total_bytes: 2000, free_bytes: 1000 };
+        let peak_of = |plan: &TrainPlan| {
+            500 * plan.backbone.dtype.bytes() as u64 + u64::from(plan.optimizer.name == OptimizerName::AdamW)
+        };
+        let keys: Vec<String> = savings(&float64, room, peak_of).into_iter().map(|saving| saving.keys).collect();
+        assert_eq!(keys, ["backbone.dtype = \"float32\"", "optimizer.name = \"adamw8bit\""]);
     }
 
     #[test]
