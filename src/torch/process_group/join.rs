@@ -9,7 +9,7 @@ use super::c10d::{C10dError, Store};
 use super::rendezvous::{LocalRank, Rendezvous};
 
 /// The longest wait for processes to start. A cluster starts those of a job within seconds of each other.
-const LONGEST_WAIT: Duration = Duration::from_secs(300);
+pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(300);
 
 /// Why the processes of a run did not come together.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -64,9 +64,9 @@ fn ranks(missing: &[usize]) -> String {
     format!("{}{more}", listed.join(", "))
 }
 
-/// Waits for all processes; returns the store, and which of its machine's processes this is.
-pub(super) fn meet(rendezvous: &Rendezvous, timeout: Duration) -> Result<(Store, LocalRank), JoinError> {
-    let (deadline, wait) = (Instant::now() + timeout.min(LONGEST_WAIT), timeout.min(LONGEST_WAIT));
+/// Waits so long for all processes; returns the store, and which of its machine's processes this is.
+pub(super) fn meet(rendezvous: &Rendezvous, wait: Duration) -> Result<(Store, LocalRank), JoinError> {
+    let deadline = Instant::now() + wait;
     let store = open(rendezvous, wait)?;
     let lost = |C10dError(reason)| no_store(rendezvous, reason);
     let &Rendezvous { rank, world_size, .. } = rendezvous;

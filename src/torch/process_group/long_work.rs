@@ -1,7 +1,7 @@
 //! How ranks wait for the long work of one of them: over the store and without a limit, as long as every process shows that it lives.
 //!
-//! A process shows it by counting up a key, on a thread of its own. A rank that waits watches the next one, in a ring: then one that is gone is
-//! noticed by one that waits, which tells all others.
+//! A process shows it by counting up a key, on a thread of its own. A rank that waits watches all others, since those that work
+//! watch none; if one is gone, it tells the rest.
 
 use std::cell::Cell;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -75,7 +75,7 @@ impl LongWork {
             self.wait_for_readers(store)?;
             return Ok(None);
         }
-        let mut watched = WatchedRank::new((self.rank + 1) % self.world_size);
+        let mut others: Vec<_> = (0..self.world_size).filter(|&rank| rank != self.rank).map(WatchedRank::new).collect();
         let mut pause = QUESTIONS[0];
         store.add(&came, 1)?;
         loop {
@@ -84,17 +84,32 @@ impl LongWork {
                 return Ok(None);
             }
             if has_failed {
-                return first_failure(store).map(Some);
+                store.add(&came, -1)?; // what comes later must not count this one, which goes
+                let first = first_failure(store)?;
+                self.wait_for_readers(store)?;
+                return Ok(Some(first));
             }
             thread::sleep(pause);
             pause = (2 * pause).min(QUESTIONS[1]);
-            if watched.silent_for(store)? > self.silent_looks {
-                let why = format!("it has given no sign of life for {} s: it was killed, or hangs", self.silent_looks);
-                tell(store, watched.rank, &why)?;
-            }
+            self.watch(store, &mut others)?;
         }
     }
 
+    /// Tells all if another one is gone.
+    fn watch(&self, store: &Store, others: &mut [WatchedRank]) -> Result<(), C10dError> {
+        for watched in others {
+            if watched.silent_for(store)? > self.silent_looks {
+                let seconds = self.silent_looks;
+                let why = format!(
+                    "it has given no sign of life for {seconds} s: it was killed or stopped, or its machine is not reached"
+                );
+                return tell(store, watched.rank, &why);
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts this rank among those that know of the failure. If it serves the store, waits for the others.
     fn wait_for_readers(&self, store: &Store) -> Result<(), C10dError> {
         let (told, mut readers) = (Instant::now(), store.add(READERS, 1)?);
         while self.serves_store && readers < self.world_size as i64 && told.elapsed() < LAST_WORDS {
@@ -156,7 +171,6 @@ fn tell(store: &Store, rank: usize, why: &str) -> Result<(), C10dError> {
 
 fn first_failure(store: &Store) -> Result<FailedRank, C10dError> {
     let words = store.get(WORDS, LAST_WORDS)?;
-    store.add(READERS, 1)?;
     let (rank, why) = words.split_once(' ').unwrap_or(("0", &words));
     Ok(FailedRank { rank: rank.parse().unwrap_or(0), why: why.to_owned() })
 }

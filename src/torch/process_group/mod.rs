@@ -51,7 +51,12 @@ impl ProcessGroup {
     /// # Errors
     /// [`JoinError`] if some do not come, or were started with other numbers.
     pub fn join(rendezvous: &Rendezvous, timeout: Duration) -> Result<Self, JoinError> {
-        let (store, local) = join::meet(rendezvous, timeout)?;
+        Self::join_within(timeout.min(join::LONGEST_WAIT), rendezvous, timeout)
+    }
+
+    /// As [`ProcessGroup::join`], with a time for the others to come.
+    fn join_within(wait: Duration, rendezvous: &Rendezvous, timeout: Duration) -> Result<Self, JoinError> {
+        let (store, local) = join::meet(rendezvous, wait)?;
         let Rendezvous { rank, world_size, .. } = *rendezvous;
         let address = rendezvous.is_of_one_machine().then_some(LOOPBACK);
         let gloo = GlooGroup::open(&store, rank, world_size, address, timeout).map_err(JoinError::connecting)?;
@@ -128,7 +133,7 @@ impl Collective for ProcessGroup {
     }
 
     fn wait_for_all(&self, failed: Option<&str>) -> Result<Option<FailedRank>, CollectiveError> {
-        let operation = "the waiting for its long work";
+        let operation = "the wait for all processes";
         self.long_work
             .wait(&self.store, failed)
             .map_err(|C10dError(reason)| CollectiveError::Lost { operation, reason })
