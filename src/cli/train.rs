@@ -89,12 +89,10 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
             Some(count) => nproc::run(count, timeout, common),
             None => {
                 let device = common.device.resolve()?;
-                run_rank(
-                    args,
-                    common,
-                    &written,
-                    &RunPlace { ranks: Ranks::new(&OneProcess, device), gpus: planned_gpus(args, device) },
-                )
+                let (processes, here) = (args.nproc.map_or(1, NonZeroUsize::get), SharedGpus::alone(device));
+                more_than_here(processes, here.gpus).inspect(|warning| common.say(warning));
+                let place = RunPlace { ranks: Ranks::new(&OneProcess, device), gpus: planned_gpus(processes, here) };
+                run_rank(args, common, &written, &place)
             }
         };
     };
@@ -103,14 +101,15 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
     nproc::end_with_starter()?;
     let group = ProcessGroup::join(&place, timeout)?; // first: the others hear of whatever is wrong from here on
-    let gpus = SharedGpus::of_rank(&group)?;
+    let shared = SharedGpus::of_rank(&group, common.device);
     let ranks = Ranks::new(&group, Device::Cpu);
     let read = || {
+        let gpus = shared?; // an error of this process ends the others, too
         let written = read_recipe(args, ranks.is_first())?;
         let device = device_of_process(common.device, gpus, written.device_map())?;
-        anyhow::Ok((written, device))
+        anyhow::Ok((written, gpus, device))
     };
-    let (written, device) = ranks.agree(read()).map_err(|error| OfRank::told(ranks, error))?;
+    let (written, gpus, device) = ranks.agree(read()).map_err(|error| OfRank::told(ranks, error))?;
     run_rank(args, common, &written, &RunPlace { ranks: Ranks::new(&group, device), gpus })
 }
 
@@ -140,10 +139,19 @@ fn device_of_process(choice: DeviceChoice, gpus: SharedGpus, map: Option<&Device
 }
 
 /// The GPUs of a process that is alone, or with `--check --nproc` of one of those that it plans for, if there are enough.
-fn planned_gpus(args: &TrainArgs, device: Device) -> SharedGpus {
-    let alone = SharedGpus::alone(device);
-    let processes = args.nproc.map_or(1, NonZeroUsize::get);
+fn planned_gpus(processes: usize, alone: SharedGpus) -> SharedGpus {
     if processes <= alone.gpus { SharedGpus { processes, ..alone } } else { alone }
+}
+
+/// That `--check` plans for processes which cannot run here; a machine without GPUs plans for others, or for its cores.
+fn more_than_here(processes: usize, gpus: usize) -> Option<String> {
+    let here = counted(gpus, "GPU");
+    let warning = || {
+        format!(
+            "this machine has {here}: the plan for {processes} processes is for another one, with a GPU for each; here --nproc may be {gpus} at most"
+        )
+    };
+    (gpus > 0 && processes > gpus).then(warning)
 }
 
 /// Trains as one of the processes of a run. Only rank 0 prints; an error of one ends all.
@@ -292,4 +300,23 @@ fn summary(heads: &Path, best: Option<(BestEvaluation, PathBuf)>) -> Value {
             json!({"heads": folder, "step": evaluation.step, evaluation.by.to_string(): evaluation.value});
     }
     summary
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_for_more_processes_than_gpus_is_for_another_machine() {
+        let warning = more_than_here(9, 8).expect("a warning");
+        assert!(
+            warning.starts_with("this machine has 8 GPUs: the plan for 9 processes is for another one"),
+            "{warning}"
+        );
+        assert!(more_than_here(2, 1).expect("a warning").starts_with("this machine has 1 GPU:"));
+        assert_eq!(
+            [(8, 8), (1, 1), (64, 0)].map(|(processes, gpus)| more_than_here(processes, gpus)),
+            [None, None, None]
+        );
+    }
 }

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use tch::{Device, Kind};
 
 use crate::dtype::Dtype;
+use crate::plural::counted;
 use shared_gpus::SharedGpus;
 
 pub mod accelerator;
@@ -112,7 +113,9 @@ pub enum GpuForEachError {
     OneNamed { index: usize, processes: usize },
     /// There are more processes than GPUs.
     #[error(
-        "{processes} processes on this machine share {gpus} GPU(s), and each needs one of its own: start {gpus} (--nproc, torchrun          --nproc_per_node, #SBATCH --ntasks-per-node), or use --device cpu"
+        "{processes} processes on this machine share {}, and each needs one of its own: start {gpus} (--nproc, torchrun --nproc_per_node, \
+         #SBATCH --ntasks-per-node), or use --device cpu",
+        counted(*gpus, "GPU")
     )]
     TooFew { processes: usize, gpus: usize },
 }
@@ -212,6 +215,8 @@ mod tests {
         for choice in [DeviceChoice::Auto, DeviceChoice::Cuda(0)] {
             assert_eq!(choice.of_process(ninth, 1), Err(GpuForEachError::TooFew { processes: 9, gpus: 8 }));
         }
+        let told = GpuForEachError::TooFew { processes: 2, gpus: 1 }.to_string();
+        assert!(told.contains("share 1 GPU, and") && !told.contains("  "), "{told}");
         let none = SharedGpus { gpus: 0, ..ninth };
         assert_eq!(DeviceChoice::Auto.of_process(none, 1), Ok(DeviceChoice::Auto), "the CPU");
         assert_eq!(DeviceChoice::Cuda(0).of_process(none, 1), Ok(DeviceChoice::Cuda(0)), "which `resolve` refuses");

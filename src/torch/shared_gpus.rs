@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
+use super::DeviceChoice;
 use super::accelerator::{self, Accelerator};
 use super::collective::{Collective, CollectiveError};
 use super::cuda_runtime::{self, CudaRuntimeError};
@@ -53,12 +54,12 @@ impl SharedGpus {
         Self { gpus, local_rank: 0, processes: 1 }
     }
 
-    /// Of one of several processes, all of which ask.
+    /// Of one of several processes, all of which ask. One that computes on the CPU sees no GPU.
     ///
     /// # Errors
     /// [`SharedGpusError`].
-    pub fn of_rank(group: &ProcessGroup) -> Result<Self, SharedGpusError> {
-        let addresses = addresses();
+    pub fn of_rank(group: &ProcessGroup, choice: DeviceChoice) -> Result<Self, SharedGpusError> {
+        let addresses = if choice == DeviceChoice::Cpu { Ok(vec![]) } else { addresses() };
         let own = SeenGpus {
             machine: machine_id(),
             local_rank: group.local().rank,
@@ -152,7 +153,7 @@ mod tests {
     #[test]
     fn processes_without_gpus_have_none() {
         let shared = of_each_rank(&[seen("a", 0, &[]), seen("a", 1, &[])]);
-        assert_eq!(shared.iter().map(|of| of.gpus).sum::<usize>(), 0);
+        assert_eq!(shared, [0, 1].map(|local_rank| SharedGpus { gpus: 0, local_rank, processes: 2 }));
     }
 
     #[test]

@@ -70,6 +70,7 @@ fn facts(checked: &CheckedRun, provenance: &Provenance) -> RunFacts {
         ("the program".to_owned(), format!("{} ({})", provenance.program, env!("MEDUSA_SOURCE_HASH"))),
         ("the kind of device".to_owned(), device_kind(checked.plan.device)),
         ("the number of steps".to_owned(), checked.total_steps.to_string()),
+        ("the numbers of layers on its devices (`backbone.device_map`)".to_owned(), layers_of_stages(checked)),
         ("--skip-bad-rows".to_owned(), provenance.skip_bad_rows.to_string()),
         (
             "the backbone's commit".to_owned(),
@@ -89,6 +90,12 @@ fn facts(checked: &CheckedRun, provenance: &Provenance) -> RunFacts {
     facts.extend(files.into_iter().flat_map(|(of, files)| files_of(of, files)));
     facts.extend(provenance.rows.iter().enumerate().flat_map(|(split, rows)| rows_of(split, rows)));
     facts.into_iter().collect()
+}
+
+/// Gradients are summed in a buffer for each stage. A map `auto` spreads layers over the GPUs that a process has.
+fn layers_of_stages(checked: &CheckedRun) -> String {
+    let layers = |stage| checked.stages.layers(stage, checked.config.num_hidden_layers).len().to_string();
+    format!("[{}]", (0..checked.stages.len()).map(layers).collect::<Vec<_>>().join(", "))
 }
 
 fn files_of(of: &str, files: &[HashedFile]) -> impl Iterator<Item = (String, String)> {

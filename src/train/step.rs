@@ -136,7 +136,10 @@ pub fn train_step(
     let work = format!("training step {}", state.step + 1);
     let passed = guard(&work, || MetricSums::of_passes(backbone, state, share, weights));
     let passed = passed.map_err(StepError::from).flatten();
-    state.reduce_gradients(ranks)?; // also if this process failed: the others wait for it
+    // Also if this process failed: the others wait for it.
+    if let Err(lost) = state.reduce_gradients(ranks) {
+        return Err(passed.err().unwrap_or_else(|| lost.into())); // an own error says more
+    }
     // The only time that a step waits for the device: whether the update is made depends on the norm.
     let read = passed.and_then(|sums| Ok(guard(&work, || sums.read(Some(&state.gradient_norm())))?));
     let read = read.and_then(|read| backbone.settle().map(|()| read).map_err(StepError::from));
