@@ -27,12 +27,22 @@ fn train(run: &Run, name: &str, nproc: usize) {
     Ended::from(command.output().expect("the program starts")).succeeded();
 }
 
+/// `f64::max` passes over a NaN.
+fn finite(distance: f64) -> f64 {
+    assert!(distance.is_finite(), "{distance}");
+    distance
+}
+
 /// How far two numbers of each line of metrics.jsonl are apart at most.
 fn apart(lines: [&[MetricsLine]; 2], number: impl Fn(&MetricsLine) -> Option<f64>) -> f64 {
     let [got, expected] = lines;
     assert_eq!(got.len(), expected.len());
-    let pairs = got.iter().zip(expected).filter_map(|(got, expected)| Some((number(got)?, number(expected)?)));
-    pairs.map(|(got, expected)| (got - expected).abs() / expected.abs()).fold(0.0, f64::max)
+    let far = |(got, expected): (&MetricsLine, &MetricsLine)| match (number(got), number(expected)) {
+        (None, None) => 0.0,
+        (Some(got), Some(expected)) => finite((got - expected).abs() / expected.abs()),
+        only_one => panic!("step {}: {only_one:?}", expected.step),
+    };
+    got.iter().zip(expected).map(far).fold(0.0, f64::max)
 }
 
 fn heads_apart(files: [&WeightFiles; 2]) -> f64 {
@@ -40,7 +50,7 @@ fn heads_apart(files: [&WeightFiles; 2]) -> f64 {
     let of = |name: &str| {
         let shape = files[1].shape(name).expect("a shape");
         let [got, expected] = files.map(|file| file.tensor(name, &shape, Kind::Float, Device::Cpu).expect("a tensor"));
-        (got - expected).abs().max().double_value(&[])
+        finite((got - expected).abs().max().double_value(&[]))
     };
     files[0].names().into_iter().map(of).fold(0.0, f64::max)
 }

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -37,8 +37,15 @@ struct RankProcess {
 pub(super) fn run(count: NonZeroUsize, timeout: Duration, common: &CommonFlags) -> anyhow::Result<()> {
     let (stop, grace) = (interrupted_to_save(), timeout.saturating_add(TO_END)); // from here on the first signal is passed on
     let store = LocalStore::start().context("cannot open a port on 127.0.0.1 for the processes to meet")?;
-    let mut workers =
-        (0..count.get()).map(|rank| start(rank, count, store.port(), common)).collect::<Result<Vec<_>, _>>()?;
+    let workers = (0..count.get()).map(|rank| start(rank, count, store.port(), common)).collect::<Result<_, _>>()?;
+    match wait(workers, stop, grace, &|line| common.say(line))? {
+        0 => Ok(()),
+        status => end(status),
+    }
+}
+
+/// Passes a signal on, and kills what has not ended `grace` after the first failure; returns the status of the run.
+fn wait(mut workers: Vec<RankProcess>, stop: &AtomicBool, grace: Duration, say: &dyn Fn(String)) -> anyhow::Result<u8> {
     let (mut failed, mut asked) = (None, false); // when the first of them failed; whether a signal was passed on
     while workers.iter().any(|worker| worker.ended.is_none()) {
         for worker in &mut workers {
@@ -53,16 +60,13 @@ pub(super) fn run(count: NonZeroUsize, timeout: Duration, common: &CommonFlags) 
             workers.iter_mut().for_each(|worker| worker.signal(Signal::TERM));
         }
         if failed.is_some_and(|since| since.elapsed() > grace) {
-            workers.iter_mut().for_each(|worker| worker.kill(grace, common));
+            workers.iter_mut().for_each(|worker| worker.kill(grace, say));
         }
         thread::sleep(POLL);
     }
     // Ranks that end because of another have status 1; the other's says more.
     let own_ends = workers.iter().filter(|worker| !worker.was_killed);
-    match own_ends.map(RankProcess::status).max().unwrap_or(0) {
-        0 => Ok(()),
-        status => end(status),
-    }
+    Ok(own_ends.map(RankProcess::status).max().unwrap_or(0))
 }
 
 /// In a process that [`run`] started: ends with the one that started it, at once if that was asked to stop before.
@@ -131,10 +135,10 @@ impl RankProcess {
         }
     }
 
-    fn kill(&mut self, grace: Duration, common: &CommonFlags) {
+    fn kill(&mut self, grace: Duration, say: &dyn Fn(String)) {
         if self.ended.is_none() && !self.was_killed {
             self.was_killed = true;
-            common.say(format_args!(
+            say(format!(
                 "rank {} did not end within {} s after another rank failed: killing it",
                 self.rank,
                 grace.as_secs()
@@ -153,6 +157,8 @@ impl RankProcess {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
     use super::*;
 
     #[test]
@@ -173,5 +179,24 @@ mod tests {
     fn given(arguments: &[&str], threads: Option<usize>) -> Vec<String> {
         let given = arguments_of_worker(arguments.iter().map(Into::into), threads);
         given.iter().map(|argument| argument.to_string_lossy().into_owned()).collect()
+    }
+
+    fn program(rank: usize, [name, argument]: [&str; 2]) -> RankProcess {
+        let process = Command::new(name).arg(argument).spawn().expect("a program of the system");
+        RankProcess { rank, process, ended: None, was_killed: false }
+    }
+
+    /// What a rank with a stopped neighbour looks like: it neither ends nor says anything.
+    #[test]
+    fn what_hangs_after_a_failure_is_killed() {
+        let (began, grace) = (Instant::now(), Duration::from_millis(300));
+        let (said, never) = (RefCell::new(vec![]), AtomicBool::new(false));
+        let say = |line| said.borrow_mut().push(line);
+        let workers = vec![program(0, ["false", ""]), program(1, ["sleep", "600"])];
+        assert_eq!(wait(workers, &never, grace, &say).expect("two programs"), 1, "the status of what failed");
+        assert!((grace..Duration::from_secs(300)).contains(&began.elapsed()), "{:?}", began.elapsed());
+        assert_eq!(said.take(), ["rank 1 did not end within 0 s after another rank failed: killing it"]);
+        let ended = wait(vec![program(0, ["true", ""])], &never, grace, &say);
+        assert_eq!((ended.expect("a program"), said.take()), (0, vec![]));
     }
 }
