@@ -336,7 +336,6 @@ impl Tokenised {
     }
 }
 
-/// Tokens of a row that the tokens before them learn.
 /// A row that was counted as kept and is not.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LeftOutRow {
@@ -352,6 +351,7 @@ impl LeftOutRow {
     }
 }
 
+/// Tokens of a row that the tokens before them learn.
 fn targets(row: &TokenRow) -> usize {
     row.labels.iter().skip(1).filter(|label| **label != IGNORE).count()
 }

@@ -57,8 +57,8 @@ pub enum CapturedError {
     Token { path: PathBuf, index: usize, id: i64, vocab_size: usize },
     /// The file is not the one whose header was read.
     #[error(
-        "{}: changed since this run opened it: expected {expected}, got {got}; let the server finish, then start the run again with an output_dir \
-         of its own: what was trained so far read the file as it was", path.display()
+        "{}: changed since this run opened it: expected {expected}, got {got}; let the server finish, then start again with a new \
+         output_dir; this run has used the old contents", path.display()
     )]
     Changed { path: PathBuf, expected: String, got: String },
     /// A state with NaN or infinity in it.

@@ -11,7 +11,7 @@ const CAPABILITY: [c_int; 2] = [75, 76];
 /// `cudaErrorNotReady`.
 const NOT_READY: c_int = 600;
 
-/// Of a domain, a bus, a device and a function, and then some.
+/// cudaDeviceGetPCIBusId needs 13 bytes; some more for longer domains.
 const PCI_ADDRESS_BYTES: usize = 32;
 
 type GetAttribute = unsafe extern "C" fn(value: *mut c_int, attribute: c_int, device: c_int) -> c_int;
