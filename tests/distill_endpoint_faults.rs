@@ -114,6 +114,7 @@ fn a_refusal_is_told_and_the_flags_say_how_many_may_be() {
         "{said}"
     );
     assert!(said.contains("caused by: status 400: too bad for (the key)"), "{said}");
+    assert!(!said.contains("the run goes on"), "{said}");
     assert_eq!(kept(&world.path("strict")), 1, "conversation 0 is kept");
     let (status, _, said) = world.distill(&server.address, "out", &["--max-refused", "2", "--concurrency", "1"]);
     assert!(status == Some(1) && said.contains("conversation 6 is refused, and --max-refused allows 2;"), "{said}");
@@ -135,7 +136,7 @@ fn a_server_that_refuses_everything_is_at_fault_itself() {
         false => whole(&words.answer(request).2),
     });
     let (status, _, said) = world.distill(&server.address, "out", &["--concurrency", "1"]);
-    let words = "line 1: conversation 0 is refused, and the server has answered no other; nothing of it is recorded";
+    let words = "line 1: conversation 0 is refused, and the server has answered no other since; this is not recorded";
     assert!(status == Some(1) && said.contains(words) && said.contains("--max-context N keeps"), "{said}");
     assert!(said.contains("caused by: status 400: not with (the key)"), "{said}");
     is_wrong.store(false, Ordering::SeqCst);
@@ -171,6 +172,7 @@ fn answers_under_way_are_kept_when_a_run_ends_with_an_error() {
     });
     let (status, _, said) = world.distill(&server.address, "out", &["--concurrency", "4"]);
     assert!(status == Some(1) && said.contains("conversation 2 is not answered"), "{said}");
+    assert!(said.contains("the run ends; waiting up to 30 s for "), "{said}");
     let posts = server.posts().len();
     assert!(kept(&world.path("out")) == posts - 1 && posts >= 4, "{posts} asked, {} kept", kept(&world.path("out")));
 }
@@ -218,7 +220,7 @@ fn ctrl_c_while_the_server_is_away_is_an_interruption() {
 fn an_answer_without_an_end_is_given_up_and_an_error_is_not_read_to_its_end() {
     let world = World::new(1);
     let server = TestServer::new(|_, _| Reply::Endless(200, 50));
-    let (status, _, said) = world.distill(&server.address, "out", &["--timeout", "1", "--retries", "0"]);
+    let (status, _, said) = world.distill(&server.address, "out", &["--timeout", "3", "--retries", "0"]);
     assert!(status == Some(1) && said.contains("the answer broke off: timed out"), "{said}");
     let began = Instant::now();
     let server = TestServer::new(|_, _| Reply::Endless(403, 10));
@@ -264,25 +266,145 @@ fn a_path_that_is_a_key_stands_in_no_file_and_no_message() {
     assert_eq!(begun["endpoint"], json!(format!("{}/…/v1", server.address)));
 }
 
+/// Answers so many questions as `left` says, then none, as a server that restarts.
+fn until_none_are_left(left: &Arc<AtomicUsize>) -> impl Fn(usize, &SeenRequest) -> Reply + Send + Sync + 'static {
+    let (words, left) = (Words::new(), Arc::clone(left));
+    move |_, request| match left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)) {
+        Ok(_) => whole(&words.answer(request).2),
+        Err(_) => Reply::Whole(401, "", "restarting".into()),
+    }
+}
+
+fn questions(last_digits: &[usize]) -> Vec<Value> {
+    let prompt = |(n, digit)| json!({"messages": [{"role": "user", "content": format!("Count to {n}{digit}")}]});
+    (0..).zip(last_digits).map(prompt).collect()
+}
+
 #[test]
 fn a_server_may_come_back_with_another_context() {
-    let (world, words) = (World::new(9), Words::new());
-    let fails = Arc::new(AtomicUsize::new(1));
-    let server = TestServer::new(move |number, request| {
-        if number == 4 && fails.swap(0, Ordering::SeqCst) == 1 {
-            return Reply::Whole(401, "", "restarting".into());
-        }
-        whole(&words.answer(request).2)
-    });
-    server.context.store(300, Ordering::SeqCst);
-    assert_eq!(world.distill(&server.address, "out", &["--concurrency", "1"]).0, Some(1));
-    for context in [250, 400] {
+    let (world, words, left) = (World::new(0), Words::new(), Arc::new(AtomicUsize::new(0)));
+    world.lines(&questions(&[1; 9]));
+    let server = TestServer::new(until_none_are_left(&left));
+    for (context, answers) in [(300, 3), (250, 3), (400, 9)] {
         server.context.store(context, Ordering::SeqCst);
-        world.summary(&server.address, "out", &["--resume"]);
-        assert_eq!(rows(&world.path("out")), world.expected(&Words::new()), "{context}");
+        left.store(answers, Ordering::SeqCst);
+        let before = server.posts().len();
+        let (status, _, said) = world.distill(&server.address, "out", &["--concurrency", "1", "--resume"]);
+        assert_eq!(status, Some(i32::from(answers == 3)), "{said}");
+        assert_eq!(said.contains("is 250 tokens, and was 300 when --out was begun"), context == 250, "{said}");
+        let posts = server.posts().split_off(before);
+        assert!(posts.len() >= 3, "{context}: {said}");
+        for post in posts {
+            let room = context.min(300) - words.answer(&post).0.len();
+            assert_eq!(post.body["max_tokens"], json!(room), "{context}");
+        }
     }
+    assert_eq!(rows(&world.path("out")), world.expected(&words));
     let begun: Value = serde_json::from_slice(&contents(&world.path("out"))["distill.json"]).expect("JSON");
     assert_eq!([&begun["server_context"], &begun["max_context"]], [&json!(300), &json!(512)]);
     let (status, _, said) = world.distill(&server.address, "out", &["--resume", "--max-context", "200"]);
     assert!(status == Some(1) && said.contains("max_context: expected 512, got 200"), "{said}");
+}
+
+#[test]
+fn what_a_smaller_context_would_cut_ends_the_run_and_is_asked_again() {
+    let (world, words, left) = (World::new(0), Words::new(), Arc::new(AtomicUsize::new(1)));
+    world.lines(&questions(&[1, 7, 1]));
+    let server = TestServer::new(until_none_are_left(&left));
+    let flags = ["--concurrency", "1", "--resume"];
+    server.context.store(300, Ordering::SeqCst);
+    assert_eq!(world.distill(&server.address, "out", &flags).0, Some(1));
+    left.store(99, Ordering::SeqCst);
+    for (context, what) in [(250, "the answer does not fit"), (4, "the prompt does not fit")] {
+        server.context.store(context, Ordering::SeqCst);
+        let (status, _, said) = world.distill(&server.address, "out", &flags);
+        assert!(status == Some(1) && said.contains(what) && said.contains("with 300 again"), "{said}");
+        assert_eq!(kept(&world.path("out")), 1, "{said}");
+        let (status, _, said) = world.distill(&server.address, "out", &[&flags[..], &["--without"]].concat());
+        assert!(status == Some(1) && said.contains("without --backbone"), "{said}");
+    }
+    server.context.store(300, Ordering::SeqCst);
+    let (told, _) = world.summary(&server.address, "out", &flags);
+    assert_eq!((&told["refused"], rows(&world.path("out"))), (&json!(0), world.expected(&words)));
+}
+
+#[test]
+fn a_question_at_which_the_server_always_fails_is_refused() {
+    let (world, words) = (World::new(0), Words::new());
+    world.lines(&questions(&[1; 4]));
+    let server = TestServer::new(move |_, request| {
+        let mut answer = words.answer(request).2;
+        match asked(request).as_str() {
+            "Count to 11" => return Reply::Whole(500, "", "no luck".into()),
+            "Count to 31" => answer["choices"][0]["finish_reason"] = json!("tired"),
+            _ => {}
+        }
+        whole(&answer)
+    });
+    let (told, _) = world.summary(&server.address, "out", &["--concurrency", "1", "--retries", "1"]);
+    assert_eq!((&told["refused"], &told["conversations"]), (&json!(2), &json!(2)));
+    let why: Vec<String> = refused(&world, "out").iter().map(|line| line["why"].to_string()).collect();
+    assert!(why[0].contains("status 500: no luck, after 2 attempts") && why[1].contains("tired"), "{why:?}");
+    let before = server.posts().len();
+    world.summary(&server.address, "out", &["--resume"]);
+    assert_eq!(server.posts().len(), before, "nothing is left to ask");
+}
+
+#[test]
+fn a_server_that_refuses_the_rest_of_a_folder_is_at_fault_itself() {
+    for status in [400, 500] {
+        let (world, words) = (World::new(0), Words::new());
+        world.lines(&questions(&[1; 15]));
+        let is_wrong = Arc::new(AtomicBool::new(true));
+        let refuses = Arc::clone(&is_wrong);
+        let server = TestServer::new(move |number, request| match number {
+            0..3 => whole(&words.answer(request).2),
+            3 => Reply::Whole(401, "", "stop".into()),
+            _ if refuses.load(Ordering::SeqCst) => Reply::Whole(status, "", "never".into()),
+            _ => whole(&words.answer(request).2),
+        });
+        let flags = ["--concurrency", "1", "--retries", "0", "--resume"];
+        assert_eq!(world.distill(&server.address, "out", &flags).0, Some(1));
+        let before = kept(&world.path("out"));
+        for (most, words) in [("99", "has answered no other since; this is not recorded"), ("10", "allows 10")] {
+            let flags = [&flags[..], &["--max-refused", most]].concat();
+            let (ended, _, said) = world.distill(&server.address, "out", &flags);
+            assert!(ended == Some(1) && said.contains(words), "{said}");
+            assert_eq!(kept(&world.path("out")), before, "{said}");
+        }
+        is_wrong.store(false, Ordering::SeqCst);
+        let (told, _) = world.summary(&server.address, "out", &flags);
+        assert_eq!((&told["refused"], rows(&world.path("out"))), (&json!(0), world.expected(&Words::new())));
+    }
+}
+
+#[test]
+fn an_answer_under_way_shows_that_the_server_is_not_at_fault() {
+    let (world, words) = (World::new(0), Words::new());
+    world.lines(&questions(&[1; 6]));
+    let server = TestServer::new(move |_, request| match asked(request).as_str() {
+        "Count to 01" => Reply::Slow(1500, words.answer(request).2.to_string()),
+        _ => Reply::Whole(400, "", "never".into()),
+    });
+    let (status, _, said) = world.distill(&server.address, "out", &["--concurrency", "2", "--max-refused", "1"]);
+    assert!(status == Some(1) && said.contains("is refused, and --max-refused allows 1"), "{said}");
+    assert_eq!(kept(&world.path("out")), 2, "the answer and one refused question: {said}");
+}
+
+#[test]
+fn lines_that_a_power_cut_left_do_not_count_once_their_questions_are_answered() {
+    let (world, words) = (World::new(3), Words::new());
+    let is_refusing = Arc::new(AtomicBool::new(true));
+    let refuses = Arc::clone(&is_refusing);
+    let server = TestServer::new(move |_, request| match refusal(&words, request) {
+        Some(reply) if refuses.load(Ordering::SeqCst) => reply,
+        _ => whole(&words.answer(request).2),
+    });
+    assert_eq!(world.summary(&server.address, "out", &[]).0["refused"], json!(1));
+    std::fs::remove_file(world.path("out").join("shard-00000.parquet")).expect("a shard");
+    is_refusing.store(false, Ordering::SeqCst);
+    for _ in 0..2 {
+        let (told, _) = world.summary(&server.address, "out", &["--resume"]);
+        assert_eq!((&told["refused"], &told["conversations"]), (&json!(0), &json!(3)));
+    }
 }

@@ -3,6 +3,7 @@
 use std::num::NonZeroUsize;
 
 use super::error::{AnswerError, DistillError};
+use super::refusal::Refusal;
 use super::render::Rendered;
 use crate::data::prompts::PromptInput;
 use crate::decode::request::FinishReason;
@@ -67,6 +68,12 @@ pub trait Answerer {
     /// A fault that is none of a single question.
     fn step(&mut self) -> Result<Vec<Answered>, DistillError>;
 
-    /// The run ends: what is answered by now, and what comes within a moment. No question is asked again.
+    /// The run goes on without an answer to this conversation's question.
+    fn note_refused(&mut self, _conversation: usize, _why: &Refusal) {}
+
+    /// The run ends: from now on no question is asked again.
+    fn end(&mut self) {}
+
+    /// After [`end`](Self::end): what is answered by now, and what comes within a moment.
     fn last_answers(&mut self) -> Vec<Answered>;
 }

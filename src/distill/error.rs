@@ -75,7 +75,7 @@ pub enum DistillError {
     Refused { place: RowLocation, id: usize, most: usize, advice: &'static str, source: Box<Refusal> },
     /// The fault is not one of single questions.
     #[error(
-        "{place}: conversation {id} is refused, and the server has answered no other; nothing of it is recorded, and --resume asks again{advice}"
+        "{place}: conversation {id} is refused, and the server has answered no other since; this is not recorded, and --resume asks again{advice}"
     )]
     NothingAnswered { place: RowLocation, id: usize, advice: &'static str, source: Box<Refusal> },
     /// A resumed folder has more refused questions than are allowed now.
@@ -140,6 +140,17 @@ pub enum ServerError {
          with return_token_ids and give --backbone"
     )]
     Reasoning,
+    /// More would be cut off than by the server that the folder was begun with.
+    #[error(
+        "the server's context (max_model_len) is {now} tokens, and was {at_first} when --out was begun: {what} does not fit; start the server \
+         with {at_first} again, and continue with --resume"
+    )]
+    SmallerContext {
+        now: usize,
+        at_first: usize,
+        /// What does not fit.
+        what: &'static str,
+    },
     /// Only with `--strict`.
     #[error("--strict: {what}: expected {expected}, got {got}")]
     TokensDiffer {

@@ -28,7 +28,7 @@ use answer::Answerer;
 pub use conversation::DistillSettings;
 pub use error::{AnswerError, DistillError, ServerError};
 use output::Output;
-pub use refusal::{Refusal, RefusedTurn};
+pub use refusal::{FEW_REFUSED, Refusal, RefusedTurn};
 use render::Renderer;
 use talk::Talk;
 
@@ -158,17 +158,23 @@ pub fn run(
             }
             Err(error @ DistillError::Io { .. }) => return Err(error),
             Err(error) => {
+                answerer.end();
+                let _ = on_step(progress(&answerer, output)); // says what is waited for; the run ends anyway
                 talk.take_last(&mut answerer, output)?;
-                return Err(error);
+                return Err(talk.known_better(error, output));
             }
         }
-        let (conversations, tokens, batch_size) = (output.kept(), answerer.tokens(), answerer.batch_size());
-        if on_step(DistillProgress { conversations, tokens, batch_size }).is_break() {
+        if on_step(progress(&answerer, output)).is_break() {
+            answerer.end();
             talk.take_last(&mut answerer, output)?;
             output.sync()?;
             return Ok(DistillEnd::Stopped);
         }
     }
+}
+
+fn progress(answerer: &impl Answerer, output: &Output) -> DistillProgress {
+    DistillProgress { conversations: output.kept(), tokens: answerer.tokens(), batch_size: answerer.batch_size() }
 }
 
 /// Asks, and hears what is answered meanwhile. Breaks when nothing is left to ask.
@@ -178,6 +184,7 @@ fn go_on(talk: &mut Talk, answerer: &mut impl Answerer, output: &mut Output) -> 
         return Ok(ControlFlow::Break(()));
     }
     talk.hear(answerer.step()?, output)?;
+    talk.new_refusals().iter().for_each(|(id, why)| answerer.note_refused(*id, why));
     Ok(ControlFlow::Continue(()))
 }
 

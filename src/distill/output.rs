@@ -193,9 +193,9 @@ impl Output {
         Ok(())
     }
 
-    /// Writes refused.jsonl, if any of the next shard's conversations were refused.
+    /// Writes refused.jsonl, if any of the next shard's conversations were refused, or an earlier run may have left lines of that shard.
     fn write_refused(&self, ids: &[usize]) -> Result<(), DistillError> {
-        if !ids.iter().any(|id| self.refused.contains_key(id)) {
+        if !self.refused_file().exists() && !ids.iter().any(|id| self.refused.contains_key(id)) {
             return Ok(());
         }
         let of_shards = |question: &&RefusedQuestion| is_in_shards(question.conversation, self.share, self.shards + 1);
@@ -220,7 +220,7 @@ fn refused_path(folder: &Path, share: Share) -> PathBuf {
     folder.join(file_of(share, "refused", ".jsonl"))
 }
 
-/// Refused questions of a share's first `shards` shards. A process that is killed may leave those of a shard that it has not written.
+/// Refused questions of a share's first `shards` shards. A run that is cut short may leave those of a shard that it has not written.
 pub(super) fn refused_in_shards(
     folder: &Path,
     share: Share,
@@ -297,7 +297,7 @@ mod tests {
         assert!(!is_anothers(Share::WHOLE, "shard-1-of-2-00000.parquet"));
     }
 
-    /// Killed between refused.jsonl and its shard, a process asks these questions again.
+    /// A power cut may take a shard and the journal, and leave the lines written before: these questions are asked again.
     #[test]
     fn refused_questions_of_a_shard_that_is_not_written_do_not_count() {
         let dir = tempfile::tempdir().unwrap();

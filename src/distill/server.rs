@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use super::answer::{Answered, Answerer, Question, WrittenAnswer};
 use super::error::{AnswerError, DistillError, ServerError};
+use super::refusal::Refusal;
 use super::render::Renderer;
+use crate::decode::request::FinishReason;
 use crate::http::endpoint::EndpointClient;
 
 mod asker;
@@ -22,7 +24,7 @@ mod tokens;
 
 use asker::{Asker, ToldAnswer, Unanswered, work};
 use completion::Completion;
-use request::ServerRequest;
+use request::{ServerRequest, most_tokens};
 use settings::ServerSettings;
 use tally::ServerTally;
 use tokens::{Checked, TokenCheck};
@@ -88,16 +90,26 @@ impl<'a> ServerAnswerer<'a> {
         let question = self.open.remove(&conversation).expect("only open questions are answered");
         let answer = match told {
             Ok(completion) => self.checked(&question, completion).map_err(AnswerError::from),
-            Err(Unanswered::Failed(AnswerError::Server(ServerError::GaveUp { .. }))) if self.is_stopped() => {
-                return None;
+            Err(Unanswered::Failed(
+                AnswerError::Server(ServerError::GaveUp { .. }) | AnswerError::Refused(Refusal::Failing { .. }),
+            )) if self.is_stopped() => return None,
+            Err(Unanswered::Failed(AnswerError::Refused(Refusal::ReasoningAlone))) if self.is_shortened(&question) => {
+                Err(self.settings.smaller_context("the answer").into())
             }
             Err(Unanswered::Failed(error)) => Err(error),
             Err(Unanswered::Ended) => return None,
         };
-        if let Err(AnswerError::Refused(why)) = &answer {
-            self.tally.note_refused(conversation, why);
-        }
         Some((conversation, answer))
+    }
+
+    /// An answer may not be shorter than the server with which the folder was begun could have written it.
+    fn check_is_whole(&self, question: &Question, completion: &Completion) -> Result<(), ServerError> {
+        let is_cut_early = completion.finish_reason == FinishReason::Length && self.is_shortened(question);
+        if is_cut_early { Err(self.settings.smaller_context("the answer")) } else { Ok(()) }
+    }
+
+    fn is_shortened(&self, question: &Question) -> bool {
+        most_tokens(question, self.settings.context_now) < most_tokens(question, self.settings.context)
     }
 
     fn is_stopped(&self) -> bool {
@@ -106,6 +118,7 @@ impl<'a> ServerAnswerer<'a> {
 
     fn checked(&mut self, question: &Question, completion: Completion) -> Result<WrittenAnswer, ServerError> {
         self.tokens += completion.new_tokens();
+        self.check_is_whole(question, &completion)?;
         let Checked { answer, faults } =
             TokenCheck { settings: &self.settings, renderer: self.renderer }.answer(question, completion)?;
         if let Some(fault) = faults.first().filter(|_| self.settings.strict) {
@@ -134,7 +147,11 @@ impl Answerer for ServerAnswerer<'_> {
     }
 
     fn enter(&mut self, question: Question) -> Result<(), AnswerError> {
-        let request = ServerRequest::new(&question, &self.settings);
+        let (tokens, limits) = (question.prompt.ids.len(), &self.settings);
+        if tokens >= limits.context_now && tokens < limits.context {
+            return Err(limits.smaller_context("the prompt").into());
+        }
+        let request = ServerRequest::new(&question, limits);
         let conversation = question.conversation;
         self.open.insert(conversation, question);
         self.questions.send((conversation, request)).expect("its threads live as long as this sender");
@@ -145,8 +162,18 @@ impl Answerer for ServerAnswerer<'_> {
         Ok(self.heard(GLANCE))
     }
 
-    fn last_answers(&mut self) -> Vec<Answered> {
+    fn note_refused(&mut self, conversation: usize, why: &Refusal) {
+        self.tally.note_refused(conversation, why);
+    }
+
+    fn end(&mut self) {
         self.asker.end();
+        if !self.open.is_empty() && !self.is_stopped() {
+            self.tally.note_last_answers(self.open.len(), LAST_ANSWERS);
+        }
+    }
+
+    fn last_answers(&mut self) -> Vec<Answered> {
         let until = Instant::now() + LAST_ANSWERS;
         let mut last = self.heard(Duration::ZERO);
         while !self.open.is_empty() && !self.is_stopped() && Instant::now() < until {

@@ -7,7 +7,7 @@ use super::answer::{Answered, Answerer, Question, WrittenAnswer};
 use super::conversation::{Conversation, Finished};
 use super::error::{AnswerError, DistillError};
 use super::output::Output;
-use super::refusal::Refusal;
+use super::refusal::{FEW_REFUSED, Refusal};
 use super::render::Renderer;
 use crate::data::prompts::{Dialogue, PromptError};
 use crate::decode::error::DecodeError;
@@ -25,15 +25,40 @@ pub(super) struct Talk<'a> {
     refusals: Refusals,
 }
 
-/// What was refused. A server that refuses everything is at fault itself: until it has answered a question, nothing is recorded.
+/// What was refused. A server that refuses everything is at fault itself: until it has answered a question, nothing is recorded; nor is a
+/// question at which the server fails, until it has answered another one since.
 #[derive(Debug)]
 struct Refusals {
     /// With those of earlier runs.
     count: usize,
     has_answer: bool,
-    held: Vec<Finished>,
-    /// The first one of this run.
-    first: Option<(usize, Refusal)>,
+    /// Not to be recorded yet.
+    held: Vec<(Refusal, Finished)>,
+    /// To be recorded.
+    settled: Vec<Finished>,
+    /// Since they were last taken.
+    new: Vec<(usize, Refusal)>,
+}
+
+impl Refusals {
+    fn new(count: usize) -> Self {
+        Self { count, has_answer: false, held: vec![], settled: vec![], new: vec![] }
+    }
+
+    fn note_answer(&mut self) {
+        self.has_answer = true;
+        self.settled.extend(self.held.drain(..).map(|(_, finished)| finished));
+    }
+
+    fn add(&mut self, why: Refusal, finished: Finished) {
+        self.count += 1;
+        self.new.push((finished.id, why.clone()));
+        if self.has_answer && !why.is_doubtful() {
+            self.settled.push(finished);
+        } else {
+            self.held.push((why, finished));
+        }
+    }
 }
 
 impl<'a> Talk<'a> {
@@ -43,7 +68,7 @@ impl<'a> Talk<'a> {
         settings: &'a DistillSettings,
         output: &Output,
     ) -> Self {
-        let refusals = Refusals { count: output.refused(), has_answer: false, held: vec![], first: None };
+        let refusals = Refusals::new(output.refused());
         let waiting = output.missing().into_iter();
         let (open, next_turns) = (HashMap::new(), VecDeque::new());
         Self { dialogues, renderer, settings, waiting, open, next_turns, refusals }
@@ -83,9 +108,7 @@ impl<'a> Talk<'a> {
                 Err(error) => outcome = outcome.and(Err(error)),
             }
         }
-        if self.refusals.has_answer {
-            finished.append(&mut self.refusals.held);
-        }
+        finished.append(&mut self.refusals.settled);
         output.keep(finished)?;
         outcome
     }
@@ -101,7 +124,7 @@ impl<'a> Talk<'a> {
             Err(AnswerError::Refused(why)) => return self.refused(conversation, id, why).map(|()| None),
             Err(source) => return Err(self.unanswered(id, source)),
         };
-        self.refusals.has_answer = true;
+        self.refusals.note_answer();
         let next = conversation.hear(answer, self.renderer);
         let next = next.and_then(|()| conversation.next_question(self.renderer, self.settings));
         let Some(question) = next.map_err(|source| self.failed(id, source))? else {
@@ -112,30 +135,50 @@ impl<'a> Talk<'a> {
         Ok(None)
     }
 
-    /// Holds a refusal, unless it is one too many.
+    /// Takes a refusal, unless it is one too many.
     fn refused(&mut self, conversation: Conversation, id: usize, why: Refusal) -> Result<(), DistillError> {
-        let (refusals, most) = (&mut self.refusals, self.settings.max_refused);
-        let first = refusals.first.get_or_insert_with(|| (id, why.clone())).clone();
-        if refusals.count < most {
-            refusals.count += 1;
-            refusals.held.push(conversation.refused(&why));
-            return Ok(());
+        if self.refusals.count >= self.settings.max_refused {
+            return Err(self.too_many(id, why));
         }
-        let is_server = !refusals.has_answer && most > 0;
-        Err(if is_server { self.nothing_answered(first) } else { self.too_many(id, why) })
+        let finished = conversation.refused(&why);
+        self.refusals.add(why, finished);
+        Ok(())
     }
 
-    /// All questions are answered or refused.
+    /// Refusals with which the run went on since the last call.
+    pub(super) fn new_refusals(&mut self) -> Vec<(usize, Refusal)> {
+        std::mem::take(&mut self.refusals.new)
+    }
+
+    /// Whether the server has answered a question, in this run or an earlier one.
+    fn has_answers(&self, output: &Output) -> bool {
+        self.refusals.has_answer || output.rows() > 0
+    }
+
+    /// All questions are answered or refused. Behind the last answer only a few may be refused.
     ///
     /// # Errors
-    /// A server that refused all of them, with no answer of an earlier run; an error of the folder.
+    /// A server that refused all questions of the folder, or many since its last answer; an error of the folder.
     pub(super) fn end(&mut self, output: &mut Output) -> Result<(), DistillError> {
-        let is_server = !self.refusals.has_answer && output.rows() == 0;
-        if let Some(first) = self.refusals.first.take().filter(|_| is_server) {
-            return Err(self.nothing_answered(first));
+        let held = std::mem::take(&mut self.refusals.held);
+        match held.first() {
+            Some((why, first)) if held.len() > FEW_REFUSED || !self.has_answers(output) => {
+                return Err(self.nothing_answered(first.id, why.clone()));
+            }
+            _ => {}
         }
-        output.keep(std::mem::take(&mut self.refusals.held))?;
+        output.keep(held.into_iter().map(|(_, finished)| finished).collect())?;
         output.finish()
+    }
+
+    /// The error of a run that has heard its last answers: if there are none at all, one refusal too many is the server's fault.
+    pub(super) fn known_better(&self, error: DistillError, output: &Output) -> DistillError {
+        match (error, self.refusals.held.first()) {
+            (DistillError::Refused { .. }, Some((why, first))) if !self.has_answers(output) => {
+                self.nothing_answered(first.id, why.clone())
+            }
+            (error, _) => error,
+        }
     }
 
     /// The run ends early: keeps what is answered by now, and what comes within a moment. Faults of these answers are left to `--resume`.
@@ -154,7 +197,7 @@ impl<'a> Talk<'a> {
         DistillError::Refused { place, id, most, advice: source.advice(), source: Box::new(source) }
     }
 
-    fn nothing_answered(&self, (id, source): (usize, Refusal)) -> DistillError {
+    fn nothing_answered(&self, id: usize, source: Refusal) -> DistillError {
         let place = self.dialogues[id].place.clone();
         DistillError::NothingAnswered { place, id, advice: source.advice(), source: Box::new(source) }
     }

@@ -219,11 +219,21 @@ fn hidden_path(endpoint: &Url) -> Option<&str> {
     endpoint.path().strip_suffix("/v1").filter(|path| !path.is_empty())
 }
 
-/// Servers quote the path of a request, or a key in it.
+/// Servers quote the path of a request, or a key in it, as it was sent or decoded. Words as short as a name are left alone outside of the path.
 fn without_path(text: String, endpoint: &Url) -> String {
     let Some(path) = hidden_path(endpoint) else { return text };
-    let secrets = path.split('/').filter(|part| part.len() >= SHORTEST_SECRET);
-    secrets.fold(text.replace(path, "/…"), |text, secret| text.replace(secret, "…"))
+    [path.to_owned(), percent_decoded(path)].iter().fold(text, |text, path| {
+        let secrets = path.split('/').filter(|part| part.len() >= SHORTEST_SECRET);
+        secrets.fold(text.replace(&format!("{path}/v1"), "/…/v1"), |text, secret| text.replace(secret, "…"))
+    })
+}
+
+/// `%41` becomes `A`.
+fn percent_decoded(path: &str) -> String {
+    let literal = path.replace('+', "%2B"); // a plus is a space only in a form
+    url::form_urlencoded::parse(format!("={}", literal.replace('&', "%26")).as_bytes())
+        .map(|(_, value)| value.into_owned())
+        .collect()
 }
 
 fn unreadable(problem: String) -> EndpointError {
@@ -288,5 +298,20 @@ mod tests {
         assert_eq!(gateway.shown_endpoint(), "https://gateway.example/…/v1");
         let quoted = "no POST /openai/0123456789abcdef0123/v1/completions for 0123456789abcdef0123\n";
         assert_eq!(gateway.clean(quoted), "no POST /…/v1/completions for …");
+        let encoded = client("https://gateway.example/key%200123456789+a&b/v1");
+        assert_eq!(encoded.clean("no POST /key 0123456789+a&b/v1/models"), "no POST /…/v1/models");
+        assert_eq!(encoded.clean("no key%200123456789+a&b or key 0123456789+a&b"), "no … or …");
+    }
+
+    #[test]
+    fn a_short_path_is_hidden_only_as_a_path() {
+        let limits = ClientLimits { idle: 1, wait: AnswerWait::Whole(Duration::from_secs(1)), resends: 0 };
+        let client = |text: &str| EndpointClient::new(parse_endpoint(text).unwrap(), None, limits).unwrap();
+        let gateway = client("https://h/api/v1");
+        for text in ["vendor/api-x", "vendor/api", "see /api/v2"] {
+            assert_eq!(gateway.clean(text), text);
+        }
+        assert_eq!(gateway.clean("no POST /api/v1/completions"), "no POST /…/v1/completions");
+        assert_eq!(client("http://h//v1").clean("GET //v1/models of a/b"), "GET /…/v1/models of a/b");
     }
 }

@@ -11,6 +11,7 @@ const PERMANENT: [u16; 2] = [501, 505];
 const OF_THE_REQUEST: [u16; 3] = [400, 413, 422];
 
 const TIMED_OUT: u16 = 408;
+const FAILED: u16 = 500;
 pub(super) const TOO_MANY_REQUESTS: u16 = 429;
 
 /// Why a server did not answer. No text holds the API key.
@@ -58,10 +59,17 @@ impl EndpointError {
     pub fn is_of_the_request(&self) -> bool {
         match self {
             Self::Refused { status, should_retry, .. } => {
-                OF_THE_REQUEST.contains(status) || *status == TIMED_OUT && *should_retry == Some(false)
+                OF_THE_REQUEST.contains(status) && *should_retry != Some(true)
+                    || *status == TIMED_OUT && *should_retry == Some(false)
             }
             _ => false,
         }
+    }
+
+    /// Whether the request itself may be why the server fails each time: the server is there, and cannot answer it. Other statuses from 500
+    /// on tell of a server, or one behind it, that is away.
+    pub fn may_be_of_the_request(&self) -> bool {
+        matches!(self, Self::Unreadable { .. } | Self::Refused { status: FAILED, .. })
     }
 
     /// The status, if there is one.
@@ -83,5 +91,39 @@ impl EndpointError {
     /// Whether the server limits the rate of requests (status 429).
     pub fn is_rate_limit(&self) -> bool {
         self.status() == Some(TOO_MANY_REQUESTS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(status: u16, should_retry: Option<bool>) -> EndpointError {
+        EndpointError::Refused { status, message: String::new(), retry_after: None, should_retry }
+    }
+
+    #[test]
+    fn a_request_is_refused_unless_the_server_asks_for_it_again() {
+        for (status, should_retry, expected) in [
+            (400, None, true),
+            (413, Some(false), true),
+            (422, Some(true), false),
+            (400, Some(true), false),
+            (408, None, false),
+            (408, Some(false), true),
+            (500, Some(false), false),
+            (401, None, false),
+        ] {
+            assert_eq!(refused(status, should_retry).is_of_the_request(), expected, "{status}, {should_retry:?}");
+        }
+    }
+
+    #[test]
+    fn a_server_that_is_away_says_nothing_of_the_request() {
+        assert!(refused(500, None).may_be_of_the_request());
+        assert!(EndpointError::Unreadable { problem: "half".into() }.may_be_of_the_request());
+        for status in [400, 401, 404, 429, 502, 503, 504] {
+            assert!(!refused(status, None).may_be_of_the_request(), "{status}");
+        }
     }
 }

@@ -82,6 +82,7 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let stop = interrupted();
     let model = args.server.model(&client, stop, common)?;
     let contexts = args.contexts(words.as_ref(), &model)?;
+    contexts.check(words.is_some(), common)?;
     let settings = args.settings(contexts.of_folder, common);
     let (dialogues, _) = args.fitting(dialogues, renderer.as_ref(), &settings, common)?;
     let prompts = PromptsUsed { file: &file, conversations: dialogues.len(), too_long: all - dialogues.len() };
@@ -96,7 +97,7 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     say_resumed(&output, common);
     let (began, before) = (Instant::now(), output.kept());
     let settings = DistillSettings { max_refused: args.server.most_refused(&output, args.fit.strict), ..settings };
-    let asking = args.server_settings(words.as_ref(), model.id, contexts.now);
+    let asking = args.server_settings(words.as_ref(), model.id, contexts);
     let answerer = ServerAnswerer::start(client, asking, renderer.as_ref(), stop)
         .context("cannot start a thread for each request of --concurrency")?;
     let progress = ServerProgress::new(&output, answerer.tally(), began, common);
@@ -144,14 +145,15 @@ impl DistillArgs {
         Ok(Contexts { own, of_folder, now: of_folder.min(with(model.max_model_len)?) })
     }
 
-    fn server_settings(&self, words: Option<&BackboneTokens>, model: String, context: usize) -> ServerSettings {
+    fn server_settings(&self, words: Option<&BackboneTokens>, model: String, contexts: Contexts) -> ServerSettings {
         ServerSettings {
             model,
             temperature: self.temperature,
             top_p: self.top_p,
             concurrency: self.server.concurrency.get(),
             retries: self.server.retries,
-            context,
+            context: contexts.of_folder,
+            context_now: contexts.now,
             strict: self.fit.strict,
             eos: words.map_or_else(Vec::new, |words| words.config.eos_token_ids.clone()),
         }
@@ -181,6 +183,28 @@ struct Contexts {
     of_folder: usize,
     /// With the server's of this run.
     now: usize,
+}
+
+impl Contexts {
+    /// Says that the server has come back with a smaller context.
+    ///
+    /// # Errors
+    /// Without `--backbone` nobody knows what does not fit.
+    fn check(self, has_backbone: bool, common: &CommonFlags) -> anyhow::Result<()> {
+        let Self { of_folder, now, .. } = self;
+        if now >= of_folder {
+            return Ok(());
+        }
+        let smaller =
+            format!("the server's context (max_model_len) is {now} tokens, and was {of_folder} when --out was begun");
+        if !has_backbone {
+            anyhow::bail!(
+                "{smaller}; without --backbone the prompts that do not fit are not known: start the server with {of_folder} again"
+            );
+        }
+        common.say(format_args!("{smaller}: the run ends at the first prompt or answer that does not fit"));
+        Ok(())
+    }
 }
 
 /// The bar, and what happens for the first time.

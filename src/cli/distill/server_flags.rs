@@ -10,13 +10,12 @@ use url::Url;
 
 use crate::cli::numbers::above_zero;
 use crate::cli::{CommonFlags, Interrupted, UsageError};
+use crate::distill::FEW_REFUSED;
 use crate::distill::output::Output;
 use crate::http::EndpointError;
 use crate::http::backoff::{Backoff, pause};
 use crate::http::endpoint::{EndpointClient, ListedModel, parse_endpoint};
 
-/// Refused questions that a small folder may have without --max-refused.
-const FEW_REFUSED: usize = 10;
 /// Models of a server that an error lists.
 const SHOWN_MODELS: usize = 20;
 
@@ -42,7 +41,8 @@ pub(in crate::cli) struct ServerFlags {
     /// Longest time from the connection to the last byte of an answer; then the request is sent again.
     #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = above_zero::<NonZeroU32>, requires = "endpoint")]
     pub(in crate::cli) timeout: NonZeroU32,
-    /// Questions of --out that the server may refuse, by a content filter or with status 400, 413 or 422; one more ends the run [default: one in a
+    /// Questions of --out that the server may refuse, by a content filter, with status 400, 413 or 422, or with status 500 or no answer of
+    /// OpenAI's form to every attempt; one more ends the run [default: one in a
     /// hundred conversations, at least 10; none with --strict].
     #[arg(long, value_name = "N", requires = "endpoint", conflicts_with = "strict")]
     pub(in crate::cli) max_refused: Option<usize>,

@@ -123,6 +123,7 @@ fn given_up(source: EndpointError, attempts: u32) -> AnswerError {
         EndpointError::Refused { status, message, .. } if source.is_of_the_request() => {
             Refusal::Status { status, message }.into()
         }
+        source if source.may_be_of_the_request() => Refusal::Failing { words: source.to_string(), attempts }.into(),
         source => ServerError::GaveUp { attempts, source }.into(),
     }
 }

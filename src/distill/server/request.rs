@@ -35,13 +35,11 @@ impl ServerRequest {
                 (CHAT_COMPLETIONS, "messages", json!(messages))
             }
         };
-        // Some servers refuse a request that could outgrow their context.
-        let room = settings.context.saturating_sub(question.prompt.ids.len()).max(1);
         let draws = settings.temperature.get() > 0.0;
         let fields = [
             ("model", Some(json!(settings.model))),
             (name, Some(prompt)),
-            ("max_tokens", Some(json!(question.max_new_tokens.get().min(room)))),
+            ("max_tokens", Some(json!(most_tokens(question, settings.context_now)))),
             ("temperature", Some(json!(settings.temperature.get()))),
             ("top_p", (settings.top_p != Probability::ONE).then(|| json!(settings.top_p.get()))),
             ("seed", draws.then(|| json!(seed(question.stream)))),
@@ -61,6 +59,12 @@ impl ServerRequest {
         }
         EndpointRequest { path: self.path, body: Value::Object(fields).to_string() }
     }
+}
+
+/// Most tokens of an answer: some servers refuse a request that could outgrow their context.
+pub(super) fn most_tokens(question: &Question, context: usize) -> usize {
+    let room = context.saturating_sub(question.prompt.ids.len()).max(1);
+    question.max_new_tokens.get().min(room)
 }
 
 /// 31 bits, which every server takes: another seed for each turn of each conversation, so that two equal prompts get two answers.
@@ -88,6 +92,7 @@ pub(super) mod tests {
             concurrency: 1,
             retries: 0,
             context: 100,
+            context_now: 100,
             strict: false,
             eos: vec![],
         }

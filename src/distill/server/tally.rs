@@ -2,12 +2,14 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use serde::Serialize;
 
 use super::tokens::Disagreement;
 use crate::distill::refusal::Refusal;
 use crate::http::EndpointError;
+use crate::plural::counted;
 
 /// Counts of a run's answers, while they come.
 #[derive(Debug, Default)]
@@ -91,6 +93,11 @@ impl ServerTally {
                 "conversation {conversation} is refused: {why}; the run goes on and counts (--strict makes this an error)"
             ));
         }
+    }
+
+    pub(super) fn note_last_answers(&self, open: usize, wait: Duration) {
+        let (answers, seconds) = (counted(open, "answer"), wait.as_secs());
+        self.tell(format!("the run ends; waiting up to {seconds} s for {answers} under way: Ctrl-C ends it now"));
     }
 
     pub(super) fn note_no_token_ids(&self, error: &EndpointError) {
