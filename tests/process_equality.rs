@@ -16,6 +16,7 @@ use super::small_run::Ended;
 const TOLERANCES: [f64; 3] = [1e-5, 1e-5, 1e-4];
 /// The first gradients of the adapters are rounding noise.
 const OF_DISTILLATION: [f64; 3] = [1e-3, 1e-3, 1e-3];
+const IN_FLOAT64: [f64; 3] = [1e-9, 1e-9, 1e-9];
 
 /// Trains with `medusa-train`, in a folder of its own.
 fn train(run: &Run, name: &str, nproc: usize) {
@@ -49,7 +50,7 @@ fn heads_apart(files: [&WeightFiles; 2]) -> f64 {
     assert_eq!(files[0].names(), files[1].names());
     let of = |name: &str| {
         let shape = files[1].shape(name).expect("a shape");
-        let [got, expected] = files.map(|file| file.tensor(name, &shape, Kind::Float, Device::Cpu).expect("a tensor"));
+        let [got, expected] = files.map(|file| file.tensor(name, &shape, Kind::Double, Device::Cpu).expect("a tensor"));
         finite((got - expected).abs().max().double_value(&[]))
     };
     files[0].names().into_iter().map(of).fold(0.0, f64::max)
@@ -70,18 +71,17 @@ fn distances(run: &Run, names: [&str; 2]) -> [f64; 3] {
     [apart(lines, |line| Some(line.loss)), norms, heads_apart([&heads[0], &heads[1]])]
 }
 
-#[test]
-#[ignore = "20 runs of 20 steps, several minutes: cargo test --test promises process_equality -- --ignored --nocapture"]
-fn twenty_steps_of_processes_are_those_of_one() {
+/// Trains each stage with one process, and with 2 and 4, `zero_stage` 0 and 1.
+fn assert_same(dtype: &str, of_stages: [f64; 3], of_distillation: [f64; 3]) {
     let [plain, distilled] = [lora(false), lora(true)];
     for (what, stage, tolerances) in [
-        ("Medusa-1", MEDUSA1, TOLERANCES),
-        ("Medusa-2 with LoRA", &plain, TOLERANCES),
-        ("self-distillation", &distilled, OF_DISTILLATION),
-        ("fine-tuning of the backbone", FULL, TOLERANCES),
+        ("Medusa-1", MEDUSA1, of_stages),
+        ("Medusa-2 with LoRA", &plain, of_stages),
+        ("self-distillation", &distilled, of_distillation),
+        ("fine-tuning of the backbone", FULL, of_stages),
     ] {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let run = Run { rows: 160, steps: 20, ..Run::new(&folder, stage) };
+        let run = Run { dtype, rows: 160, steps: 20, ..Run::new(&folder, stage) };
         train(&run, "alone", 1);
         for (nproc, zero_stage) in [(2, 0), (2, 1), (4, 0), (4, 1)] {
             let name = format!("{nproc}-{zero_stage}");
@@ -93,4 +93,16 @@ fn twenty_steps_of_processes_are_those_of_one() {
             assert!(is_near, "{what}, {nproc} processes, zero_stage = {zero_stage}: {far:?}, expected {tolerances:?}");
         }
     }
+}
+
+#[test]
+#[ignore = "20 runs of 20 steps, several minutes: cargo test --test promises process_equality -- --ignored --nocapture"]
+fn twenty_steps_of_processes_are_those_of_one() {
+    assert_same("float32", TOLERANCES, OF_DISTILLATION);
+}
+
+#[test]
+#[ignore = "20 runs of 20 steps, several minutes: cargo test --test promises process_equality -- --ignored --nocapture"]
+fn twenty_steps_of_processes_are_those_of_one_in_float64() {
+    assert_same("float64", IN_FLOAT64, IN_FLOAT64);
 }
