@@ -8,6 +8,7 @@ use super::accelerator::{self, Accelerator};
 use super::collective::{Collective, CollectiveError};
 use super::cuda_runtime::{self, CudaRuntimeError};
 use super::process_group::{ProcessGroup, machine_id};
+use crate::plural::counted;
 
 /// The GPUs that a process sees, and the processes of its run that see the same ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,6 +111,41 @@ fn of_seen(all: &[SeenGpus], rank: usize) -> Result<SharedGpus, SharedGpusError>
     Ok(SharedGpus { gpus: own.addresses.len(), local_rank, processes: places.len() })
 }
 
+/// The processes of a machine cannot have a GPU each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum GpuForEachError {
+    /// One GPU was named for several processes.
+    #[error(
+        "--device cuda:{index} is one GPU, and {processes} processes run on this machine: use --device cuda, and each takes its own"
+    )]
+    OneNamed { index: usize, processes: usize },
+    /// There are more processes than GPUs.
+    #[error(
+        "{processes} processes on this machine share {}, and each needs one of its own: start {gpus} (--nproc, torchrun --nproc_per_node, \
+         #SBATCH --ntasks-per-node), or use --device cpu",
+        counted(*gpus, "GPU")
+    )]
+    TooFew { processes: usize, gpus: usize },
+}
+
+impl DeviceChoice {
+    /// For one of several processes: each computes on GPUs of its own, if there are any, so many from this one on.
+    ///
+    /// # Errors
+    /// [`GpuForEachError`].
+    pub fn of_process(self, shared: SharedGpus, gpus_of_each: usize) -> Result<Self, GpuForEachError> {
+        let SharedGpus { gpus, local_rank, processes } = shared;
+        match self {
+            Self::Cpu => Ok(self),
+            Self::Auto | Self::Cuda(_) if gpus == 0 => Ok(self),
+            Self::Cuda(index) if index > 0 && processes > 1 => Err(GpuForEachError::OneNamed { index, processes }),
+            Self::Cuda(index) if index > 0 => Ok(self),
+            _ if processes > gpus => Err(GpuForEachError::TooFew { processes, gpus }),
+            _ => Ok(Self::Cuda(local_rank * gpus_of_each.clamp(1, gpus / processes))),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -164,5 +200,42 @@ mod tests {
         }
         let error = of_seen(&[seen("a", 0, &["1", "2"]), seen("a", 1, &["2", "1"])], 0).unwrap_err().to_string();
         assert!(error.starts_with("ranks 0 and 1 run on one machine"), "{error}");
+    }
+
+    #[test]
+    fn processes_do_not_share_a_gpu() {
+        let [first, second] = [0, 1].map(|local_rank| SharedGpus { gpus: 8, local_rank, processes: 2 });
+        for choice in [DeviceChoice::Auto, DeviceChoice::Cuda(0)] {
+            assert_eq!(choice.of_process(first, 1), Ok(DeviceChoice::Cuda(0)));
+            assert_eq!(choice.of_process(second, 1), Ok(DeviceChoice::Cuda(1)));
+            assert_eq!(choice.of_process(second, 3), Ok(DeviceChoice::Cuda(3)));
+            assert_eq!(choice.of_process(second, 9), Ok(DeviceChoice::Cuda(4)), "too many: the recipe's check says so");
+        }
+        assert_eq!(DeviceChoice::Cpu.of_process(second, 1), Ok(DeviceChoice::Cpu));
+        let named = DeviceChoice::Cuda(1).of_process(first, 1).unwrap_err().to_string();
+        assert!(named.starts_with("--device cuda:1 is one GPU, and 2 processes"), "{named}");
+    }
+
+    #[test]
+    fn a_gpu_that_only_this_process_sees_is_cuda_0() {
+        let own = SharedGpus { gpus: 1, local_rank: 0, processes: 1 };
+        for choice in [DeviceChoice::Auto, DeviceChoice::Cuda(0)] {
+            assert_eq!(choice.of_process(own, 1), Ok(DeviceChoice::Cuda(0)));
+        }
+        let two = SharedGpus { gpus: 2, ..own };
+        assert_eq!(DeviceChoice::Cuda(1).of_process(two, 1), Ok(DeviceChoice::Cuda(1)));
+    }
+
+    #[test]
+    fn more_processes_than_gpus_are_refused() {
+        let ninth = SharedGpus { gpus: 8, local_rank: 8, processes: 9 };
+        for choice in [DeviceChoice::Auto, DeviceChoice::Cuda(0)] {
+            assert_eq!(choice.of_process(ninth, 1), Err(GpuForEachError::TooFew { processes: 9, gpus: 8 }));
+        }
+        let told = GpuForEachError::TooFew { processes: 2, gpus: 1 }.to_string();
+        assert!(told.contains("share 1 GPU, and") && !told.contains("  "), "{told}");
+        let none = SharedGpus { gpus: 0, ..ninth };
+        assert_eq!(DeviceChoice::Auto.of_process(none, 1), Ok(DeviceChoice::Auto), "the CPU");
+        assert_eq!(DeviceChoice::Cuda(0).of_process(none, 1), Ok(DeviceChoice::Cuda(0)), "which `resolve` refuses");
     }
 }
