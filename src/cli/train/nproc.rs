@@ -18,6 +18,8 @@ use crate::torch::process_group::rendezvous::Rendezvous;
 
 /// Processes notice at their next exchange that one has failed, which comes within `--process-timeout`, and then have so long to say so.
 const TO_END: Duration = Duration::from_secs(5);
+/// Those that still meet, or are in a long step, do not notice it for minutes: a run ends within half a minute of a failure.
+const LONGEST_END: Duration = Duration::from_secs(20);
 const POLL: Duration = Duration::from_millis(20);
 /// The process that started this one.
 const STARTER: &str = "MEDUSA_STARTER";
@@ -35,13 +37,18 @@ struct RankProcess {
 /// # Errors
 /// If they cannot be started.
 pub(super) fn run(count: NonZeroUsize, timeout: Duration, common: &CommonFlags) -> anyhow::Result<()> {
-    let (stop, grace) = (interrupted_to_save(), timeout.saturating_add(TO_END)); // from here on the first signal is passed on
+    let (stop, grace) = (interrupted_to_save(), grace(timeout)); // from here on the first signal is passed on
     let store = LocalStore::start().context("cannot open a port on 127.0.0.1 for the processes to meet")?;
     let workers = (0..count.get()).map(|rank| start(rank, count, store.port(), common)).collect::<Result<_, _>>()?;
     match wait(workers, stop, grace, &|line| common.say(line))? {
         0 => Ok(()),
         status => end(status),
     }
+}
+
+/// How long processes may go on after the first failure.
+fn grace(timeout: Duration) -> Duration {
+    timeout.saturating_add(TO_END).min(LONGEST_END)
 }
 
 /// Passes a signal on, and kills what has not ended `grace` after the first failure; returns the status of the run.
@@ -184,6 +191,11 @@ mod tests {
     fn program(rank: usize, [name, argument]: [&str; 2]) -> RankProcess {
         let process = Command::new(name).arg(argument).spawn().expect("a program of the system");
         RankProcess { rank, process, ended: None, was_killed: false }
+    }
+
+    #[test]
+    fn a_run_ends_soon_after_a_failure_however_long_its_exchanges_may_take() {
+        assert_eq!([1, 600].map(|seconds| grace(Duration::from_secs(seconds)).as_secs()), [6, 20]);
     }
 
     /// What a rank with a stopped neighbour looks like: it neither ends nor says anything.
