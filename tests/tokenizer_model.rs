@@ -257,3 +257,12 @@ fn a_tokenizer_model_that_cannot_be_read_is_refused_in_a_sentence() {
         assert!(words.iter().all(|word| error.contains(word)) && !error.contains('\n'), "{words:?}: {error}");
     }
 }
+
+/// Groups, each of which begins in the one before, overflow the stack of a reader that goes down with them (RUSTSEC-2024-0437).
+#[test]
+fn a_tokenizer_model_of_groups_in_groups_is_refused() {
+    const GROUP: u8 = 15 << 3 | 3;
+    let bytes = [model("llama"), vec![GROUP; 1 << 20]].concat();
+    let error = refusal(&folder(bytes, &json!({})));
+    assert!(error.contains("neither a SentencePiece model") && !error.contains('\n'), "{error}");
+}

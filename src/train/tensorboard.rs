@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use protobuf::{CodedOutputStream, ProtobufResult};
+use protobuf::CodedOutputStream;
 
 use crate::files::failed;
 use crate::formats::metrics::MetricsError;
@@ -61,7 +61,7 @@ impl EventFile {
 
     fn write(
         &mut self,
-        content: impl FnOnce(&mut CodedOutputStream<'_>) -> ProtobufResult<()>,
+        content: impl FnOnce(&mut CodedOutputStream<'_>) -> protobuf::Result<()>,
     ) -> Result<(), MetricsError> {
         let event = message(|event| {
             event.write_double(field::WALL_TIME, now())?;
@@ -72,7 +72,7 @@ impl EventFile {
     }
 }
 
-fn message(content: impl FnOnce(&mut CodedOutputStream<'_>) -> ProtobufResult<()>) -> ProtobufResult<Vec<u8>> {
+fn message(content: impl FnOnce(&mut CodedOutputStream<'_>) -> protobuf::Result<()>) -> protobuf::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let mut stream = CodedOutputStream::vec(&mut bytes);
     content(&mut stream)?;

@@ -6,7 +6,7 @@ pub enum SentencePieceError {
     #[error("it is a Git LFS pointer to the file, not the file itself; run `git lfs pull` where it was cloned")]
     Pointer,
     #[error("it is neither a SentencePiece model (protobuf) nor a tiktoken vocabulary (lines of base64 and a rank)")]
-    NoProtobuf(#[source] protobuf::ProtobufError),
+    NoProtobuf(#[source] protobuf::Error),
     #[error(
         "it is neither a SentencePiece model (it has no pieces) nor a tiktoken vocabulary (lines of base64 and a rank)"
     )]

@@ -1,8 +1,9 @@
 //! The protobuf message of a SentencePiece `tokenizer.model`: the fields that decide ids, by the numbers of
 //! `sentencepiece_model.proto`. Fields that only training uses are skipped.
 
-use protobuf::wire_format::WireType::{WireTypeFixed32, WireTypeLengthDelimited, WireTypeVarint};
-use protobuf::{CodedInputStream, ProtobufResult};
+use protobuf::CodedInputStream;
+use protobuf::rt::WireType::{self, Fixed32, LengthDelimited, Varint};
+use protobuf::rt::skip_field_for_tag;
 
 /// `ModelProto`.
 #[derive(Debug, Default)]
@@ -77,15 +78,15 @@ impl Default for NormalizerSpec {
 impl ModelProto {
     /// # Errors
     /// Bytes that are no such message.
-    pub(super) fn parse(bytes: &[u8]) -> ProtobufResult<Self> {
+    pub(super) fn parse(bytes: &[u8]) -> protobuf::Result<Self> {
         let mut model = Self::default();
         let mut stream = CodedInputStream::from_bytes(bytes);
-        while !stream.eof()? {
-            match stream.read_tag_unpack()? {
-                (1, WireTypeLengthDelimited) => model.pieces.push(PieceProto::parse(&stream.read_bytes()?)?),
-                (2, WireTypeLengthDelimited) => model.trainer.merge(&stream.read_bytes()?)?,
-                (3, WireTypeLengthDelimited) => model.normalizer.merge(&stream.read_bytes()?)?,
-                (_, wire_type) => stream.skip_field(wire_type)?,
+        while let Some(tag) = stream.read_raw_tag_or_eof()? {
+            match (tag >> 3, WireType::new(tag & 7)) {
+                (1, Some(LengthDelimited)) => model.pieces.push(PieceProto::parse(&stream.read_bytes()?)?),
+                (2, Some(LengthDelimited)) => model.trainer.merge(&stream.read_bytes()?)?,
+                (3, Some(LengthDelimited)) => model.normalizer.merge(&stream.read_bytes()?)?,
+                _ => skip_field_for_tag(tag, &mut stream)?,
             }
         }
         Ok(model)
@@ -93,15 +94,15 @@ impl ModelProto {
 }
 
 impl PieceProto {
-    fn parse(bytes: &[u8]) -> ProtobufResult<Self> {
+    fn parse(bytes: &[u8]) -> protobuf::Result<Self> {
         let mut piece = Self { text: String::new(), score: 0.0, kind: PieceKind::Normal };
         let mut stream = CodedInputStream::from_bytes(bytes);
-        while !stream.eof()? {
-            match stream.read_tag_unpack()? {
-                (1, WireTypeLengthDelimited) => piece.text = stream.read_string()?,
-                (2, WireTypeFixed32) => piece.score = stream.read_float()?,
-                (3, WireTypeVarint) => piece.kind = PieceKind::of(stream.read_int32()?),
-                (_, wire_type) => stream.skip_field(wire_type)?,
+        while let Some(tag) = stream.read_raw_tag_or_eof()? {
+            match (tag >> 3, WireType::new(tag & 7)) {
+                (1, Some(LengthDelimited)) => piece.text = stream.read_string()?,
+                (2, Some(Fixed32)) => piece.score = stream.read_float()?,
+                (3, Some(Varint)) => piece.kind = PieceKind::of(stream.read_int32()?),
+                _ => skip_field_for_tag(tag, &mut stream)?,
             }
         }
         Ok(piece)
@@ -124,16 +125,16 @@ impl PieceKind {
 
 impl TrainerSpec {
     /// A message that comes in parts is the sum of them.
-    fn merge(&mut self, bytes: &[u8]) -> ProtobufResult<()> {
+    fn merge(&mut self, bytes: &[u8]) -> protobuf::Result<()> {
         let mut stream = CodedInputStream::from_bytes(bytes);
-        while !stream.eof()? {
-            match stream.read_tag_unpack()? {
-                (3, WireTypeVarint) => self.model_type = stream.read_int32()?,
-                (24, WireTypeVarint) => self.treat_whitespace_as_suffix = stream.read_bool()?,
-                (35, WireTypeVarint) => self.byte_fallback = stream.read_bool()?,
-                (46, WireTypeLengthDelimited) => self.bos_piece = stream.read_string()?,
-                (47, WireTypeLengthDelimited) => self.eos_piece = stream.read_string()?,
-                (_, wire_type) => stream.skip_field(wire_type)?,
+        while let Some(tag) = stream.read_raw_tag_or_eof()? {
+            match (tag >> 3, WireType::new(tag & 7)) {
+                (3, Some(Varint)) => self.model_type = stream.read_int32()?,
+                (24, Some(Varint)) => self.treat_whitespace_as_suffix = stream.read_bool()?,
+                (35, Some(Varint)) => self.byte_fallback = stream.read_bool()?,
+                (46, Some(LengthDelimited)) => self.bos_piece = stream.read_string()?,
+                (47, Some(LengthDelimited)) => self.eos_piece = stream.read_string()?,
+                _ => skip_field_for_tag(tag, &mut stream)?,
             }
         }
         Ok(())
@@ -142,15 +143,15 @@ impl TrainerSpec {
 
 impl NormalizerSpec {
     /// A message that comes in parts is the sum of them.
-    fn merge(&mut self, bytes: &[u8]) -> ProtobufResult<()> {
+    fn merge(&mut self, bytes: &[u8]) -> protobuf::Result<()> {
         let mut stream = CodedInputStream::from_bytes(bytes);
-        while !stream.eof()? {
-            match stream.read_tag_unpack()? {
-                (2, WireTypeLengthDelimited) => self.precompiled_charsmap = stream.read_bytes()?,
-                (3, WireTypeVarint) => self.add_dummy_prefix = stream.read_bool()?,
-                (4, WireTypeVarint) => self.remove_extra_whitespaces = stream.read_bool()?,
-                (5, WireTypeVarint) => self.escape_whitespaces = stream.read_bool()?,
-                (_, wire_type) => stream.skip_field(wire_type)?,
+        while let Some(tag) = stream.read_raw_tag_or_eof()? {
+            match (tag >> 3, WireType::new(tag & 7)) {
+                (2, Some(LengthDelimited)) => self.precompiled_charsmap = stream.read_bytes()?,
+                (3, Some(Varint)) => self.add_dummy_prefix = stream.read_bool()?,
+                (4, Some(Varint)) => self.remove_extra_whitespaces = stream.read_bool()?,
+                (5, Some(Varint)) => self.escape_whitespaces = stream.read_bool()?,
+                _ => skip_field_for_tag(tag, &mut stream)?,
             }
         }
         Ok(())
