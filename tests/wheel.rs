@@ -23,6 +23,7 @@ fn the_wheel_has_cargos_version_and_requires_the_torch_that_was_linked() {
     assert_eq!(project["dependencies"], toml::Value::from(vec![format!("torch=={LIBTORCH_VERSION}")]));
     let maturin = &python["tool"]["maturin"];
     assert_eq!((maturin["bindings"].as_str(), maturin["auditwheel"].as_str()), (Some("bin"), Some("skip")));
+    assert_eq!(maturin["sbom"]["rust"].as_bool(), Some(true), "the wheel lists the crates of the programs");
 }
 
 /// The libraries of libtorch that the loader has started.
