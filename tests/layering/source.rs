@@ -53,12 +53,40 @@ pub(super) struct Source {
     pub(super) undocumented: Vec<(String, usize)>,
     /// Whether the file starts with `//!`.
     pub(super) has_module_doc: bool,
-    /// Lines with the word `unsafe`.
-    pub(super) unsafe_lines: BTreeSet<usize>,
+    /// Where the word `unsafe` stands, with its lines.
+    pub(super) unsafe_code: Vec<(UnsafeCode, usize)>,
     /// Lines of code, without comments.
     pub(super) code: BTreeSet<usize>,
     /// Compiled for other targets instead of files of this crate, with types of the same names.
     pub(super) stand_in: bool,
+}
+
+/// What is unsafe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum UnsafeCode {
+    Block,
+    Function,
+    Impl,
+    /// Functions of C and C++ that are declared.
+    Foreign,
+    /// The type of a pointer to a function.
+    Type,
+}
+
+impl UnsafeCode {
+    /// From the tokens after `unsafe`.
+    fn of(next: &[&Token]) -> Self {
+        let text = |ahead: usize| next.get(ahead).map_or("", |token| token.text.as_str());
+        let is_pointer = |at: usize| text(at) == "fn" && text(at + 1) == "(";
+        match text(0) {
+            "{" => Self::Block,
+            "impl" => Self::Impl,
+            "extern" if text(2) == "{" => Self::Foreign,
+            "extern" if is_pointer(2) => Self::Type,
+            _ if is_pointer(0) => Self::Type,
+            _ => Self::Function,
+        }
+    }
 }
 
 /// A token (`::` is one token), with its first and last line.
@@ -78,10 +106,10 @@ impl Source {
         let mut source = Source { path: path.to_owned(), undocumented: undocumented(&tokens), ..Source::default() };
         source.has_module_doc = text.starts_with("//!");
         let tokens = without_docs(&tokens);
-        for token in &tokens {
+        for (at, token) in tokens.iter().enumerate() {
             source.code.extend(token.line..=token.last);
             match token.text.as_str() {
-                "unsafe" => drop(source.unsafe_lines.insert(token.line)),
+                "unsafe" => source.unsafe_code.push((UnsafeCode::of(&tokens[at + 1..]), token.line)),
                 text if text.starts_with('"') => source.literals.push((text.trim_matches('"').to_owned(), token.line)),
                 _ => {}
             }
