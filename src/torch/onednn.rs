@@ -34,7 +34,7 @@ impl PackedWeight {
     /// Packs a CPU weight `[O, I]` of float32 or bfloat16. `None` if oneDNN is missing or does not support the dtype;
     /// then use libtorch's linear.
     pub fn pack(weight_oi: &Tensor) -> Option<Self> {
-        if !can(weight_oi) {
+        if !can(weight_oi) || weight_oi.kind() == Kind::BFloat16 && !packs_bfloat16() {
             return None;
         }
         // The batch size is absent.
@@ -65,6 +65,17 @@ pub fn linear(x_ni: &Tensor, weight_oi: &Tensor) -> Tensor {
 
 fn can(tensor: &Tensor) -> bool {
     tensor.device() == Device::Cpu && matches!(tensor.kind(), Kind::Float | Kind::BFloat16) && tch::utils::has_mkldnn()
+}
+
+/// Whether libtorch packs bfloat16 on this CPU; elsewhere it prints the stack about every weight.
+fn packs_bfloat16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avxneconvert")
+        || is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512dq");
+    #[cfg(not(target_arch = "x86_64"))]
+    true
 }
 
 /// `weight` may be plain or packed.
@@ -114,5 +125,7 @@ mod tests {
     #[test]
     fn what_cannot_be_packed_is_left_to_libtorch() {
         assert!(PackedWeight::pack(&Tensor::zeros([4, 4], (Kind::Double, Device::Cpu))).is_none());
+        let bfloat16 = PackedWeight::pack(&Tensor::zeros([64, 64], (Kind::BFloat16, Device::Cpu)));
+        assert!(bfloat16.is_some() == packs_bfloat16() || !cfg!(target_arch = "x86_64"));
     }
 }
