@@ -25,9 +25,16 @@ impl HostNames {
     /// Whether a request may have this `Host`: a name or an address, with or without a port.
     pub fn admit(&self, host: &str) -> bool {
         let Self::Loopback(more) = self else { return true };
-        let name = host.parse::<Authority>().ok().map(|authority| normal(authority.host()));
-        name.is_some_and(|name| is_loopback(&name) || more.contains(&name))
+        name_of(host).is_some_and(|name| is_loopback(&name) || more.contains(&name))
     }
+}
+
+/// The name of a `Host`, which has nothing more than a port.
+fn name_of(host: &str) -> Option<String> {
+    let authority: Authority = host.parse().ok()?;
+    let port = host.strip_prefix(authority.host())?;
+    let is_port = port.is_empty() || port.strip_prefix(':').is_some_and(|port| port.parse::<u16>().is_ok());
+    is_port.then(|| normal(authority.host()))
 }
 
 /// Browsers resolve `localhost` and the names below it themselves: nobody else can own one.
@@ -75,6 +82,11 @@ mod tests {
             "0.0.0.0",
             "[::3]",
             "my.example/",
+            "evil.example@localhost",
+            "localhost:evil",
+            "localhost:65536",
+            "[::1]evil",
+            "[::1]:80@evil.example",
             "localhost\u{e9}",
         ] {
             assert!(!names.admit(host), "{host}");

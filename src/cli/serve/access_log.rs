@@ -30,7 +30,7 @@ impl AccessLog {
     pub(super) fn sink(&self) -> LogSink {
         let lines = self.lines.clone();
         Arc::new(move |line: &Value| {
-            let _ = lines.try_send(line.to_string()); // a log that nobody reads is no reason to refuse an answer
+            let _ = lines.try_send(one_line(line)); // a log that nobody reads is no reason to refuse an answer
         })
     }
 
@@ -47,5 +47,38 @@ fn write(lines: &Receiver<String>) {
         if print_line(line).is_err() {
             return;
         }
+    }
+}
+
+/// JSON in one line, without characters that a terminal obeys or a reader takes for a line's end: serde escapes only those below U+0020.
+fn one_line(value: &Value) -> String {
+    let is_harmful = |c: char| c.is_control() || matches!(c, '\u{2028}' | '\u{2029}');
+    let text = value.to_string();
+    if !text.contains(is_harmful) {
+        return text;
+    }
+    text.chars().fold(String::with_capacity(text.len() + 16), |mut line, c| {
+        if is_harmful(c) {
+            line.push_str(&format!("\\u{:04x}", u32::from(c)))
+        } else {
+            line.push(c)
+        }
+        line
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_line_of_the_log_is_one_line_and_no_terminal_obeys_it() {
+        let value = json!({"peer": "a\u{9b}31m\u{7f}b\u{2028}c\u{85}d\ne\u{1b}[2Jf", "text": "wie schön \u{1f44b}"});
+        let line = one_line(&value);
+        assert!(!line.contains(|c: char| c.is_control() || c == '\u{2028}'), "{line}");
+        assert!(line.contains("wie schön \u{1f44b}") && line.contains(r"\u009b31m"), "{line}");
+        assert_eq!(serde_json::from_str::<Value>(&line).unwrap(), value);
     }
 }

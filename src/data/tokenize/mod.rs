@@ -40,6 +40,8 @@ pub struct TextTokenizer {
     path: PathBuf,
     sha256: String,
     highest: (String, u32),
+    /// Bytes.
+    longest: usize,
     bos: Option<i32>,
     eos: Option<i32>,
 }
@@ -84,8 +86,10 @@ impl TextTokenizer {
     fn of(tokenizer: Pipeline, path: PathBuf, sha256: String, special: &SpecialTokens) -> Self {
         let id = |name: &str| special.get(name).and_then(|token| tokenizer.token_to_id(token)).map(to_i32);
         let (bos, eos) = (id("bos_token"), id("eos_token"));
-        let highest = tokenizer.get_vocab(true).into_iter().max_by_key(|(_, id)| *id).unwrap_or_default();
-        Self { sha256, tokenizer, path, highest, bos, eos }
+        let vocab = tokenizer.get_vocab(true);
+        let longest = vocab.keys().map(String::len).max().unwrap_or_default();
+        let highest = vocab.into_iter().max_by_key(|(_, id)| *id).unwrap_or_default();
+        Self { sha256, tokenizer, path, highest, longest, bos, eos }
     }
 
     /// Ids of a text; `add_special` adds what the tokenizer puts around one (Llama: BOS before it).
@@ -163,6 +167,11 @@ impl TextTokenizer {
         let mut ids: Vec<i32> = before.iter().rev().filter(|id| !special(id)).take(4).copied().collect();
         ids.reverse();
         TextStream { tokenizer: self, told: ids.len(), ids }
+    }
+
+    /// Bytes of the longest token of the vocabulary.
+    pub fn longest_token(&self) -> usize {
+        self.longest
     }
 
     /// One more than the highest id it can produce, added tokens included.

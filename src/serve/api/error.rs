@@ -29,6 +29,9 @@ pub enum ApiError {
         counted(*.prompt_tokens, "token")
     )]
     PromptTooLong { param: &'static str, prompt_tokens: usize, context: usize },
+    /// One that cannot fit, whatever its tokens are.
+    #[error("the prompt has {bytes} bytes, too many for the context of {context} tokens; send a shorter prompt")]
+    TextTooLong { param: &'static str, bytes: usize, context: usize },
     #[error("messages: the model has no chat template; use /v1/completions")]
     NoTemplate,
     #[error("the body has more than {limit} bytes, the limit of this server")]
@@ -82,7 +85,7 @@ impl ApiError {
     pub fn status(&self) -> u16 {
         match self {
             Self::Json { .. } | Self::Field { .. } | Self::UnknownField { .. } | Self::Invalid { .. } => 400,
-            Self::PromptTooLong { .. } | Self::NoTemplate => 400,
+            Self::PromptTooLong { .. } | Self::TextTooLong { .. } | Self::NoTemplate => 400,
             Self::NoKey | Self::WrongKey => 401,
             Self::WrongHost { .. } => 403,
             Self::UnknownModel { .. } | Self::NotFound { .. } => 404,
@@ -112,7 +115,7 @@ impl ApiError {
     pub fn param(&self) -> Option<&str> {
         match self {
             Self::Field { param, .. } | Self::UnknownField { param } | Self::Invalid { param, .. } => Some(param),
-            Self::PromptTooLong { param, .. } => Some(param),
+            Self::PromptTooLong { param, .. } | Self::TextTooLong { param, .. } => Some(param),
             Self::NoTemplate => Some("messages"),
             Self::UnknownModel { .. } => Some("model"),
             _ => None,
@@ -123,7 +126,7 @@ impl ApiError {
     pub fn code(&self) -> Option<&'static str> {
         match self {
             Self::UnknownModel { .. } => Some("model_not_found"),
-            Self::PromptTooLong { .. } => Some("context_length_exceeded"),
+            Self::PromptTooLong { .. } | Self::TextTooLong { .. } => Some("context_length_exceeded"),
             Self::NoKey | Self::WrongKey => Some("invalid_api_key"),
             Self::WrongHost { .. } => Some("host_not_allowed"),
             Self::QueueFull { .. } => Some("queue_full"),
@@ -183,6 +186,13 @@ mod tests {
             (ApiError::UnknownField { param: "foo".to_owned() }, 400, invalid, Some("foo"), None),
             (ApiError::invalid("a", "b"), 400, invalid, Some("a"), None),
             (ApiError::NoTemplate, 400, invalid, Some("messages"), None),
+            (
+                ApiError::TextTooLong { param: "prompt", bytes: 1 << 20, context: 8 },
+                400,
+                invalid,
+                Some("prompt"),
+                Some("context_length_exceeded"),
+            ),
             (
                 ApiError::PromptTooLong { param: "prompt", prompt_tokens: 9, context: 8 },
                 400,

@@ -42,6 +42,36 @@ fn a_request_for_more_texts_than_there_are_places_names_what_asks_for_them() {
 }
 
 #[test]
+fn a_text_that_cannot_fit_the_context_does_not_become_tokens() {
+    run(async {
+        let server = FakeServer::new();
+        let longest = PROMPTING.tokenizer.longest_token();
+        let text_of = |bytes: usize| "a".repeat(bytes);
+        for (path, param, bytes) in [(COMPLETIONS, "prompt", 4 * 64 * longest), (CHAT, "messages", 4 * 64 * longest)] {
+            let ask = |text: String| match path {
+                CHAT => chat(&json!({"messages": [{"role": "user", "content": text}]})),
+                _ => completion(&json!({"prompt": text})),
+            };
+            let (status, error) = answer(server.post(path, &ask(text_of(bytes)))).await;
+            assert_eq!((status, &error["error"]["code"]), (400, &json!("context_length_exceeded")), "{error}");
+            assert_eq!(error["error"]["param"], param);
+            let message = error["error"]["message"].as_str().expect("words");
+            assert!(
+                message.ends_with("bytes, too many for the context of 64 tokens; send a shorter prompt"),
+                "{message}"
+            );
+            let (status, error) = answer(server.post(path, &ask(text_of(bytes / 2)))).await;
+            assert_eq!((status, &error["error"]["code"]), (400, &json!("context_length_exceeded")), "{error}");
+            let message = error["error"]["message"].as_str().expect("words");
+            assert!(
+                message.contains(" tokens, and the context 64 with the answer"),
+                "its tokens are counted: {message}"
+            );
+        }
+    });
+}
+
+#[test]
 fn the_servers_limit_on_new_tokens_holds_and_a_default_bows_to_it() {
     run(async {
         let server = FakeServer::with(|service| service.limits.new_tokens = limit(8));
