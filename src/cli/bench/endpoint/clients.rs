@@ -105,7 +105,7 @@ fn streamed(
         "the server answered with {}, not with a stream (text/event-stream)",
         client.clean(&kind)
     );
-    let answer = stream::read(&mut BufReader::new(response.into_reader()), timeline, stop);
+    let answer = stream::read(&mut BufReader::new(response.into_reader()), stream::LONGEST_STREAM, timeline, stop);
     answer.map_err(|why| anyhow::anyhow!("{}", client.clean(&format!("{why:#}"))))
 }
 

@@ -1,6 +1,6 @@
 //! An answer as it comes: server-sent events, each a chunk of JSON.
 
-use std::io::BufRead;
+use std::io::{BufRead, Read};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -11,6 +11,8 @@ use serde_json::Value;
 use super::super::load::timeline::{AnsweredRequest, RequestTimeline, TokenCounts};
 
 const DONE: &[u8] = b"[DONE]";
+/// Bytes of a stream; a chunk of one token has some 300.
+pub(super) const LONGEST_STREAM: u64 = 256 << 20;
 
 #[derive(Debug, Deserialize)]
 struct AnswerChunk {
@@ -73,20 +75,23 @@ impl ChunkUsage {
     }
 }
 
-/// Reads a stream to its end, so that its connection can be used again.
+/// Reads a stream of at most `longest` bytes to its end, so that its connection can be used again.
 ///
 /// # Errors
-/// An error of the server, a stream that breaks off or is none, one without usage.
+/// An error of the server, a stream that breaks off, does not end or is none, one without usage.
 pub(super) fn read(
     stream: &mut impl BufRead,
+    longest: u64,
     mut timeline: RequestTimeline,
     stop: &AtomicBool,
 ) -> anyhow::Result<AnsweredRequest> {
     let (mut usage, mut line, mut data) = (None, Vec::new(), Vec::new());
+    let mut stream = stream.take(longest);
     loop {
         line.clear();
         let length = stream.read_until(b'\n', &mut line).context("the stream broke off")?;
         let now = Instant::now();
+        anyhow::ensure!(stream.limit() > 0, "the stream has more than {longest} bytes");
         anyhow::ensure!(length > 0, "the stream ended without data: [DONE]");
         anyhow::ensure!(!stop.load(Ordering::Relaxed), "interrupted");
         let text = line.trim_ascii_end();
@@ -97,7 +102,7 @@ pub(super) fn read(
             continue; // an event ends with an empty line; comments keep a connection alive
         }
         if data == DONE {
-            let _ = std::io::copy(stream, &mut std::io::sink()); // the answer is complete, whatever comes behind it
+            let _ = std::io::copy(&mut stream, &mut std::io::sink()); // the answer is complete, whatever comes behind it
             let usage: ChunkUsage =
                 usage.context("the stream has no usage: the server must know stream_options.include_usage")?;
             return Ok(timeline.end(now, usage.counts()));
@@ -126,7 +131,7 @@ mod tests {
 
     fn result(stream: &str) -> anyhow::Result<LoadResult> {
         let timeline = RequestTimeline::begin(Instant::now());
-        let answered = vec![read(&mut stream.as_bytes(), timeline, &AtomicBool::new(false))?];
+        let answered = vec![read(&mut stream.as_bytes(), LONGEST_STREAM, timeline, &AtomicBool::new(false))?];
         let source = LoadSource::Server { endpoint: String::new(), model: String::new() };
         Ok(LevelRun { answered, ..LevelRun::default() }.result(1, source))
     }
@@ -155,8 +160,17 @@ mod tests {
             format!("event: x\ndata: {USAGE}\n\ndata: [DONE]\n\n"),
         ];
         let timeline = RequestTimeline::begin(Instant::now());
-        let answered = read(&mut all.concat().as_bytes(), timeline, &AtomicBool::new(false)).unwrap();
+        let answered = read(&mut all.concat().as_bytes(), LONGEST_STREAM, timeline, &AtomicBool::new(false)).unwrap();
         assert_eq!(answered.arrivals(), 3);
+    }
+
+    #[test]
+    fn a_stream_without_end_is_an_error() {
+        for endless in ["x", "data: {}\n\n"] {
+            let timeline = RequestTimeline::begin(Instant::now());
+            let read = read(&mut endless.repeat(1000).as_bytes(), 999, timeline, &AtomicBool::new(false));
+            assert_eq!(read.map(drop).unwrap_err().to_string(), "the stream has more than 999 bytes");
+        }
     }
 
     #[test]
@@ -166,7 +180,12 @@ mod tests {
         assert!(error("data: [DONE]\n\n").contains("stream_options.include_usage"));
         assert!(error("data: {\"error\":{\"message\":\"too hot\"}}\n\n").contains("error in the stream: too hot"));
         assert!(error("data: nonsense\n\n").contains("not one of the API"));
-        let stopped = read(&mut &b"data: x\n"[..], RequestTimeline::begin(Instant::now()), &AtomicBool::new(true));
+        let stopped = read(
+            &mut &b"data: x\n"[..],
+            LONGEST_STREAM,
+            RequestTimeline::begin(Instant::now()),
+            &AtomicBool::new(true),
+        );
         assert!(stopped.is_err_and(|why| why.to_string() == "interrupted"));
     }
 }
