@@ -69,7 +69,8 @@ impl Page {
 fn pages() -> Vec<Page> {
     let docs = fs::read_dir(Path::new(ROOT).join("docs")).expect("docs/").flatten().map(|entry| entry.file_name());
     let docs = docs.filter_map(|name| name.into_string().ok()).filter(|name| name.ends_with(".md"));
-    let beside = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "checkpoints/README.md"].map(str::to_owned);
+    let beside =
+        ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "checkpoints/README.md"].map(str::to_owned);
     beside.into_iter().chain(docs.map(|name| format!("docs/{name}"))).map(Page::read).collect()
 }
 
