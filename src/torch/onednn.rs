@@ -68,13 +68,17 @@ fn can(tensor: &Tensor) -> bool {
 }
 
 /// Whether libtorch packs bfloat16 on this CPU; elsewhere it prints the stack about every weight.
+#[cfg(target_arch = "x86_64")]
 fn packs_bfloat16() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return is_x86_feature_detected!("avxneconvert")
-        || is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512vl")
-            && is_x86_feature_detected!("avx512dq");
-    #[cfg(not(target_arch = "x86_64"))]
+    let has_avx512 = is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512dq");
+    has_avx512 || is_x86_feature_detected!("avxneconvert")
+}
+
+/// Other processors are asked by libtorch.
+#[cfg(not(target_arch = "x86_64"))]
+fn packs_bfloat16() -> bool {
     true
 }
 
