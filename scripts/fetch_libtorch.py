@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Puts libtorch into .libtorch/torch: downloads PyTorch's wheel with pip and unpacks only its C++ half.
 
-Nothing is installed and no Python package is imported. Safe to run again: a complete .libtorch is kept, downloaded wheels are
-reused, and .libtorch appears only when it is complete.
+pip takes only files with the hashes below. Nothing is installed and no Python package is imported. Safe to run again: a complete
+.libtorch is kept, downloaded wheels are reused, and .libtorch appears only when it is complete.
 """
 
 import platform
@@ -18,10 +18,22 @@ CUDA_STUBS = ["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-cupti==13.0.85"]
 # The compiler of the CUDA kernels: tests compile them on any machine, decoding compiles them on a
 # machine with an NVIDIA GPU.
 NVRTC = "nvidia-cuda-nvrtc==13.0.88"
+# SHA-256 of the wheels for Python 3.11, of each platform.
+SHA256 = {
+    f"torch=={LIBTORCH}": ["7aa2f9bbc6d4595ba72138026b2074be1233186150e9292865e04b7a63b8c67a",
+                           "d91aac77f24082809d2c5a93f52a5f085032740a1ebc9252a7b052ef5a4fddc6",
+                           "7b6a60d48062809f58595509c524b88e6ddec3ebe25833d6462eeab81e5f2ce4"],
+    CUDA_STUBS[0]: ["7f82250d7782aa23b6cfe765ecc7db554bd3c2870c43f3d1821f1d18aebf0548",
+                    "ef9bcbe90493a2b9d810e43d249adb3d02e98dd30200d86607d8d02687c43f55"],
+    CUDA_STUBS[1]: ["4eb01c08e859bf924d222250d2e8f8b8ff6d3db4721288cf35d14252a4d933c8",
+                    "796bd679890ee55fb14a94629b698b6db54bcfd833d391d5e94017dd9d7d3151"],
+    NVRTC: ["ad9b6d2ead2435f11cbb6868809d2adeeee302e9bb94bcf0539c7a40d80e8575",
+            "d27f20a0ca67a4bb34268a5e951033496c5b74870b868bacd046b1b8e0c3267b"],
+}
 PLATFORMS = {
     ("Linux", "x86_64"): (["manylinux_2_28_x86_64", "manylinux_2_25_x86_64", "manylinux2014_x86_64", "manylinux2010_x86_64"],
                           [*CUDA_STUBS, NVRTC]),
-    ("Linux", "aarch64"): (["manylinux_2_28_aarch64", "manylinux2014_aarch64"], [*CUDA_STUBS, NVRTC]),
+    ("Linux", "aarch64"): (["manylinux_2_28_aarch64", "manylinux_2_25_aarch64", "manylinux2014_aarch64"], [*CUDA_STUBS, NVRTC]),
     ("Darwin", "arm64"): (["macosx_11_0_arm64"], []),
 }
 # Python bindings and the CUDA half: 330 MB that a CPU build does not need.
@@ -110,12 +122,14 @@ def check_disk(folder):
 
 def download(requirement, platforms, folder):
     """Downloads the wheel for Python 3.11, whichever Python runs this: the C++ half is the same for all versions."""
+    listed = folder / "requirement.txt"
+    listed.write_text(" ".join([requirement, *(f"--hash=sha256:{known}" for known in SHA256[requirement])]) + "\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-               "--only-binary=:all:", "--python-version", "3.11", "--dest", str(folder)]
+               "--only-binary=:all:", "--python-version", "3.11", "--require-hashes", "--dest", str(folder)]
     for name in platforms:
         command += ["--platform", name]
-    if subprocess.call([*command, requirement]) != 0:
-        stop(f"pip could not download {requirement}; its words are above.",
+    if subprocess.call([*command, "--requirement", str(listed)]) != 0:
+        stop(f"pip could not download {requirement}, or not the file that is known; its words are above.",
              "Check the network, and pip's own settings for a proxy or an index (pip config list). Then run\n"
              "scripts/setup again: it goes on with what is already downloaded. With a PyTorch "
              f"{LIBTORCH} on this machine,\nno download is needed: set LIBTORCH to its torch folder.")
