@@ -150,6 +150,10 @@ pub(super) unsafe fn function<F: Copy>(name: &'static str) -> Result<F, CudaRunt
     unsafe { libloading::os::unix::Library::this().get::<F>(name.as_bytes()) }.map(|found| *found).map_err(missing)
 }
 
+/// The CUDA runtime is used on Linux only.
+///
+/// # Safety
+/// As on Linux.
 #[cfg(not(target_os = "linux"))]
 pub(super) unsafe fn function<F: Copy>(name: &'static str) -> Result<F, CudaRuntimeError> {
     Err(CudaRuntimeError { function: name, reason: "is used on Linux only".to_owned() })

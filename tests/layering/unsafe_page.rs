@@ -1,4 +1,5 @@
-//! docs/unsafe.md lists the unsafe code of src/ as it is.
+//! docs/unsafe.md lists the unsafe code of src/ as it is, and every unsafe function says what its callers must guarantee. Clippy
+//! (`undocumented_unsafe_blocks`) looks for the SAFETY comment of each block and `impl`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,7 +11,7 @@ use super::{CrateMap, ROOT, THIS_CRATE};
 /// Blocks, functions and impls, and declared libraries of a file.
 type Counts = [usize; 3];
 
-/// What a file has; `None` if it has no unsafe code. Clippy looks for the SAFETY comment of each.
+/// What a file has; `None` if it has no unsafe code.
 fn counts(source: &Source) -> Option<Counts> {
     let count = |wanted: &[UnsafeCode]| source.unsafe_code.iter().filter(|(code, _)| wanted.contains(code)).count();
     let counts =
@@ -51,6 +52,29 @@ fn differences(map: &CrateMap, page: &str) -> Vec<String> {
     }
     faults.extend(listed.keys().map(|file| format!("{file} has no unsafe code")));
     faults
+}
+
+/// Lines of unsafe functions whose doc has no `# Safety`.
+fn without_contract(source: &Source, text: &str) -> Vec<usize> {
+    let lines: Vec<&str> = text.lines().map(str::trim_start).collect();
+    let is_above = |line: &&&str| line.starts_with("///") || line.starts_with("#[");
+    let has_contract =
+        |line: usize| lines[..line - 1].iter().rev().take_while(is_above).any(|line| line.contains("# Safety"));
+    let functions = source.unsafe_code.iter().filter(|(code, _)| *code == UnsafeCode::Function);
+    functions.map(|(_, line)| *line).filter(|&line| !has_contract(line)).collect()
+}
+
+#[test]
+fn an_unsafe_function_says_what_its_callers_guarantee() {
+    for source in &THIS_CRATE.files {
+        let text = fs::read_to_string(Path::new(ROOT).join("src").join(&source.path)).expect("a file of src/");
+        let lines = without_contract(source, &text);
+        assert!(lines.is_empty(), "src/{}: no # Safety above the unsafe functions in lines {lines:?}", source.path);
+    }
+    let text =
+        "/// A.\n/// # Safety\n/// B.\n#[inline]\nunsafe fn f() {}\n\n/// C.\nunsafe fn g() {}\nunsafe fn h() {}\n";
+    let map = CrateMap::of(&[("cpu/a.rs", text)]);
+    assert_eq!(without_contract(&map.files[0], text), [8, 9]);
 }
 
 #[test]
