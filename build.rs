@@ -32,15 +32,11 @@ fn python_of_tests() {
 }
 
 /// Whether `medusa::cpu::available()` is true on the machine that builds, where tests also run:
-/// `#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]`.
+/// `#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]`.
 fn cpu_with_kernels() {
     println!("cargo::rustc-check-cfg=cfg(kernels)");
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512vl")
-        && is_x86_feature_detected!("avx512bf16")
-    {
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
         println!("cargo::rustc-cfg=kernels");
     }
 }

@@ -122,7 +122,7 @@ fn a_cache_in_any_chunks_and_a_tree_that_is_a_chain_equal_the_whole_row() {
 }
 
 #[test]
-#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
 fn the_cpus_kernels_run_every_family() {
     for name in FAMILIES {
         let fixture = family(name);

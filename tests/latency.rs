@@ -157,6 +157,19 @@ fn the_fastest_is_taken_and_plain_decoding_may_be_it() {
 }
 
 #[test]
+fn a_tree_that_is_chosen_at_each_step_has_no_picture_and_is_no_error() {
+    let world = world();
+    write_times(&world, 2.0, &[(4, 2, 3.0)]);
+    let mut times: Value = serde_json::from_slice(&std::fs::read(world.path("l.json")).expect("times")).expect("JSON");
+    let steps = times["steps"].as_array_mut().expect("steps");
+    steps.push(json!({"nodes": 4, "depth": 2, "step_ms": 0.1, "dynamic": true}));
+    world.write("l.json", &times);
+    let said = stderr(&world, &[&CHOOSE[..], &["--svg", "t.svg"]].concat());
+    assert!(said.contains("no picture in t.svg: the fastest tree is chosen at each step"), "{said}");
+    assert!(!world.path("t.svg").exists() && world.path("t.json").exists());
+}
+
+#[test]
 fn times_from_a_busy_machine_are_told_by_every_command_that_reads_them() {
     let world = world();
     write_times(&world, 2.0, &[(1, 1, 2.5), (4, 1, 3.0)]);

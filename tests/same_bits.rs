@@ -1,4 +1,4 @@
-//! Promise: on a CPU with AVX-512, in float32, the logits of an accepted path equal plain decoding's bit for bit.
+//! Promise: on a CPU with our kernels, in float32, the logits of an accepted path equal plain decoding's bit for bit.
 
 use medusa::data::chat_template::ChatTemplate;
 use medusa::data::prompts;
@@ -61,7 +61,7 @@ fn filled(tree: &SparseTree, text: &[i64], vocabulary: i64, rng: &mut ChaCha8Rng
 }
 
 #[test]
-#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
 fn logits_of_an_accepted_path_are_plain_decodings_to_the_bit_on_32_prompts() {
     let llama =
         Llama::load(&tiny("backbone"), Kind::Float, Device::Cpu, Purpose::Decoding).expect("the embedded default");

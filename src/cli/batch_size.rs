@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn kernels_take_the_beginnings_of_other_conversations() {
         let llama = backbone().for_decoding();
         let bytes = of_prefixes(&CpuEngine::new(&llama).expect("kernels")).unwrap();

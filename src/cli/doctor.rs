@@ -235,8 +235,7 @@ fn missing(cuda: &Cuda, libtorch: &Libtorch) -> Vec<String> {
     }
     if !crate::cpu::available() {
         missing.push(
-            "AVX-512 with bfloat16 (Zen 4, Sapphire Rapids or newer): decoding on the CPU uses libtorch's operations"
-                .into(),
+            "AVX2 with FMA (nearly all x86-64 CPUs since 2013): decoding on the CPU uses libtorch's operations".into(),
         );
     }
     missing.push(match (&cuda.driver, accelerator::open()) {

@@ -51,7 +51,7 @@ pub enum EngineName {
     Auto,
     /// libtorch operations on any device; the reference for the other engines.
     Tch,
-    /// Custom CPU kernels (AVX-512 with bfloat16).
+    /// Custom CPU kernels (AVX2 with FMA, or AVX-512 with bfloat16).
     Cpu,
     /// Custom CUDA kernels.
     Cuda,

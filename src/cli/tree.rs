@@ -78,10 +78,13 @@ fn write(
         )),
     }
     if let Some(path) = &args.svg {
-        let tree = tree
-            .as_static()
-            .ok_or_else(|| UsageError("--svg draws static trees; the fastest tree is chosen at each step".into()))?;
-        draw(tree, expected, calibration, path)?;
+        match tree.as_static() {
+            Some(tree) => draw(tree, expected, calibration, path)?,
+            None => common.say(format_args!(
+                "no picture in {}: the fastest tree is chosen at each step, and --svg draws static trees",
+                path.display()
+            )),
+        }
     }
     match &args.out {
         Some(path) => file.save(path)?,

@@ -1,12 +1,11 @@
 //! Attention of new tokens to the KV cache and to each other, along any tree. A token's output does not depend on the other tokens of
 //! the pass: its keys are always summed in the order of their positions.
-#![expect(unsafe_code, reason = "AVX-512 on the rows of a cache, whose bounds are checked before the loops")]
+#![expect(unsafe_code, reason = "rows of a cache, whose bounds are checked before the loops")]
 
 // N new tokens, Q query heads, G key/value heads, R = Q/G, S room of the cache, D head size
-use std::arch::x86_64::*;
 use std::array;
 
-use super::lanes::{LANES, exp, load, mask_of, store, sum_each};
+use super::lanes::{LANES, Lanes, with_lanes};
 use super::shared::Shared;
 use super::team::Team;
 use super::{AttentionShape, Number, Plane};
@@ -87,13 +86,10 @@ pub(crate) fn attend(
             // SAFETY: each part has its own heads of its own token.
             let out_d = unsafe { shared.part(n * width + head * d, d) };
             let one = One { q_d, keys, values, group, slots, heads };
-            // SAFETY: a matrix was made before, so the CPU has AVX-512.
-            unsafe {
-                match keys.number {
-                    Number::Float32 => one.attend::<false>(&mut scores, out_d),
-                    Number::BFloat16 => one.attend::<true>(&mut scores, out_d),
-                }
-            }
+            with_lanes!(lanes => match keys.number {
+                Number::Float32 => one.attend::<_, false>(lanes, &mut scores, out_d),
+                Number::BFloat16 => one.attend::<_, true>(lanes, &mut scores, out_d),
+            });
         }
     };
     let parts = tokens.len() * heads.queries / heads_of_part;
@@ -113,45 +109,44 @@ struct One<'a> {
 
 impl One<'_> {
     /// `scores`: room for as many numbers as there are slots, in whole vectors.
-    #[target_feature(enable = "avx512f,avx512vl,avx512bw")]
-    fn attend<const BF16: bool>(&self, scores: &mut [f32], out_d: &mut [f32]) {
-        let largest = self.scores::<BF16>(scores);
-        let sum = _mm512_set1_ps(softmax(scores, largest, self.slots.len()));
+    #[inline(always)]
+    fn attend<L: Lanes, const BF16: bool>(&self, lanes: L, scores: &mut [f32], out_d: &mut [f32]) {
+        let largest = self.scores::<L, BF16>(lanes, scores);
+        let sum = lanes.all(softmax(lanes, scores, largest, self.slots.len()));
         for (chunk, out) in out_d.chunks_mut(LANES).enumerate() {
-            let weighted = _mm512_div_ps(self.weighted::<BF16>(scores, chunk), sum);
-            store(out, weighted);
+            let weighted = lanes.divide(self.weighted::<L, BF16>(lanes, scores, chunk), sum);
+            lanes.store(out, weighted);
         }
     }
 
     /// Scaled scores, and the largest; behind the last token the last one's come again.
-    #[target_feature(enable = "avx512f,avx512vl,avx512bw")]
-    fn scores<const BF16: bool>(&self, scores: &mut [f32]) -> f32 {
-        let mut largest = _mm512_set1_ps(f32::NEG_INFINITY);
+    #[inline(always)]
+    fn scores<L: Lanes, const BF16: bool>(&self, lanes: L, scores: &mut [f32]) -> f32 {
+        let mut largest = lanes.all(f32::NEG_INFINITY);
         for (block, scores) in scores.chunks_exact_mut(LANES).enumerate() {
             let keys = self.sixteen(block * LANES);
-            let mut sums = [_mm512_setzero_ps(); LANES];
+            let mut sums = [lanes.all(0.0); LANES];
             for (chunk, q) in self.q_d.chunks(LANES).enumerate() {
-                let (q, mask) = (load(q), mask_of(q.len()));
+                let (count, q) = (q.len(), lanes.load(q));
                 for (sum, key) in sums.iter_mut().zip(keys) {
-                    // SAFETY: `sixteen`'s tokens are in the plane, and the mask ends with the head.
-                    *sum = _mm512_fmadd_ps(
-                        q,
-                        unsafe { numbers_at::<BF16>(self.keys.bytes, key + chunk * LANES, mask) },
-                        *sum,
-                    );
+                    // SAFETY: `sixteen`'s tokens are in the plane, and the numbers end with the head.
+                    let key = unsafe { lanes.numbers_at::<BF16>(self.keys.bytes, key + chunk * LANES, count) };
+                    *sum = lanes.multiply_add(q, key, *sum);
                 }
             }
-            let scaled = _mm512_mul_ps(sum_each(sums), _mm512_set1_ps(self.heads.scale));
-            let scaled = self.heads.softcap.map_or(scaled, |cap| capped(scaled, cap));
-            largest = _mm512_max_ps(largest, scaled);
-            store(scores, scaled);
+            let scaled = lanes.multiply(lanes.sum_each(sums), lanes.all(self.heads.scale));
+            let scaled = match self.heads.softcap {
+                Some(cap) => capped(lanes, scaled, cap),
+                None => scaled,
+            };
+            largest = lanes.larger(largest, scaled);
+            lanes.store(scores, scaled);
         }
-        _mm512_reduce_max_ps(largest)
+        lanes.largest(largest)
     }
 
     /// Where the keys of 16 seen tokens start, from the `at`-th on; behind the last one, the last one again.
-    #[inline]
-    #[target_feature(enable = "avx512f")]
+    #[inline(always)]
     fn sixteen(&self, at: usize) -> [usize; LANES] {
         let (d, last) = (self.keys.head_size, self.slots.len() - 1);
         let start = |slot: u32| (self.group * self.keys.room + slot as usize) * d;
@@ -165,65 +160,49 @@ impl One<'_> {
     }
 
     /// The values' 16 numbers from 16·`chunk` on, weighted: four running sums, since each waits for its last addition.
-    #[target_feature(enable = "avx512f,avx512vl,avx512bw")]
-    fn weighted<const BF16: bool>(&self, p: &[f32], chunk: usize) -> __m512 {
+    #[inline(always)]
+    fn weighted<L: Lanes, const BF16: bool>(&self, lanes: L, p: &[f32], chunk: usize) -> L::Vector {
         let d = self.values.head_size;
-        let (first, mask) =
-            (self.group * self.values.room * d + chunk * LANES, mask_of((d - chunk * LANES).min(LANES)));
-        let add = |sum: &mut __m512, p: f32, slot: u32| {
-            // SAFETY: `check` has seen that the token is in the plane, and the mask ends with the head.
-            let value = unsafe { numbers_at::<BF16>(self.values.bytes, first + slot as usize * d, mask) };
-            *sum = _mm512_fmadd_ps(_mm512_set1_ps(p), value, *sum);
+        let (first, count) = (self.group * self.values.room * d + chunk * LANES, (d - chunk * LANES).min(LANES));
+        let add = |sum: L::Vector, p: f32, slot: u32| {
+            // SAFETY: `check` has seen that the token is in the plane, and the numbers end with the head.
+            let value = unsafe { lanes.numbers_at::<BF16>(self.values.bytes, first + slot as usize * d, count) };
+            lanes.multiply_add(lanes.all(p), value, sum)
         };
-        let mut sums = [_mm512_setzero_ps(); 4];
+        let mut sums = [lanes.all(0.0); 4];
         let ((p_of_4, _), (whole, rest)) = (p.as_chunks::<4>(), self.slots.as_chunks::<4>());
         for (slots, p) in whole.iter().zip(p_of_4) {
-            (0..4).for_each(|i| add(&mut sums[i], p[i], slots[i]));
+            for i in 0..4 {
+                sums[i] = add(sums[i], p[i], slots[i]);
+            }
         }
         for (i, &slot) in rest.iter().enumerate() {
-            add(&mut sums[i], p[4 * whole.len() + i], slot);
+            sums[i] = add(sums[i], p[4 * whole.len() + i], slot);
         }
-        _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]))
-    }
-}
-
-/// Numbers of a plane from number `at` on, as float32; where the mask ends, zeros.
-///
-/// # Safety
-/// The numbers of the mask are in the plane.
-#[inline]
-#[target_feature(enable = "avx512f,avx512vl,avx512bw")]
-unsafe fn numbers_at<const BF16: bool>(plane: &[u8], at: usize, mask: u16) -> __m512 {
-    // SAFETY: only the lanes of the mask are read.
-    unsafe {
-        if BF16 {
-            let bits = _mm256_maskz_loadu_epi16(mask, plane.as_ptr().cast::<i16>().add(at));
-            return _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)));
-        }
-        _mm512_maskz_loadu_ps(mask, plane.as_ptr().cast::<f32>().add(at))
+        lanes.add(lanes.add(sums[0], sums[1]), lanes.add(sums[2], sums[3]))
     }
 }
 
 /// `c·tanh(s / c) = c·(1 - 2 / (1 + e^(2s/c)))`.
-#[target_feature(enable = "avx512f")]
-fn capped(scores: __m512, cap: f32) -> __m512 {
-    let (one, two) = (_mm512_set1_ps(1.0), _mm512_set1_ps(2.0));
-    let exponential = exp(_mm512_mul_ps(scores, _mm512_set1_ps(2.0 / cap)));
-    let tanh = _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(one, exponential)));
-    _mm512_mul_ps(tanh, _mm512_set1_ps(cap))
+#[inline(always)]
+fn capped<L: Lanes>(lanes: L, scores: L::Vector, cap: f32) -> L::Vector {
+    let (one, two) = (lanes.all(1.0), lanes.all(2.0));
+    let exponential = lanes.exp(lanes.multiply(scores, lanes.all(2.0 / cap)));
+    let tanh = lanes.subtract(one, lanes.divide(two, lanes.add(one, exponential)));
+    lanes.multiply(tanh, lanes.all(cap))
 }
 
 /// Scores to e^(score - largest), in place; returns their sum. Those from `len` on become 0.
-#[target_feature(enable = "avx512f")]
-fn softmax(scores: &mut [f32], largest: f32, len: usize) -> f32 {
+#[inline(always)]
+fn softmax<L: Lanes>(lanes: L, scores: &mut [f32], largest: f32, len: usize) -> f32 {
     scores[len..].fill(f32::NEG_INFINITY);
-    let mut sums = _mm512_setzero_ps();
+    let mut sums = lanes.all(0.0);
     for chunk in scores.chunks_exact_mut(LANES) {
-        let p = exp(_mm512_sub_ps(load(chunk), _mm512_set1_ps(largest)));
-        sums = _mm512_add_ps(sums, p);
-        store(chunk, p);
+        let p = lanes.exp(lanes.subtract(lanes.load(chunk), lanes.all(largest)));
+        sums = lanes.add(sums, p);
+        lanes.store(chunk, p);
     }
-    _mm512_reduce_add_ps(sums)
+    lanes.sum(sums)
 }
 
 #[cfg(test)]
@@ -243,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn attention_equals_its_formula_in_float64() {
         let team = Team::new(2);
         let seen: Vec<Vec<usize>> =

@@ -1,17 +1,17 @@
-//! Products as dot products of AVX-512 vectors.
+//! Products as dot products of vectors.
 //!
 //! Four rows of `W` are interleaved line by line, so that the kernel reads one stream. An output is a dot product of 16 running sums,
 //! added up in the same order whatever the number of rows of `x`.
-#![expect(unsafe_code, reason = "AVX-512; lengths are checked before the loops")]
+#![expect(unsafe_code, reason = "parts of a job write to outputs of their own; what lies ahead is fetched")]
 
 // O outputs, I inputs, N rows of x
-use std::arch::x86_64::*;
+use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::array;
 use std::ops::Range;
 
 use super::Number;
 use super::arena::{Arena, ArenaLines};
-use super::lanes::{VectorLine, bfloat16, bytes_of, store, sum_each};
+use super::lanes::{LANES, Lanes, VectorLine, bytes_of, with_lanes};
 use super::outputs::{Outputs, share};
 use super::team::Team;
 
@@ -19,9 +19,7 @@ use super::team::Team;
 const TOGETHER: usize = 4;
 /// Rows of weights between those that are read and those that are fetched, into the second cache: nearer ones come too late.
 const AHEAD: usize = TOGETHER;
-/// Sums that are added up together.
-const SUMS: usize = 16;
-/// Rows of x that are multiplied together at most: their sums, and the weights, fill the registers.
+/// Most rows of x that are multiplied together ([`Lanes::BLOCK_ROWS`]).
 const BLOCK_ROWS: usize = 6;
 
 /// Weights `[O, I]` in lines of 64 bytes.
@@ -55,15 +53,16 @@ impl DotWeights {
     pub(super) fn multiply(&self, outputs: usize, x_ni: &[f32], y_no: &mut [f32], team: &Team) {
         let lines = outputs.next_multiple_of(TOGETHER) * self.row_lines;
         let passes = (x_ni.len() / self.inputs).div_ceil(4);
-        let (x, y) = (PackedActivations::new(x_ni, self), Outputs::new(y_no, outputs));
-        share([outputs, SUMS], [lines, passes], team, |range| {
-            // SAFETY: parts write to different outputs, and weights are laid out only where the CPU has what is needed.
-            unsafe {
+        let y = Outputs::new(y_no, outputs);
+        let x = with_lanes!(lanes => PackedActivations::new(lanes, x_ni, self));
+        share([outputs, LANES], [lines, passes], team, |range| {
+            // SAFETY: parts write to different outputs.
+            with_lanes!(lanes => unsafe {
                 match self.number {
-                    Number::Float32 => self.outputs_of::<false>(range, &x, &y),
-                    Number::BFloat16 => self.outputs_of::<true>(range, &x, &y),
+                    Number::Float32 => self.outputs_of::<_, false>(lanes, range.clone(), &x, &y),
+                    Number::BFloat16 => self.outputs_of::<_, true>(lanes, range.clone(), &x, &y),
                 }
-            }
+            });
         });
     }
 
@@ -71,8 +70,14 @@ impl DotWeights {
     ///
     /// # Safety
     /// Nobody else reads or writes these columns of `y`.
-    #[target_feature(enable = "avx512f,avx512bf16")]
-    unsafe fn outputs_of<const BF16: bool>(&self, range: Range<usize>, x: &PackedActivations, y: &Outputs<'_>) {
+    #[inline(always)]
+    unsafe fn outputs_of<L: Lanes, const BF16: bool>(
+        &self,
+        lanes: L,
+        range: Range<usize>,
+        x: &PackedActivations,
+        y: &Outputs<'_>,
+    ) {
         let fetch = TOGETHER.div_ceil(x.blocks.len());
         for o in range.clone().step_by(TOGETHER) {
             let outputs = TOGETHER.min(range.end - o);
@@ -83,10 +88,10 @@ impl DotWeights {
                 let now = fetch.min(TOGETHER - fetched);
                 fetched += now;
                 let sums = match now {
-                    4 => block_dots::<BF16, 4>(block.rows, w, lines, next),
-                    2 => block_dots::<BF16, 2>(block.rows, w, lines, next),
-                    1 => block_dots::<BF16, 1>(block.rows, w, lines, next),
-                    _ => block_dots::<BF16, 0>(block.rows, w, lines, next),
+                    4 => block_dots::<L, BF16, 4>(lanes, block.rows, w, lines, next),
+                    2 => block_dots::<L, BF16, 2>(lanes, block.rows, w, lines, next),
+                    1 => block_dots::<L, BF16, 1>(lanes, block.rows, w, lines, next),
+                    _ => block_dots::<L, BF16, 0>(lanes, block.rows, w, lines, next),
                 };
                 for r in 0..block.rows {
                     // SAFETY: these columns are the caller's.
@@ -103,70 +108,73 @@ impl DotWeights {
     }
 }
 
-/// [`dots`] of a block of `rows` rows of x.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
-fn block_dots<const BF16: bool, const FETCH: usize>(
+/// [`dots`] of a block of `rows` rows of x. With few registers, more than one row is multiplied with two rows of weights at a time.
+#[inline(always)]
+fn block_dots<L: Lanes, const BF16: bool, const FETCH: usize>(
+    lanes: L,
     rows: usize,
     w: &[[VectorLine; TOGETHER]],
     x: &[VectorLine],
     next: *const VectorLine,
 ) -> BlockSums {
+    if L::BLOCK_ROWS < BLOCK_ROWS {
+        return match rows {
+            1 => dots::<L, BF16, FETCH, 1, 4>(lanes, w, x, next),
+            2 => dots::<L, BF16, FETCH, 2, 2>(lanes, w, x, next),
+            _ => dots::<L, BF16, FETCH, 3, 2>(lanes, w, x, next),
+        };
+    }
     match rows {
-        1 => dots::<BF16, FETCH, 1>(w, x, next),
-        2 => dots::<BF16, FETCH, 2>(w, x, next),
-        3 => dots::<BF16, FETCH, 3>(w, x, next),
-        4 => dots::<BF16, FETCH, 4>(w, x, next),
-        5 => dots::<BF16, FETCH, 5>(w, x, next),
-        _ => dots::<BF16, FETCH, 6>(w, x, next),
+        1 => dots::<L, BF16, FETCH, 1, 4>(lanes, w, x, next),
+        2 => dots::<L, BF16, FETCH, 2, 4>(lanes, w, x, next),
+        3 => dots::<L, BF16, FETCH, 3, 4>(lanes, w, x, next),
+        4 => dots::<L, BF16, FETCH, 4, 4>(lanes, w, x, next),
+        5 => dots::<L, BF16, FETCH, 5, 4>(lanes, w, x, next),
+        _ => dots::<L, BF16, FETCH, 6, 4>(lanes, w, x, next),
     }
 }
 
 /// `[R, 4]` in the first places.
 type BlockSums = [f32; TOGETHER * BLOCK_ROWS];
 
-/// Products of `R` rows of x with 4 rows of weights. For each line of these, a line of `FETCH` parts of the `next` is fetched, each part as long
-/// as a row: all blocks of x together fetch the next 4 rows, so that memory is never idle. Parts side by side come sooner than one after another.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
-fn dots<const BF16: bool, const FETCH: usize, const R: usize>(
+/// Products of `R` rows of x with 4 rows of weights, `T` of them at a time. For each line of these, a line of `FETCH` parts of the `next` is
+/// fetched, each part as long as a row: all blocks of x together fetch the next 4 rows, so that memory is never idle. Parts side by side come
+/// sooner than one after another.
+#[inline(always)]
+fn dots<L: Lanes, const BF16: bool, const FETCH: usize, const R: usize, const T: usize>(
+    lanes: L,
     w: &[[VectorLine; TOGETHER]],
     x: &[VectorLine],
     next: *const VectorLine,
 ) -> BlockSums {
-    let mut sums = [[_mm512_setzero_ps(); TOGETHER]; R];
+    let mut all = [[lanes.all(0.0); TOGETHER]; R];
     let (x, _) = x.as_chunks::<R>();
-    for (k, (w_t, x_r)) in w.iter().zip(x).enumerate() {
-        for part in 0..FETCH {
-            // SAFETY: any address may be fetched; nothing is read.
-            #[allow(unused_unsafe, reason = "safe in newer versions of Rust than the oldest that builds this")]
-            unsafe {
-                _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(part * w.len() + k).cast());
+    for first in (0..TOGETHER).step_by(T) {
+        let mut sums = [[lanes.all(0.0); T]; R];
+        for (k, (w_t, x_r)) in w.iter().zip(x).enumerate() {
+            for part in 0..if first == 0 { FETCH } else { 0 } {
+                // SAFETY: any address may be fetched; nothing is read.
+                #[allow(unused_unsafe, reason = "safe in newer versions of Rust than the oldest that builds this")]
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(part * w.len() + k).cast());
+                }
+            }
+            for r in 0..R {
+                for t in 0..T {
+                    sums[r][t] = lanes.add_product::<BF16>(sums[r][t], &w_t[first + t], &x_r[r]);
+                }
             }
         }
-        for r in 0..R {
-            for t in 0..TOGETHER {
-                sums[r][t] = add_product::<BF16>(sums[r][t], w_t[t], x_r[r]);
-            }
+        for (all, sums) in all.iter_mut().zip(sums) {
+            all[first..][..T].copy_from_slice(&sums);
         }
     }
     let mut out = [0.0; TOGETHER * BLOCK_ROWS];
-    for (sums, out) in sums.chunks(SUMS / TOGETHER).zip(out.chunks_mut(SUMS)) {
-        let sum = |at: usize| sums.get(at / TOGETHER).map_or(_mm512_setzero_ps(), |of_row| of_row[at % TOGETHER]);
-        store(out, sum_each(array::from_fn(sum)));
+    for (sums, out) in all.chunks(LANES / TOGETHER).zip(out.chunks_mut(LANES)) {
+        let sum = |at: usize| sums.get(at / TOGETHER).map_or(lanes.all(0.0), |of_row| of_row[at % TOGETHER]);
+        lanes.store(out, lanes.sum_each(array::from_fn(sum)));
     }
     out
-}
-
-#[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
-fn add_product<const BF16: bool>(sum: __m512, a: VectorLine, b: VectorLine) -> __m512 {
-    if !BF16 {
-        return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
-    }
-    // SAFETY: both are 64 bytes, and any bytes are bfloat16 numbers.
-    let [a, b] = [a, b].map(|line| unsafe { std::mem::transmute::<VectorLine, __m512bh>(line) });
-    _mm512_dpbf16_ps(sum, a, b)
 }
 
 /// Rows of x as the kernel reads them: in as few blocks as possible, of nearly equal numbers of rows; a block's rows line by line.
@@ -183,32 +191,31 @@ struct Block {
 }
 
 impl PackedActivations {
-    fn new(x_ni: &[f32], weights: &DotWeights) -> Self {
+    #[inline(always)]
+    fn new<L: Lanes>(lanes: L, x_ni: &[f32], weights: &DotWeights) -> Self {
         let rows = x_ni.len() / weights.inputs;
-        // SAFETY: zeros are a line.
-        let zero: VectorLine = unsafe { std::mem::zeroed() };
-        let mut packed = Self { lines: vec![zero; rows * weights.row_lines], blocks: vec![] };
-        let blocks = rows.div_ceil(BLOCK_ROWS);
+        let mut packed = Self { lines: vec![VectorLine::ZERO; rows * weights.row_lines], blocks: vec![] };
+        let blocks = rows.div_ceil(L::BLOCK_ROWS);
         let mut first = 0;
         for block in 0..blocks {
             let rows = rows / blocks + usize::from(block < rows % blocks);
             let block = Block { first, rows, lines: first * weights.row_lines..(first + rows) * weights.row_lines };
-            packed.fill(&block, &x_ni[first * weights.inputs..(first + rows) * weights.inputs], weights);
+            packed.fill(lanes, &block, &x_ni[first * weights.inputs..(first + rows) * weights.inputs], weights);
             packed.blocks.push(block);
             first += rows;
         }
         packed
     }
 
-    fn fill(&mut self, block: &Block, x_ri: &[f32], weights: &DotWeights) {
+    #[inline(always)]
+    fn fill<L: Lanes>(&mut self, lanes: L, block: &Block, x_ri: &[f32], weights: &DotWeights) {
         let numbers = size_of::<VectorLine>() / weights.number.bytes();
         let lines = &mut self.lines[block.lines.clone()];
         for (r, x_i) in x_ri.chunks_exact(weights.inputs).enumerate() {
             for (k, x) in x_i.chunks(numbers).enumerate() {
                 let line = &mut lines[k * block.rows + r];
                 match (weights.number, x.first_chunk::<32>()) {
-                    // SAFETY: there is a matrix, so the CPU has what this needs.
-                    (Number::BFloat16, Some(x)) => *line = unsafe { bfloat16(x) },
+                    (Number::BFloat16, Some(x)) => *line = lanes.bfloat16(x),
                     _ => weights.number.write(x, bytes_of(std::slice::from_mut(line))),
                 }
             }

@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn dot_products_equal_float64_and_are_the_same_bits_in_any_number_of_rows() {
         for number in [Number::Float32, Number::BFloat16] {
             equals_float64(number, |w, shape, arena| MatrixLayout::Dots(DotWeights::new(w, number, shape, arena)));
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     #[should_panic(expected = "[N, I] and [N, O]")]
     fn lengths_are_checked() {
         let matrix = Matrix::new(&[0; 4 * 6], Number::Float32, [2, 3], &mut Arena::default());

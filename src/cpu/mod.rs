@@ -1,4 +1,4 @@
-//! Kernels of a decoding step on a CPU with AVX-512: slices in, slices out, no tensors.
+//! Kernels of a decoding step on a CPU with AVX2 or AVX-512: slices in, slices out, no tensors.
 
 use half::bf16;
 
@@ -91,10 +91,7 @@ pub(crate) struct AttentionShape {
 /// Whether this CPU has what the kernels are written for.
 #[cfg(target_arch = "x86_64")]
 pub fn available() -> bool {
-    is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512vl")
-        && is_x86_feature_detected!("avx512bf16")
+    lanes::Instructions::detected().is_some()
 }
 
 /// Whether this CPU has what the kernels are written for.

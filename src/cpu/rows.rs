@@ -1,10 +1,8 @@
 //! Row-wise kernels of a layer: norms, activations, rotary embeddings, top-k. A row's output does not depend on the other rows.
-#![expect(unsafe_code, reason = "AVX-512 on whole chunks of slices; nothing here runs where the CPU has none")]
+#![expect(unsafe_code, reason = "rows of a job write to places of their own")]
 
 // N rows, H hidden, F intermediate size, D head size
-use std::arch::x86_64::*;
-
-use super::lanes::{LANES, exp, load, mask_of, store};
+use super::lanes::{LANES, Lanes, with_lanes};
 use super::shared::Shared;
 use super::team::Team;
 
@@ -13,8 +11,7 @@ pub(crate) fn rms_norm(x_nh: &[f32], weight_h: &[f32], eps: f32, out_nh: &mut [f
     let h = weight_h.len();
     assert_eq!((x_nh.len() % h, x_nh.len()), (0, out_nh.len()), "rows of [N, H]");
     for (x_h, out_h) in x_nh.chunks_exact(h).zip(out_nh.chunks_exact_mut(h)) {
-        // SAFETY: a matrix was made before, so the CPU has AVX-512.
-        let mean = unsafe { sum_of_squares(x_h) } / h as f32;
+        let mean = with_lanes!(lanes => sum_of_squares(lanes, x_h)) / h as f32;
         let scale = (mean + eps).sqrt().recip();
         out_h.iter_mut().zip(x_h).zip(weight_h).for_each(|((out, x), weight)| *out = x * scale * weight);
     }
@@ -24,23 +21,21 @@ pub(crate) fn rms_norm(x_nh: &[f32], weight_h: &[f32], eps: f32, out_nh: &mut [f
 pub(crate) fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
     assert_eq!(x.len() % weight.len(), 0, "whole rows");
     for x in x.chunks_exact_mut(weight.len()) {
-        // SAFETY: as in `rms_norm`.
-        let mean = unsafe { sum_of_squares(x) } / weight.len() as f32;
+        let mean = with_lanes!(lanes => sum_of_squares(lanes, x)) / weight.len() as f32;
         let scale = (mean + eps).sqrt().recip();
         x.iter_mut().zip(weight).for_each(|(x, weight)| *x = *x * scale * weight);
     }
 }
 
-#[target_feature(enable = "avx512f")]
-fn sum_of_squares(x: &[f32]) -> f32 {
+#[inline(always)]
+fn sum_of_squares<L: Lanes>(lanes: L, x: &[f32]) -> f32 {
     let (chunks, rest) = x.as_chunks::<LANES>();
-    let mut sums = _mm512_setzero_ps();
+    let mut sums = lanes.all(0.0);
     for chunk in chunks {
-        // SAFETY: 16 numbers.
-        let x = unsafe { _mm512_loadu_ps(chunk.as_ptr()) };
-        sums = _mm512_fmadd_ps(x, x, sums);
+        let x = lanes.load(chunk);
+        sums = lanes.multiply_add(x, x, sums);
     }
-    _mm512_reduce_add_ps(sums) + rest.iter().map(|x| x * x).sum::<f32>()
+    lanes.sum(sums) + rest.iter().map(|x| x * x).sum::<f32>()
 }
 
 /// `x += y`.
@@ -59,17 +54,16 @@ pub(crate) fn silu_product(gate_up_nf: &[f32], out_nf: &mut [f32], f: usize) {
     assert_eq!(gate_up_nf.len(), 2 * out_nf.len(), "[N, 2F] and [N, F]");
     for (gate_up, out_f) in gate_up_nf.chunks_exact(2 * f).zip(out_nf.chunks_exact_mut(f)) {
         let (gate_f, up_f) = gate_up.split_at(f);
-        // SAFETY: as in `rms_norm`.
-        unsafe { silu_product_of_row(gate_f, up_f, out_f) };
+        with_lanes!(lanes => silu_product_of_row(lanes, gate_f, up_f, out_f));
     }
 }
 
-#[target_feature(enable = "avx512f")]
-fn silu_product_of_row(gate_f: &[f32], up_f: &[f32], out_f: &mut [f32]) {
+#[inline(always)]
+fn silu_product_of_row<L: Lanes>(lanes: L, gate_f: &[f32], up_f: &[f32], out_f: &mut [f32]) {
     for ((gate, up), out) in gate_f.chunks(LANES).zip(up_f.chunks(LANES)).zip(out_f.chunks_mut(LANES)) {
-        let (gate, up, one) = (load(gate), load(up), _mm512_set1_ps(1.0));
-        let sigmoid = _mm512_div_ps(one, _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
-        store(out, _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid), up));
+        let (gate, up, one) = (lanes.load(gate), lanes.load(up), lanes.all(1.0));
+        let sigmoid = lanes.divide(one, lanes.add(one, lanes.exp(lanes.subtract(lanes.all(0.0), gate))));
+        lanes.store(out, lanes.multiply(lanes.multiply(gate, sigmoid), up));
     }
 }
 
@@ -78,21 +72,20 @@ pub(crate) fn gelu_tanh_product(gate_up_nf: &[f32], out_nf: &mut [f32], f: usize
     assert_eq!(gate_up_nf.len(), 2 * out_nf.len(), "[N, 2F] and [N, F]");
     for (gate_up, out_f) in gate_up_nf.chunks_exact(2 * f).zip(out_nf.chunks_exact_mut(f)) {
         let (gate_f, up_f) = gate_up.split_at(f);
-        // SAFETY: as in `rms_norm`.
-        unsafe { gelu_tanh_product_of_row(gate_f, up_f, out_f) };
+        with_lanes!(lanes => gelu_tanh_product_of_row(lanes, gate_f, up_f, out_f));
     }
 }
 
 /// `x·(1 + tanh(u)) / 2 = x·sigmoid(2u)` with `u = √(2/π)·(x + 0.044715·x³)`.
-#[target_feature(enable = "avx512f")]
-fn gelu_tanh_product_of_row(gate_f: &[f32], up_f: &[f32], out_f: &mut [f32]) {
+#[inline(always)]
+fn gelu_tanh_product_of_row<L: Lanes>(lanes: L, gate_f: &[f32], up_f: &[f32], out_f: &mut [f32]) {
     const MINUS_TWO_ROOT: f32 = -1.595_769; // -2·√(2/π)
     for ((gate, up), out) in gate_f.chunks(LANES).zip(up_f.chunks(LANES)).zip(out_f.chunks_mut(LANES)) {
-        let (gate, up, one) = (load(gate), load(up), _mm512_set1_ps(1.0));
-        let cubic = _mm512_mul_ps(_mm512_mul_ps(gate, gate), _mm512_mul_ps(gate, _mm512_set1_ps(0.044_715)));
-        let minus_2u = _mm512_mul_ps(_mm512_set1_ps(MINUS_TWO_ROOT), _mm512_add_ps(gate, cubic));
-        let sigmoid = _mm512_div_ps(one, _mm512_add_ps(one, exp(minus_2u)));
-        store(out, _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid), up));
+        let (gate, up, one) = (lanes.load(gate), lanes.load(up), lanes.all(1.0));
+        let cubic = lanes.multiply(lanes.multiply(gate, gate), lanes.multiply(gate, lanes.all(0.044_715)));
+        let minus_2u = lanes.multiply(lanes.all(MINUS_TWO_ROOT), lanes.add(gate, cubic));
+        let sigmoid = lanes.divide(one, lanes.add(one, lanes.exp(minus_2u)));
+        lanes.store(out, lanes.multiply(lanes.multiply(gate, sigmoid), up));
     }
 }
 
@@ -101,8 +94,7 @@ pub(crate) fn add_silu(x: &mut [f32], y: &[f32]) {
     assert_eq!(x.len(), y.len(), "of one shape");
     for (x, y) in x.chunks_mut(LANES).zip(y.chunks(LANES)) {
         let mut gated = [0.0; LANES];
-        // SAFETY: as in `rms_norm`.
-        unsafe { silu_product_of_row(y, &[1.0; LANES][..y.len()], &mut gated[..y.len()]) };
+        with_lanes!(lanes => silu_product_of_row(lanes, y, &[1.0; LANES][..y.len()], &mut gated[..y.len()]));
         x.iter_mut().zip(gated).for_each(|(x, gated)| *x += gated);
     }
 }
@@ -126,16 +118,20 @@ pub(crate) fn rotate(heads: &mut [f32], d: usize, rotation: &[f32]) {
 
 /// Indices of the `count` largest numbers, largest first, of equals the first. NaN counts as larger than any number.
 pub(crate) fn largest(x: &[f32], count: usize) -> Vec<usize> {
+    with_lanes!(lanes => largest_of_row(lanes, x, count))
+}
+
+#[inline(always)]
+fn largest_of_row<L: Lanes>(lanes: L, x: &[f32], count: usize) -> Vec<usize> {
     let mut best: Vec<(f32, usize)> = Vec::with_capacity(count + 1);
     for (chunk, numbers) in x.chunks(LANES).enumerate() {
-        let mut lanes = match best.last() {
-            // SAFETY: as in `rms_norm`.
-            Some(&(least, _)) if best.len() == count => unsafe { above(numbers, least) },
-            _ => mask_of(numbers.len()),
+        let mut places = match best.last() {
+            Some(&(least, _)) if best.len() == count => lanes.above(numbers, least),
+            _ => (1u32 << numbers.len()).wrapping_sub(1) as u16,
         };
-        while lanes != 0 {
-            let lane = lanes.trailing_zeros() as usize; // nearly always, there is none
-            lanes &= lanes - 1;
+        while places != 0 {
+            let lane = places.trailing_zeros() as usize; // nearly always, there is none
+            places &= places - 1;
             let number = numbers[lane];
             let at = best.partition_point(|&(other, _)| other.is_nan() || other >= number);
             if at < count {
@@ -172,28 +168,23 @@ pub(crate) fn likeliest(logits_nv: &[f32], v: usize, count: usize, team: &Team) 
 
 /// The logarithm of the sum of e^x over all numbers; NaN if one of them is.
 fn log_sum_exp(x: &[f32]) -> f32 {
-    // SAFETY: as in `rms_norm`.
-    unsafe { log_sum_exp_of_row(x) }
+    with_lanes!(lanes => log_sum_exp_of_row(lanes, x))
 }
 
-#[target_feature(enable = "avx512f")]
-fn log_sum_exp_of_row(x: &[f32]) -> f32 {
+#[inline(always)]
+fn log_sum_exp_of_row<L: Lanes>(lanes: L, x: &[f32]) -> f32 {
     let (chunks, rest) = x.as_chunks::<LANES>();
-    let least = _mm512_set1_ps(f32::NEG_INFINITY);
-    let rest_largest = rest.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let largest = chunks.iter().fold(least, |largest, chunk| _mm512_max_ps(largest, load(chunk)));
-    let largest = _mm512_reduce_max_ps(largest).max(rest_largest);
-    let shift = _mm512_set1_ps(largest);
-    let zero = _mm512_setzero_ps();
-    let sums = chunks.iter().fold(zero, |sums, chunk| _mm512_add_ps(sums, exp(_mm512_sub_ps(load(chunk), shift))));
-    let sum = _mm512_reduce_add_ps(sums) + rest.iter().map(|x| (x - largest).exp()).sum::<f32>();
+    let (mut largest, mut sums) = (lanes.all(f32::NEG_INFINITY), lanes.all(0.0));
+    for chunk in chunks {
+        largest = lanes.larger(largest, lanes.load(chunk));
+    }
+    let largest = lanes.largest(largest).max(rest.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    let shift = lanes.all(largest);
+    for chunk in chunks {
+        sums = lanes.add(sums, lanes.exp(lanes.subtract(lanes.load(chunk), shift)));
+    }
+    let sum = lanes.sum(sums) + rest.iter().map(|x| (x - largest).exp()).sum::<f32>();
     largest + sum.ln()
-}
-
-/// Which of up to 16 numbers are larger, or NaN.
-#[target_feature(enable = "avx512f")]
-fn above(x: &[f32], least: f32) -> __mmask16 {
-    _mm512_mask_cmp_ps_mask::<_CMP_NLE_UQ>(mask_of(x.len()), load(x), _mm512_set1_ps(least))
 }
 
 #[cfg(test)]
@@ -211,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn rows_equal_their_formulas_in_float64() {
         for h in [5, 16, 37] {
             let (x, weight) = (numbers(2 * h), numbers(h));
@@ -234,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn the_likeliest_of_many_rows_are_those_of_each() {
         let (v, team) = (3000, Team::new(2));
         let rows = numbers(7 * v);
@@ -246,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn the_sum_of_exponentials_neither_overflows_nor_loses_nan() {
         for count in [1, 15, 16, 300] {
             for shift in [0.0, 500.0, -500.0] {
@@ -263,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn the_largest_come_first_and_of_equals_the_first() {
         let x = numbers(300);
         let mut order: Vec<usize> = (0..300).collect();

@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 
 use super::Number;
 use super::arena::{Arena, ArenaLines};
-use super::lanes::{VectorLine, bfloat16, bytes_of};
+use super::lanes::{Instructions, Lanes, VectorLine, bytes_of, with_lanes};
 use super::outputs::{Outputs, share};
 use super::team::Team;
 
@@ -112,16 +112,13 @@ impl TiledActivations {
         let rows = x_ni.len() / inputs;
         let blocks = rows.div_ceil(TILE);
         let block_rows = rows.div_ceil(blocks);
-        // SAFETY: zeros are a line.
-        let zero: VectorLine = unsafe { std::mem::zeroed() };
-        let mut lines = vec![zero; blocks * depth * block_rows];
+        let mut lines = vec![VectorLine::ZERO; blocks * depth * block_rows];
         for (row, x_i) in x_ni.chunks_exact(inputs).enumerate() {
             let first = row / block_rows * depth * block_rows + row % block_rows;
             for (k, x) in x_i.chunks(LINE_INPUTS).enumerate() {
                 let line = &mut lines[first + k * block_rows];
                 match x.first_chunk() {
-                    // SAFETY: a CPU with AMX has AVX-512 with bfloat16.
-                    Some(x) => *line = unsafe { bfloat16(x) },
+                    Some(x) => *line = with_lanes!(lanes => lanes.bfloat16(x)),
                     None => Number::BFloat16.write(x, bytes_of(std::slice::from_mut(line))),
                 }
             }
@@ -231,7 +228,9 @@ impl Drop for ConfiguredTiles {
 /// Whether this CPU has AMX with bfloat16, and the system lets this process use it.
 pub fn available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
-    *AVAILABLE.get_or_init(|| super::available() && has_amx_bf16() && permitted())
+    *AVAILABLE.get_or_init(|| {
+        matches!(Instructions::detected(), Some(Instructions::Avx512(_))) && has_amx_bf16() && permitted()
+    })
 }
 
 fn has_amx_bf16() -> bool {

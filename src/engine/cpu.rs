@@ -1,4 +1,4 @@
-//! The CPU engine: [`Llama::extend_several`] with the AVX-512 kernels of [`crate::cpu`] in float32 or bfloat16. Its oracle is libtorch.
+//! The CPU engine: [`Llama::extend_several`] with the kernels of [`crate::cpu`] in float32 or bfloat16. Its oracle is libtorch.
 //! Activations are float32. The rows of all sequences go through each product together; what a row computes does not depend on the others,
 //! bit by bit.
 
@@ -32,7 +32,7 @@ const TOGETHER: usize = 64;
 pub enum Unsupported {
     #[error("the backbone is not on the CPU")]
     Device,
-    #[error("this CPU has no AVX-512 with bfloat16, which the CPU kernels need")]
+    #[error("this CPU has no AVX2 with FMA, which the CPU kernels need")]
     Processor,
     #[error("the CPU kernels compute in float32 or bfloat16, not in float16: use --dtype bfloat16")]
     Dtype,
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn a_pass_with_own_kernels_equals_libtorchs() {
         for (kind, tolerance) in [(Kind::Float, 1e-4), (Kind::BFloat16, 0.1)] {
             let wider = [(None, true, 8), (Some(6), false, 20), (None, false, 40)].map(|(window, bias, head_dim)| {
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn a_token_gives_the_same_bits_alone_and_in_any_tree() {
         [Kind::Float, Kind::BFloat16].into_iter().for_each(same_bits_in_any_chunks);
     }
@@ -419,7 +419,7 @@ mod tests {
 
     /// A tree of 5 nodes, a chain of 70 tokens and a single token behind rows of other lengths.
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn sequences_of_one_pass_give_the_same_bits_as_one_after_the_other() {
         for (kind, window) in [(Kind::Float, None), (Kind::Float, Some(9)), (Kind::BFloat16, None)] {
             let config = LlamaConfig { max_position_embeddings: 600, ..config(window) };

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn own_kernels_guess_what_libtorch_does() {
         let cases =
             [(50, 1, false, 3, false), (50, 3, true, 4, false), (0, 2, false, 3, false), (50, 1, false, 3, true)];

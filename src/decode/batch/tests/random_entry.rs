@@ -75,7 +75,7 @@ fn visit(batch: &mut SequenceBatch, visits: &[Visit]) -> HashMap<usize, Generati
 }
 
 #[test]
-#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
 fn each_text_is_the_one_that_is_decoded_alone() {
     let (mut ended, mut cancelled, mut accepted, mut reused) = (0, 0, 0, 0);
     for (seed, count) in [1, 2, 7, 32].into_iter().enumerate() {

@@ -288,7 +288,7 @@ fn the_window_sees_what_the_paper_says() {
 }
 
 #[test]
-#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
 fn the_window_sees_the_same_in_the_cpus_kernels() {
     let llama = || Llama::random(config(2, Some(9), vec![]), Kind::Float, Device::Cpu, 33);
     let (oracle, ours) = (llama(), llama().for_decoding());

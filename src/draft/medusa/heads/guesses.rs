@@ -183,7 +183,7 @@ mod tests {
     use crate::torch::Generator;
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn guesses_of_own_kernels_are_those_of_libtorch() {
         for (vocab_size, medusa_num_layers, w2_bias, w2_rank, shared_w2) in [
             (50, 2, false, 0, false),

@@ -84,7 +84,7 @@ mod tests {
     use crate::cpu::arena::Arena;
 
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn kept_products_are_those_of_each_use() {
         let ([outputs, inputs, vocabulary], team) = ([12, 5, 70], Team::new(1));
         let number = |at: usize| (at * 37 % 101) as f32 / 64.0;

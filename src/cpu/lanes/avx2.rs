@@ -1,0 +1,263 @@
+//! Vectors of AVX2: 16 numbers in two registers. In float32 every result has the bits that AVX-512 computes.
+#![expect(unsafe_code, reason = "AVX2 with FMA, which a value of `Avx2` stands for, reads and writes slices")]
+use std::arch::x86_64::*;
+use std::array;
+
+use super::super::Number;
+use super::{LANES, Lanes, VectorLine, bytes_of};
+
+/// Lanes of one register.
+const HALF: usize = LANES / 2;
+
+/// AVX2 with FMA. A value exists only where [`Avx2::detected`] has seen it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Avx2(());
+
+impl Avx2 {
+    /// If this CPU has it.
+    pub(super) fn detected() -> Option<Self> {
+        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(Self(()))
+    }
+}
+
+/// Lanes 0 to 7, and 8 to 15.
+type Pair = [__m256; 2];
+
+/// As `halves` of AVX-512.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn halves(a: __m256, b: __m256) -> __m256 {
+    _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b))
+}
+
+/// As `quarters` of AVX-512.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn quarters(a: __m256, b: __m256) -> __m256 {
+    let (a, b) = (_mm256_castps_pd(a), _mm256_castps_pd(b));
+    _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)))
+}
+
+/// Adds the two 128 bits of each: a's, then b's.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn blocks(a: __m256, b: __m256) -> __m256 {
+    _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
+}
+
+/// The sum of 8 lanes.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn sum_of_half(v: __m256) -> f32 {
+    let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+    let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    _mm_cvtss_f32(v) + _mm_cvtss_f32(_mm_movehdup_ps(v))
+}
+
+/// 2^n for whole numbers from -126 to 127.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn power_of_two(n: __m256i) -> __m256 {
+    _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(n, _mm256_set1_epi32(127))))
+}
+
+/// v·2^n in two steps, so that neither power is out of range.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn scaled(v: __m256, powers: __m256) -> __m256 {
+    let n = _mm256_cvtps_epi32(powers);
+    let first = _mm256_srai_epi32::<1>(n);
+    _mm256_mul_ps(_mm256_mul_ps(v, power_of_two(first)), power_of_two(_mm256_sub_epi32(n, first)))
+}
+
+/// The bfloat16 numbers of even places in 32 bytes, and those of odd places.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn even_and_odd(line: __m256i) -> [__m256; 2] {
+    let odd = _mm256_and_si256(line, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()));
+    [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(line)), _mm256_castsi256_ps(odd)]
+}
+
+// SAFETY of all blocks: `self` says that the CPU has the instructions. What else a block needs stands beside it.
+impl Lanes for Avx2 {
+    type Vector = Pair;
+    const BLOCK_ROWS: usize = 3;
+
+    #[inline(always)]
+    fn run<R>(self, kernel: impl FnOnce() -> R) -> R {
+        #[target_feature(enable = "avx2,fma")]
+        fn with<R>(kernel: impl FnOnce() -> R) -> R {
+            kernel()
+        }
+        // SAFETY: see above.
+        unsafe { with(kernel) }
+    }
+
+    #[inline(always)]
+    fn all(self, x: f32) -> Pair {
+        // SAFETY: see above.
+        unsafe { [_mm256_set1_ps(x); 2] }
+    }
+
+    #[inline(always)]
+    fn load(self, x: &[f32]) -> Pair {
+        if let Some(x) = x.first_chunk::<LANES>() {
+            // SAFETY: 16 numbers.
+            return unsafe { [_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x[HALF..].as_ptr())] };
+        }
+        let mut padded = [0.0; LANES];
+        padded[..x.len()].copy_from_slice(x);
+        self.load(&padded)
+    }
+
+    #[inline(always)]
+    fn store(self, out: &mut [f32], v: Pair) {
+        if let Some(out) = out.first_chunk_mut::<LANES>() {
+            // SAFETY: room for 16 numbers.
+            unsafe {
+                _mm256_storeu_ps(out.as_mut_ptr(), v[0]);
+                _mm256_storeu_ps(out[HALF..].as_mut_ptr(), v[1]);
+            }
+            return;
+        }
+        let mut whole = [0.0; LANES];
+        self.store(&mut whole, v);
+        out.copy_from_slice(&whole[..out.len()]);
+    }
+
+    #[inline(always)]
+    fn add(self, a: Pair, b: Pair) -> Pair {
+        // SAFETY: see above.
+        unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn subtract(self, a: Pair, b: Pair) -> Pair {
+        // SAFETY: see above.
+        unsafe { [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn multiply(self, a: Pair, b: Pair) -> Pair {
+        // SAFETY: see above.
+        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn divide(self, a: Pair, b: Pair) -> Pair {
+        // SAFETY: see above.
+        unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn multiply_add(self, a: Pair, b: Pair, c: Pair) -> Pair {
+        // SAFETY: see above.
+        unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
+    }
+
+    #[inline(always)]
+    fn larger(self, a: Pair, b: Pair) -> Pair {
+        // SAFETY: see above.
+        unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn smaller(self, a: Pair, b: Pair) -> Pair {
+        // SAFETY: see above.
+        unsafe { [_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn rounded(self, v: Pair) -> Pair {
+        const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+        // SAFETY: see above.
+        unsafe { [_mm256_round_ps::<NEAREST>(v[0]), _mm256_round_ps::<NEAREST>(v[1])] }
+    }
+
+    #[inline(always)]
+    fn times_power_of_two(self, v: Pair, powers: Pair) -> Pair {
+        // SAFETY: see above.
+        unsafe { [scaled(v[0], powers[0]), scaled(v[1], powers[1])] }
+    }
+
+    #[inline(always)]
+    fn sum(self, v: Pair) -> f32 {
+        // SAFETY: see above.
+        unsafe { sum_of_half(_mm256_add_ps(v[0], v[1])) }
+    }
+
+    #[inline(always)]
+    fn largest(self, v: Pair) -> f32 {
+        let mut numbers = [0.0; LANES];
+        self.store(&mut numbers, v);
+        numbers.into_iter().fold(f32::NEG_INFINITY, f32::max)
+    }
+
+    #[inline(always)]
+    fn sum_each(self, v: [Pair; LANES]) -> Pair {
+        // SAFETY: see above.
+        unsafe {
+            let pairs: [Pair; 8] = array::from_fn(|i| array::from_fn(|h| halves(v[2 * i][h], v[2 * i + 1][h])));
+            let fours: [Pair; 4] =
+                array::from_fn(|i| array::from_fn(|h| quarters(pairs[2 * i][h], pairs[2 * i + 1][h])));
+            array::from_fn(|i| {
+                let [a, b] = [fours[2 * i], fours[2 * i + 1]];
+                _mm256_add_ps(blocks(a[0], b[0]), blocks(a[1], b[1]))
+            })
+        }
+    }
+
+    #[inline(always)]
+    fn above(self, x: &[f32], least: f32) -> u16 {
+        // SAFETY: see above.
+        let larger = unsafe {
+            let [low, high] = self.load(x).map(|x| _mm256_cmp_ps::<_CMP_NLE_UQ>(x, _mm256_set1_ps(least)));
+            (_mm256_movemask_ps(high) << HALF | _mm256_movemask_ps(low)) as u16
+        };
+        larger & (1u32 << x.len().min(LANES)).wrapping_sub(1) as u16
+    }
+
+    #[inline(always)]
+    unsafe fn numbers_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> Pair {
+        let size = if BF16 { 2 } else { 4 };
+        if count < LANES {
+            let mut padded = [0; LANES * 4];
+            padded[..count * size].copy_from_slice(&plane[at * size..][..count * size]);
+            // SAFETY: 16 numbers.
+            return unsafe { self.numbers_at::<BF16>(&padded, 0, LANES) };
+        }
+        // SAFETY: the caller promises that 16 numbers are in the plane.
+        unsafe {
+            let first = plane.as_ptr().add(at * size);
+            if BF16 {
+                return array::from_fn(|h| {
+                    let bits = _mm_loadu_si128(first.cast::<__m128i>().add(h));
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
+                });
+            }
+            array::from_fn(|h| _mm256_loadu_ps(first.cast::<f32>().add(h * HALF)))
+        }
+    }
+
+    #[inline(always)]
+    fn add_product<const BF16: bool>(self, sum: Pair, a: &VectorLine, b: &VectorLine) -> Pair {
+        // SAFETY: a line is 64 aligned bytes, and any bytes are numbers.
+        unsafe {
+            array::from_fn(|h| {
+                let [a, b] = [a, b].map(|line| _mm256_load_si256(line.0.as_ptr().cast::<__m256i>().add(h)));
+                if !BF16 {
+                    return _mm256_fmadd_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), sum[h]);
+                }
+                let [[a_even, a_odd], [b_even, b_odd]] = [even_and_odd(a), even_and_odd(b)];
+                _mm256_fmadd_ps(a_odd, b_odd, _mm256_fmadd_ps(a_even, b_even, sum[h]))
+            })
+        }
+    }
+
+    #[inline(always)]
+    fn bfloat16(self, x: &[f32; 32]) -> VectorLine {
+        let mut line = VectorLine::ZERO;
+        Number::BFloat16.write(x, bytes_of(std::slice::from_mut(&mut line)));
+        line
+    }
+}

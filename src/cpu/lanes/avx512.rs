@@ -1,0 +1,201 @@
+//! Vectors of AVX-512: 16 numbers in one register.
+#![expect(unsafe_code, reason = "AVX-512, which a value of `Avx512` stands for, reads and writes under masks")]
+use std::arch::x86_64::*;
+
+use super::{LANES, Lanes, VectorLine};
+
+/// AVX-512 with bfloat16. A value exists only where [`Avx512::detected`] has seen it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Avx512(());
+
+impl Avx512 {
+    /// If this CPU has it.
+    pub(super) fn detected() -> Option<Self> {
+        let detected = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512bf16");
+        detected.then_some(Self(()))
+    }
+}
+
+/// The first lanes.
+fn mask_of(lanes: usize) -> u16 {
+    (1u32 << lanes).wrapping_sub(1) as u16
+}
+
+/// In each 128 bits: `[a0 + a2, b0 + b2, a1 + a3, b1 + b3]`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn halves(a: __m512, b: __m512) -> __m512 {
+    _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
+}
+
+/// In each 128 bits: the sums of a's two vectors, then b's.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn quarters(a: __m512, b: __m512) -> __m512 {
+    let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
+    _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)))
+}
+
+/// Adds neighbouring 128 bits: a's, then b's.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn blocks(a: __m512, b: __m512) -> __m512 {
+    _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b))
+}
+
+// SAFETY of all blocks: `self` says that the CPU has the instructions. What else a block needs stands beside it.
+impl Lanes for Avx512 {
+    type Vector = __m512;
+    const BLOCK_ROWS: usize = 6;
+
+    #[inline(always)]
+    fn run<R>(self, kernel: impl FnOnce() -> R) -> R {
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+        fn with<R>(kernel: impl FnOnce() -> R) -> R {
+            kernel()
+        }
+        // SAFETY: see above.
+        unsafe { with(kernel) }
+    }
+
+    #[inline(always)]
+    fn all(self, x: f32) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    fn load(self, x: &[f32]) -> __m512 {
+        // SAFETY: only the lanes of the mask are read.
+        unsafe { _mm512_maskz_loadu_ps(mask_of(x.len().min(LANES)), x.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn store(self, out: &mut [f32], v: __m512) {
+        // SAFETY: only the lanes of the mask are written.
+        unsafe { _mm512_mask_storeu_ps(out.as_mut_ptr(), mask_of(out.len().min(LANES)), v) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn subtract(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn multiply(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn divide(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_div_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn multiply_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    fn larger(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn smaller(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_min_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn rounded(self, v: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_roundscale_ps::<0>(v) }
+    }
+
+    #[inline(always)]
+    fn times_power_of_two(self, v: __m512, powers: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_scalef_ps(v, powers) }
+    }
+
+    #[inline(always)]
+    fn sum(self, v: __m512) -> f32 {
+        // SAFETY: see above.
+        unsafe { _mm512_reduce_add_ps(v) }
+    }
+
+    #[inline(always)]
+    fn largest(self, v: __m512) -> f32 {
+        // SAFETY: see above.
+        unsafe { _mm512_reduce_max_ps(v) }
+    }
+
+    #[inline(always)]
+    fn sum_each(self, v: [__m512; LANES]) -> __m512 {
+        // SAFETY: see above.
+        unsafe {
+            let pairs: [__m512; 8] = std::array::from_fn(|i| halves(v[2 * i], v[2 * i + 1]));
+            let fours: [__m512; 4] = std::array::from_fn(|i| quarters(pairs[2 * i], pairs[2 * i + 1]));
+            let eights: [__m512; 2] = std::array::from_fn(|i| blocks(fours[2 * i], fours[2 * i + 1]));
+            blocks(eights[0], eights[1])
+        }
+    }
+
+    #[inline(always)]
+    fn above(self, x: &[f32], least: f32) -> u16 {
+        let mask = mask_of(x.len().min(LANES));
+        // SAFETY: see above.
+        unsafe { _mm512_mask_cmp_ps_mask::<_CMP_NLE_UQ>(mask, self.load(x), _mm512_set1_ps(least)) }
+    }
+
+    #[inline(always)]
+    unsafe fn numbers_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> __m512 {
+        let mask = mask_of(count);
+        // SAFETY: only the lanes of the mask are read, and the caller promises that they are in the plane.
+        unsafe {
+            if BF16 {
+                let bits = _mm256_maskz_loadu_epi16(mask, plane.as_ptr().cast::<i16>().add(at));
+                return _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)));
+            }
+            _mm512_maskz_loadu_ps(mask, plane.as_ptr().cast::<f32>().add(at))
+        }
+    }
+
+    #[inline(always)]
+    fn add_product<const BF16: bool>(self, sum: __m512, a: &VectorLine, b: &VectorLine) -> __m512 {
+        // SAFETY: a line is 64 aligned bytes, and any bytes are numbers.
+        unsafe {
+            let [a, b] = [a, b].map(|line| _mm512_load_si512(line.0.as_ptr().cast()));
+            if !BF16 {
+                return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+            }
+            let [a, b] = [a, b].map(|line| std::mem::transmute::<__m512i, __m512bh>(line));
+            _mm512_dpbf16_ps(sum, a, b)
+        }
+    }
+
+    #[inline(always)]
+    fn bfloat16(self, x: &[f32; 32]) -> VectorLine {
+        let (low, high) = x.split_at(LANES);
+        // SAFETY: 16 numbers each; both types are 64 bytes, and any bytes are a line.
+        unsafe {
+            let (low, high) = (_mm512_loadu_ps(low.as_ptr()), _mm512_loadu_ps(high.as_ptr()));
+            std::mem::transmute::<__m512bh, VectorLine>(_mm512_cvtne2ps_pbh(high, low))
+        }
+    }
+}
