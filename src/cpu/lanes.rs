@@ -1,27 +1,16 @@
-//! Building blocks of the kernels: vectors of 16 numbers, and lines of 64 bytes.
-#![expect(unsafe_code, reason = "lines are bytes without holes")]
+//! The vectors that this CPU has.
 
 mod avx2;
 mod avx512;
+mod vector;
 
-pub(crate) use avx2::Avx2;
-pub(crate) use avx512::Avx512;
-
-/// Numbers of a vector.
-pub(super) const LANES: usize = 16;
-
-/// 64 bytes, aligned.
-#[derive(Debug, Clone, Copy)]
-#[repr(C, align(64))]
-pub struct VectorLine([u8; 64]);
-
-impl VectorLine {
-    pub(super) const ZERO: Self = Self([0; 64]);
-}
+use avx2::Avx2;
+use avx512::Avx512;
+pub(super) use vector::{LANES, Lanes, VectorLine, bytes_of};
 
 /// The instructions that the kernels use on this CPU.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Instructions {
+pub(super) enum Instructions {
     /// AVX-512 with bfloat16.
     Avx512(Avx512),
     /// AVX2 with FMA.
@@ -30,7 +19,7 @@ pub(crate) enum Instructions {
 
 impl Instructions {
     /// The fastest that this CPU has.
-    pub(crate) fn detected() -> Option<Self> {
+    pub(super) fn detected() -> Option<Self> {
         Avx512::detected().map(Self::Avx512).or_else(|| Avx2::detected().map(Self::Avx2))
     }
 }
@@ -54,101 +43,6 @@ macro_rules! with_lanes {
     };
 }
 pub(super) use with_lanes;
-
-/// Vectors of 16 float32 numbers. Whoever has a value of such a type may use its instructions.
-pub(super) trait Lanes: Copy {
-    /// 16 numbers.
-    type Vector: Copy;
-
-    /// Rows of x whose sums, with the weights, fill the registers ([`super::dots`]).
-    const BLOCK_ROWS: usize;
-
-    /// Runs a kernel compiled for these instructions.
-    fn run<R>(self, kernel: impl FnOnce() -> R) -> R;
-
-    /// The same number in all lanes.
-    fn all(self, x: f32) -> Self::Vector;
-
-    /// The first 16 numbers, or as many as there are, then zeros.
-    fn load(self, x: &[f32]) -> Self::Vector;
-
-    /// Writes the first 16 numbers, or as many as there is room for.
-    fn store(self, out: &mut [f32], v: Self::Vector);
-
-    /// a + b.
-    fn add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
-
-    /// a - b.
-    fn subtract(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
-
-    /// a · b.
-    fn multiply(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
-
-    /// a / b.
-    fn divide(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
-
-    /// a · b + c, rounded once.
-    fn multiply_add(self, a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
-
-    /// The larger of each two; `b` if one of them is NaN.
-    fn larger(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
-
-    /// The smaller of each two; `b` if one of them is NaN.
-    fn smaller(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
-
-    /// To whole numbers.
-    fn rounded(self, v: Self::Vector) -> Self::Vector;
-
-    /// v · 2^powers, for whole numbers from -150 to 128.
-    fn times_power_of_two(self, v: Self::Vector, powers: Self::Vector) -> Self::Vector;
-
-    /// The sum of the lanes.
-    fn sum(self, v: Self::Vector) -> f32;
-
-    /// The largest of the lanes.
-    fn largest(self, v: Self::Vector) -> f32;
-
-    /// The sum of each vector's lanes: lane i of the result is vector i's. All are added up in the same order.
-    fn sum_each(self, v: [Self::Vector; LANES]) -> Self::Vector;
-
-    /// Which of up to 16 numbers are larger than `least`, or NaN: bit i is number i.
-    fn above(self, x: &[f32], least: f32) -> u16;
-
-    /// `count` numbers of a plane from number `at` on, as float32; then zeros.
-    ///
-    /// # Safety
-    /// The numbers are in the plane.
-    unsafe fn numbers_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> Self::Vector;
-
-    /// `sum` and the products of two lines of float32 numbers, or of bfloat16 numbers, of which two neighbours are added in a lane.
-    fn add_product<const BF16: bool>(self, sum: Self::Vector, a: &VectorLine, b: &VectorLine) -> Self::Vector;
-
-    /// A line of numbers rounded to bfloat16.
-    fn bfloat16(self, x: &[f32; 32]) -> VectorLine;
-
-    /// e^x, within 2 units in the last place, NaN of NaN (a polynomial of degree 6 on half a power of two, as in Cephes).
-    #[inline(always)]
-    fn exp(self, x: Self::Vector) -> Self::Vector {
-        // Beyond these bounds e^x is 0 or infinite anyway. `x` is the second operand, so that NaN stays.
-        let x = self.smaller(self.all(89.0), self.larger(self.all(-104.0), x));
-        let powers = self.rounded(self.multiply(x, self.all(std::f32::consts::LOG2_E)));
-        let minus = self.subtract(self.all(0.0), powers);
-        let rest = self.multiply_add(minus, self.all(355.0 / 512.0), x); // ln 2 in two parts: the first product is exact
-        let rest = self.multiply_add(minus, self.all(-2.121_944_4e-4), rest);
-        let mut series = self.all(1.987_569_1e-4);
-        for coefficient in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_6e-1, 0.5] {
-            series = self.multiply_add(series, rest, self.all(coefficient));
-        }
-        let value = self.multiply_add(series, self.multiply(rest, rest), self.add(rest, self.all(1.0)));
-        self.times_power_of_two(value, powers)
-    }
-}
-
-/// The bytes of lines.
-pub(super) fn bytes_of(lines: &mut [VectorLine]) -> &mut [u8] {
-    // SAFETY: lines are bytes without holes.
-    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), size_of_val(lines)) }
-}
 
 #[cfg(test)]
 mod tests {

@@ -4,14 +4,14 @@ use std::arch::x86_64::*;
 use std::array;
 
 use super::super::Number;
-use super::{LANES, Lanes, VectorLine, bytes_of};
+use super::vector::{LANES, Lanes, VectorLine, bytes_of};
 
 /// Lanes of one register.
 const HALF: usize = LANES / 2;
 
 /// AVX2 with FMA. A value exists only where [`Avx2::detected`] has seen it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Avx2(());
+pub(in crate::cpu) struct Avx2(());
 
 impl Avx2 {
     /// If this CPU has it.

@@ -2,11 +2,11 @@
 #![expect(unsafe_code, reason = "AVX-512, which a value of `Avx512` stands for, reads and writes under masks")]
 use std::arch::x86_64::*;
 
-use super::{LANES, Lanes, VectorLine};
+use super::vector::{LANES, Lanes, VectorLine};
 
 /// AVX-512 with bfloat16. A value exists only where [`Avx512::detected`] has seen it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Avx512(());
+pub(in crate::cpu) struct Avx512(());
 
 impl Avx512 {
     /// If this CPU has it.
