@@ -20,6 +20,7 @@ use medusa::recipe::Recipe;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
+use super::launched_processes::{self, ended};
 use super::published::published;
 use super::small_run::SmallRun;
 
@@ -316,6 +317,32 @@ fn with(small: &SmallRun, number: usize, name: &str, by: impl Fn(&Tensor) -> Ten
         let (_, tensor) = tensors.iter_mut().find(|(found, _)| found == name).expect("the tensor");
         *tensor = by(tensor);
     });
+}
+
+#[test]
+fn processes_read_the_states_of_their_own_rows() {
+    let small = small_with_states();
+    small.edit("recipe.toml", "epochs = 8", "epochs = 2");
+    let heads = |name: &str| WeightFiles::open_file(&small.path(name).join("final/heads.safetensors")).expect("heads");
+    small.train(&["--nproc", "2"]).succeeded();
+    fs::rename(small.path("run"), small.path("of_two")).expect("a folder");
+    small.train(&[]).succeeded();
+    let (of_two, alone) = (heads("of_two"), heads("run"));
+    for name in alone.names() {
+        let tensor = |heads: &WeightFiles| heads.mapped(name, &heads.shape(name).expect("a shape")).expect("a head");
+        let difference = (tensor(&of_two) - tensor(&alone)).abs().max().double_value(&[]);
+        assert!(difference <= TOLERANCE, "{name} differs by {difference:e}");
+    }
+}
+
+#[test]
+fn processes_with_other_states_are_told_apart() {
+    let [first, second] = [small_with_states(), small_with_states()];
+    (0..15).for_each(|number| {
+        with(&second, number, "hidden_states", |states| states.narrow(1, 2, 2).contiguous());
+    });
+    let differs = "rank 1 differs from rank 0 in the files of `data.hidden_states`: it has 15 files with ";
+    launched_processes::both([&first, &second], &[]).map(ended).iter().for_each(|end| end.failed(1, &[differs]));
 }
 
 type Fault = (&'static str, &'static [&'static str], fn(&SmallRun));

@@ -34,7 +34,7 @@ fn started(mut command: Command) -> Child {
 }
 
 /// The end of a process, which must come in time.
-fn ended(mut child: Child) -> Ended {
+pub(crate) fn ended(mut child: Child) -> Ended {
     let began = Instant::now();
     while child.try_wait().expect("a child").is_none() {
         assert!(began.elapsed() < LONGEST_END, "still running");
@@ -53,7 +53,7 @@ fn started_by(parent: &Child) -> Vec<Pid> {
 }
 
 /// Both processes of a run in these folders, as torchrun starts them.
-fn both(folders: [&SmallRun; 2], arguments: &[&str]) -> [Child; 2] {
+pub(crate) fn both(folders: [&SmallRun; 2], arguments: &[&str]) -> [Child; 2] {
     let port = free_port();
     [0, 1].map(|rank| {
         let mut command = folders[rank].trainer(arguments);

@@ -72,6 +72,7 @@ fn facts(checked: &CheckedRun, provenance: &Provenance) -> RunFacts {
         ("the number of steps".to_owned(), checked.total_steps.to_string()),
         ("the numbers of layers on its devices (`backbone.device_map`)".to_owned(), layers_of_stages(checked)),
         ("--skip-bad-rows".to_owned(), provenance.skip_bad_rows.to_string()),
+        ("the files of `data.hidden_states`".to_owned(), files_of_states(provenance)),
         (
             "the backbone's commit".to_owned(),
             provenance.backbone.as_ref().map_or_else(String::new, |hub| hub.commit.clone()),
@@ -96,6 +97,12 @@ fn facts(checked: &CheckedRun, provenance: &Provenance) -> RunFacts {
 fn layers_of_stages(checked: &CheckedRun) -> String {
     let layers = |stage| checked.stages.layers(stage, checked.config.num_hidden_layers).len().to_string();
     format!("[{}]", (0..checked.stages.len()).map(layers).collect::<Vec<_>>().join(", "))
+}
+
+/// Copies on other machines have other times of change.
+fn files_of_states(provenance: &Provenance) -> String {
+    let files = provenance.hidden_states.as_ref();
+    files.map_or_else(String::new, |of| format!("{} with {} bytes", counted(of.files, "file"), of.bytes))
 }
 
 fn files_of(of: &str, files: &[HashedFile]) -> impl Iterator<Item = (String, String)> {
