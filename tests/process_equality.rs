@@ -9,7 +9,7 @@ use medusa::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit};
 use medusa::model::weights::WeightFiles;
 use tch::{Device, Kind};
 
-use super::several_processes::{FULL, MEDUSA1, Run, lora};
+use super::several_processes::{ALL_WORLDS, FULL, MEDUSA1, Run, lora};
 use super::small_run::Ended;
 
 /// Relative for losses and gradient norms, and absolute for the final heads.
@@ -83,7 +83,7 @@ fn assert_same(dtype: &str, of_stages: [f64; 3], of_distillation: [f64; 3]) {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let run = Run { dtype, rows: 160, steps: 20, ..Run::new(&folder, stage) };
         train(&run, "alone", 1);
-        for (nproc, zero_stage) in [(2, 0), (2, 1), (4, 0), (4, 1)] {
+        for (nproc, zero_stage) in ALL_WORLDS {
             let name = format!("{nproc}-{zero_stage}");
             train(&Run { zero_stage, ..run }, &name, nproc);
             let far = distances(&run, [&name, "alone"]);

@@ -1,5 +1,6 @@
 //! Promise: several processes train what one process trains. Ranks are threads here.
 
+use std::cell::RefCell;
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,6 +46,8 @@ pub(crate) struct Run<'a> {
     pub(crate) zero_stage: u8,
     pub(crate) rows: usize,
     pub(crate) steps: usize,
+    /// More keys of `[train]`.
+    pub(crate) train: &'a str,
 }
 
 /// What a rank saw.
@@ -79,6 +82,7 @@ impl<'a> Run<'a> {
             zero_stage: 0,
             rows: 21,
             steps: 3,
+            train: "",
         }
     }
 
@@ -113,7 +117,7 @@ impl<'a> Run<'a> {
 
     pub(crate) fn recipe_text(&self, name: &str) -> String {
         let (rows, backbone) = (published("reference/losses/rows.jsonl"), published("models/stories260K"));
-        let Self { dtype, stage, optimizer, learning_rate, zero_stage, steps, .. } = self;
+        let Self { dtype, stage, optimizer, learning_rate, zero_stage, steps, train, .. } = self;
         format!(
             "[backbone]\npath = {backbone:?}\ndtype = {dtype:?}\n\
              [heads]\nmedusa_num_heads = 4\nmedusa_num_layers = 1\n\
@@ -122,7 +126,7 @@ impl<'a> Run<'a> {
              [optimizer]\nname = {optimizer:?}\nlearning_rate = {learning_rate:e}\nweight_decay = 0.01\nzero_stage = {zero_stage}\n\
              [schedule]\nname = \"constant\"\n\
              [train]\noutput_dir = {:?}\nmax_steps = {steps}\nmicro_batch_size = 2\n\
-             gradient_accumulation_steps = 4\nsave_every = 2\n",
+             gradient_accumulation_steps = 4\nsave_every = 2\n{train}\n",
             self.rows,
             self.folder.join(name)
         )
@@ -140,46 +144,42 @@ impl<'a> Run<'a> {
 
 static INTERRUPTED_BY_NOBODY: AtomicBool = AtomicBool::new(false);
 
-/// Returns how far apart they are.
-fn assert_close(what: &str, got: f64, expected: f64, tolerance: f64) -> f64 {
+fn assert_close(what: &str, got: f64, expected: f64, tolerance: f64) {
     let far = (got - expected).abs() / expected.abs().max(1e-6);
     assert!(far <= tolerance, "{what}: {got}, expected {expected}: {far:.1e} apart");
-    far
 }
 
-/// Returns how far apart losses and gradient norms are.
-fn assert_same_line(what: &str, got: &MetricsLine, expected: &MetricsLine, tolerance: f64) -> f64 {
+/// Compares losses and gradient norms.
+fn assert_same_line(what: &str, got: &MetricsLine, expected: &MetricsLine, tolerance: f64) {
     assert_eq!(
         (got.split, got.step, got.tokens, got.epoch),
         (expected.split, expected.step, expected.tokens, expected.epoch)
     );
     let what = format!("{what}, step {}", got.step);
-    let mut farthest = assert_close(&format!("{what}: loss"), got.loss, expected.loss, tolerance);
+    assert_close(&format!("{what}: loss"), got.loss, expected.loss, tolerance);
     let update = |line: &MetricsLine| line.update.as_ref().map(|update| update.grad_norm);
     if let (Some(got), Some(expected)) = (update(got), update(expected)) {
-        farthest = farthest.max(assert_close(&format!("{what}: gradient norm"), got, expected, tolerance));
+        assert_close(&format!("{what}: gradient norm"), got, expected, tolerance);
     }
     for (got, expected) in got.head_losses.iter().zip(&expected.head_losses) {
         let [got, expected] = [got, expected].map(|loss| loss.expect("targets"));
-        farthest = farthest.max(assert_close(&format!("{what}: head"), got, expected, tolerance));
+        assert_close(&format!("{what}: head"), got, expected, tolerance);
     }
     assert_eq!(got.perplexity.is_some(), expected.perplexity.is_some());
     if got.split == MetricsSplit::Validation {
         assert_close(&what, got.tokens_per_step.expect("rows"), expected.tokens_per_step.expect("rows"), 1e-3);
     }
-    farthest
 }
 
-/// Compares what all ranks saw, and the final heads, with a run of one process. Returns how far apart they are.
-fn assert_same_run(run: &Run, [alone, shared]: [(&str, &[Seen]); 2], tolerances: [f64; 2]) -> [f64; 2] {
-    let mut farthest = [0.0_f64; 2];
+/// Compares what all ranks saw, and the final heads, with a run of one process.
+fn assert_same_run(run: &Run, [alone, shared]: [(&str, &[Seen]); 2], tolerances: [f64; 2]) {
     let (expected, (name, ranks)) = (&alone.1[0], shared);
     for (rank, seen) in ranks.iter().enumerate() {
         let what = format!("{name} of {} {}, rank {rank}", run.optimizer, run.stage);
         assert!(matches!(seen.outcome, Ok(RunOutcome::Finished(_))), "{what}: {:?}", seen.outcome);
         assert_eq!(seen.lines.len(), expected.lines.len(), "{what}");
         for (got, one) in seen.lines.iter().zip(&expected.lines) {
-            farthest[0] = farthest[0].max(assert_same_line(&what, got, one, tolerances[0]));
+            assert_same_line(&what, got, one, tolerances[0]);
         }
     }
     let (got, expected) = (run.final_heads(name), run.final_heads(alone.0));
@@ -191,22 +191,17 @@ fn assert_same_run(run: &Run, [alone, shared]: [(&str, &[Seen]); 2], tolerances:
         // The last bits of a gradient can decide the 8-bit code of a small second moment, and with it whole updates of single weights.
         let far = if run.optimizer == "adamw" { far.max() } else { far.mean(Kind::Double) }.double_value(&[]);
         assert!(far <= tolerances[1], "{} of {} {}: {name} is {far:.1e} away", shared.0, run.optimizer, run.stage);
-        farthest[1] = farthest[1].max(far);
     }
-    farthest
 }
 
-/// Trains on one process, then on each number of ranks with each ZeRO stage. Returns how far apart losses and heads are.
-fn assert_all_the_same(run: Run, worlds: &[(usize, u8)], tolerances: [f64; 2]) -> [f64; 2] {
+/// Trains on one process, then on each number of ranks with each ZeRO stage.
+fn assert_all_the_same(run: Run, worlds: &[(usize, u8)], tolerances: [f64; 2]) {
     let alone = run.train("alone", 1);
-    let mut farthest = [0.0_f64; 2];
     for &(world_size, zero_stage) in worlds {
         let (run, name) = (Run { zero_stage, ..run }, format!("{world_size}-{zero_stage}"));
         let shared = run.train(&name, world_size);
-        let far = assert_same_run(&run, [("alone", &alone), (&name, &shared)], tolerances);
-        farthest = [0, 1].map(|what| farthest[what].max(far[what]));
+        assert_same_run(&run, [("alone", &alone), (&name, &shared)], tolerances);
     }
-    farthest
 }
 
 #[test]
@@ -241,8 +236,70 @@ fn ranks_train_what_one_process_trains_also_with_a_short_last_step() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let run = Run { optimizer: "adamw8bit", ..Run::new(&folder, MEDUSA1) };
     assert_all_the_same(run, &[(2, 1), (4, 0)], [TOLERANCE, HEADS_TOLERANCE]);
-    let (folder, stage) = (tempfile::tempdir().expect("a temporary folder"), lora(false));
+    // The masks of dropout are those of the step's micro batches, whichever rank has them.
+    let (folder, stage) = (tempfile::tempdir().expect("a temporary folder"), lora(false) + "\ndropout = 0.1");
     assert_all_the_same(Run::new(&folder, &stage), &[(4, 1)], [TOLERANCE, HEADS_TOLERANCE]);
+}
+
+/// The best step so far, as rank 0 tells it, and how the run ended.
+fn best_and_end(run: Run, name: &str, ranks: Ranks) -> (Vec<usize>, RunOutcome) {
+    let mut best = vec![];
+    let outcome = run.outcome(name, ranks, &mut |event| {
+        if let RunEvent::Best(of, _) = event {
+            best.push(of.step);
+        }
+    });
+    (best, outcome.expect("a run that stops early"))
+}
+
+#[test]
+fn ranks_keep_the_same_best_heads_and_stop_early_after_the_same_step() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let train = "eval_every = 1\nkeep_best = \"loss\"\npatience = 2";
+    let run = Run { train, learning_rate: 0.3, rows: 16, steps: 12, ..Run::new(&folder, MEDUSA1) }; // soon worse
+    let stopped = |name: &str, outcome: &RunOutcome| match outcome {
+        RunOutcome::StoppedEarly { step, so_far, .. } => (*step, so_far.best.step),
+        other => panic!("{name}: {other:?}"),
+    };
+    let (best, outcome) = best_and_end(run, "alone", Ranks::alone());
+    let expected = stopped("alone", &outcome);
+    assert!(expected == (expected.1 + 2, *best.last().expect("a best step")) && expected.0 < 12, "{expected:?}");
+    let seen = as_ranks(3, |ranks| best_and_end(run, "three", ranks));
+    assert_eq!(seen[0].0, best);
+    for (rank, (best, outcome)) in seen.iter().enumerate() {
+        assert_eq!(stopped("three", outcome), expected, "rank {rank}");
+        assert!(rank == 0 || best.is_empty(), "rank {rank} keeps heads");
+    }
+    assert!(folder.path().join("three/best/heads.safetensors").exists());
+}
+
+#[test]
+fn ranks_read_only_a_whole_cache_of_hidden_states() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let cache = format!("hidden_state_cache = {:?}", folder.path().join("states"));
+    let run = Run { train: &cache, rows: 16, ..Run::new(&folder, MEDUSA1) };
+    let of_cache = |name: &str, ranks: Ranks| {
+        let told = RefCell::new(vec![]);
+        let seen = run.train_rank(name, ranks, &|event| match event {
+            RunEvent::CacheIncomplete(_) => told.borrow_mut().push(None),
+            RunEvent::HiddenStates { filled, rows, .. } => told.borrow_mut().push(Some((*filled, *rows))),
+            _ => (),
+        });
+        (seen, told.into_inner())
+    };
+    let as_two = |name: &str| {
+        let (seen, told): (Vec<Seen>, Vec<_>) = as_ranks(2, |ranks| of_cache(name, ranks)).into_iter().unzip();
+        (seen, told)
+    };
+    let (computed, told) = as_two("computed");
+    assert_eq!(told, [[None], [None]]);
+    let (alone, told) = of_cache("alone", Ranks::alone());
+    assert_eq!(told, [Some((0, 16))], "the ranks have written none");
+    let (read, told) = as_two("read");
+    assert_eq!(told, [[Some((16, 16))]; 2]);
+    for (name, ranks) in [("computed", &computed), ("read", &read)] {
+        assert_same_run(&run, [("alone", std::slice::from_ref(&alone)), (name, ranks)], [TOLERANCE, HEADS_TOLERANCE]);
+    }
 }
 
 #[test]
@@ -425,21 +482,5 @@ fn twenty_steps_are_those_of_one_process() {
             let run = Run { optimizer, rows: 160, steps: 20, ..Run::new(&folder, stage) };
             assert_all_the_same(run, &ALL_WORLDS, [tolerance, tolerances[1]]);
         }
-    }
-}
-
-#[test]
-#[ignore = "20 runs of 20 steps, two minutes: cargo test --test promises several_processes::twenty -- --ignored --nocapture"]
-#[expect(clippy::print_stderr, reason = "the distances are read with --nocapture")]
-fn twenty_steps_in_float64_are_those_of_one_process_to_1e_9() {
-    let [plain, distilled] = [lora(false), lora(true)];
-    for stage in [MEDUSA1, plain.as_str(), FULL, distilled.as_str()] {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let run = Run { dtype: "float64", rows: 160, steps: 20, ..Run::new(&folder, stage) };
-        let [losses, heads] = assert_all_the_same(run, &ALL_WORLDS, [IN_FLOAT64; 2]);
-        eprintln!(
-            "{}: losses and gradient norms {losses:.1e}, final heads {heads:.1e} apart",
-            stage.replace('\n', " ")
-        );
     }
 }

@@ -101,7 +101,7 @@ pub enum CollectiveError {
     },
     /// Another rank did not take part in time.
     #[error(
-        "no answer from another process during {operation} for {seconds} s: it hangs, or its step takes longer than that (raise --process-timeout)"
+        "no answer from another process during {operation} for {seconds} s: it hangs, or its step or its checkpoint takes longer than that (raise --process-timeout)"
     )]
     TimedOut { operation: &'static str, seconds: u64 },
 }

@@ -1,7 +1,6 @@
 //! The processes of a run, as the training sees them: which share of the work each has, what they sum, and how the error of one ends all.
 
 use std::fmt::Display;
-use std::fs;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -9,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::data::loader::BatchShare;
 use crate::torch::collective::{Collective, CollectiveError, FailedRank, OneProcess};
+use crate::torch::process_group::machine_id;
 
 /// The processes of a run ("ranks"), seen by one of them. All of them call the same methods in the same order.
 #[derive(Debug, Clone, Copy)]
@@ -213,14 +213,10 @@ impl<'c> Ranks<'c> {
     }
 
     /// Whether no process with a lower rank runs on the same machine.
-    ///
-    /// # Errors
-    /// [`RanksError::Collective`].
-    pub fn is_first_of_machine(self) -> Result<bool, RanksError> {
-        // Where the name cannot be read, all processes count as one machine's: they then wait for rank 0, which harms nothing.
-        let own = fs::read("/proc/sys/kernel/hostname").unwrap_or_default();
-        let all = self.gather(&own)?;
-        Ok(all.iter().position(|name| *name == own) == Some(self.rank()))
+    fn is_first_of_machine(self) -> Result<bool, RanksError> {
+        let own = machine_id();
+        let all = self.gather(own.as_bytes())?;
+        Ok(all.iter().position(|machine| *machine == own.as_bytes()) == Some(self.rank()))
     }
 }
 

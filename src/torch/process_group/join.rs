@@ -99,7 +99,7 @@ pub(super) fn meet(rendezvous: &Rendezvous, wait: Duration) -> Result<(Store, Lo
 }
 
 /// The same in all processes of a machine, and in no other machine's: several may have one name.
-pub(in crate::torch) fn machine_id() -> String {
+pub fn machine_id() -> String {
     let of_boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned());
     of_boot.unwrap_or_else(|_| rustix::system::uname().nodename().to_string_lossy().into_owned())
 }

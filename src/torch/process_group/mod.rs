@@ -17,8 +17,7 @@ pub mod rendezvous;
 
 use c10d::{C10dError, GlooGroup, Store};
 use communicators::Communicators;
-pub use join::JoinError;
-pub(super) use join::machine_id;
+pub use join::{JoinError, machine_id};
 use long_work::LongWork;
 use nccl::{Communicator, NcclError};
 use rendezvous::{LocalRank, Rendezvous};
