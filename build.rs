@@ -155,8 +155,12 @@ fn hash_of(folder: &Path, libtorch: &std::ffi::OsStr) -> String {
     add_files(folder, &mut files);
     files.retain(|file| file.extension().is_some_and(|extension| extension == "cpp" || extension == "h"));
     files.sort();
+    files.push(PathBuf::from("build.rs")); // has the compiler's flags
     for file in files {
         fs::read(file).expect("the source is readable").hash(&mut hasher);
     }
+    // Another libtorch in the same folder has other headers.
+    let version = Path::new(libtorch).with_file_name("include").join("torch/headeronly/version.h");
+    fs::read(version).ok().hash(&mut hasher);
     format!("{:016x}", hasher.finish())
 }
