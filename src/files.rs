@@ -103,7 +103,9 @@ impl NewFolder {
     pub fn commit(mut self) -> io::Result<()> {
         sync_folder(&self.partial)?;
         let replaced = if self.path.exists() { Some(move_away(&self.path)?) } else { None };
-        fs::rename(&self.partial, &self.path)?;
+        fs::rename(&self.partial, &self.path).inspect_err(|_| {
+            let _ = replaced.as_ref().map(|old| fs::rename(old, &self.path)); // best effort: the first error is the one to report
+        })?;
         self.committed = true;
         sync_folder(parent(&self.path))?;
         replaced.map_or(Ok(()), fs::remove_dir_all)
@@ -151,12 +153,41 @@ pub fn remove_folder(path: &Path) -> io::Result<()> {
 
 /// Renames a folder to a temporary name beside it, which it returns.
 fn move_away(path: &Path) -> io::Result<PathBuf> {
-    let leaving = partial_name(&path.with_extension("old"), 1);
+    let leaving = moved_away(path);
     match fs::remove_dir_all(&leaving) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => fs::rename(path, &leaving)?,
     }
     Ok(leaving)
+}
+
+/// Where a folder is while another one takes its name.
+fn moved_away(path: &Path) -> PathBuf {
+    partial_name(&path.with_extension("old"), 1)
+}
+
+/// Gives a folder its name back that a process moved away and did not replace, because it was killed between the two.
+///
+/// # Errors
+/// The I/O error.
+pub fn put_back(path: &Path) -> io::Result<()> {
+    let moved = moved_away(path);
+    if path.exists() || !moved.is_dir() {
+        return Ok(());
+    }
+    fs::rename(moved, path)?;
+    sync_folder(parent(path))
+}
+
+/// Makes a folder and those above it. Also the names of those that were not there are on the disk when this returns.
+///
+/// # Errors
+/// The I/O error.
+pub fn make_folders(folder: &Path) -> io::Result<()> {
+    let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+    let missing: Vec<&Path> = folder.ancestors().take_while(is_missing).collect();
+    fs::create_dir_all(folder)?;
+    missing.into_iter().try_for_each(|made| sync_folder(parent(made)))
 }
 
 /// SHA-256 of a file's bytes, in hexadecimal.
@@ -263,7 +294,7 @@ pub struct FolderLock {
 fn open_file(path: &Path) -> io::Result<Option<File>> {
     let open = || OpenOptions::new().write(true).create(true).truncate(false).open(path).map(Some);
     match open() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => fs::create_dir_all(parent(path)).and_then(|()| open()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => make_folders(parent(path)).and_then(|()| open()),
         opened => opened,
     }
 }
@@ -271,7 +302,7 @@ fn open_file(path: &Path) -> io::Result<Option<File>> {
 /// Creates it if missing. Its former owner may rename or remove it between the calls; then it tries again.
 fn make_folder(folder: &Path) -> io::Result<Option<File>> {
     const TRIES: usize = 100; // a dangling link never becomes a folder
-    let make = || fs::create_dir_all(folder).and_then(|()| open_folder(folder));
+    let make = || make_folders(folder).and_then(|()| open_folder(folder));
     let is_gone = |error: &io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists);
     let mut tries = (1..TRIES).map(|_| make());
     tries.find(|made| !made.as_ref().is_err_and(is_gone)).unwrap_or_else(make)
@@ -380,6 +411,22 @@ mod tests {
         assert!(held.is_some() && lock_folder(dir.path()).unwrap().is_none());
         drop(held);
         assert!(lock_folder(dir.path()).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_folder_that_was_moved_away_and_not_replaced_gets_its_name_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("new/best");
+        make_folders(&path).unwrap();
+        write_synced(&path.join("x"), |out| out.write_all(b"old")).unwrap();
+        let moved = move_away(&path).unwrap(); // as a process does that is killed then
+        put_back(&path).unwrap();
+        assert_eq!((fs::read(path.join("x")).unwrap().as_slice(), moved.exists()), (&b"old"[..], false));
+        move_away(&path).unwrap();
+        make_folders(&path).unwrap();
+        put_back(&path).unwrap();
+        assert!(!path.join("x").exists(), "a new one stays");
+        put_back(&dir.path().join("never")).unwrap();
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod bench;
 mod bench_endpoint;
 mod big_data;
 mod calibrate;
+mod campaign;
 mod captured_states;
 mod chat;
 mod chat_command;

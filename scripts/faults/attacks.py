@@ -41,13 +41,12 @@ class Attack:
         """After a program ended: a clean end, no damaged file, nothing lost that was saved; then it goes on to the same result."""
         fault = ended.fault(sent=(*sent, signal.SIGABRT, signal.SIGSEGV) if may_abort else sent)
         problems = ([fault] if fault else []) + self.job.damaged() + self.job.lost(ended)
-        word = "stopped"
+        word = "refused" if ended.status in (programs.FAILED, programs.WRONG_USAGE) else "stopped"
         if ended.is_done:
             word = "done"
             problems += self.differences_now(ended)
-        elif ended.status in (programs.FAILED, programs.WRONG_USAGE):
-            word = "refused"
-        problems += self.job.go_on()
+        else:
+            problems += self.job.go_on()
         return Outcome(word, f"{done}; status {ended.status}: {ended.last_words()}", problems, times)
 
     def differences_now(self, ended):
@@ -77,13 +76,12 @@ class Kill(Attack):
                 break
             times += 1
             command = self.job.again
-            if isinstance_of_export(self.job) and self.job.found() and not self.only_partial():
-                break  # it is there: there is nothing to go on with
-        problems += self.job.go_on()
+            if self.job.is_there():
+                problems += self.job.go_on()
+                break
+        else:
+            problems += self.job.go_on()
         return Outcome("killed" if times else "done", "; ".join(done), problems, times)
-
-    def only_partial(self):
-        return all(contents.is_partial(name) for name in self.job.found())
 
     def killed(self, command, sent, random):
         """Starts and kills; returns how it ended, and where the signal came."""
@@ -97,10 +95,6 @@ class Kill(Attack):
         time.sleep(moment)
         running.send(sent)
         return running.ended(), f"after {moment:.2f} s"
-
-
-def isinstance_of_export(job):
-    return job.name.startswith("export")
 
 
 class Power(Attack):
@@ -159,12 +153,15 @@ class Fault(Attack):
         "readdir": ("EIO",),
     }
 
-    def __init__(self, world, shim, job):
+    def __init__(self, world, shim, job, only=""):
         super().__init__(world, shim, job)
-        calls = [call for call in numbered(job.calls) if call[0] in self.ERRORS]
-        self.cases = [(call, error) for call in calls for error in self.ERRORS[call[0]]]
-        self.limit = len(self.cases)
-        self.calls = len(calls)
+        calls = [call for call in numbered(job.calls) if call[0] in self.ERRORS and only in "{} {} {}".format(*call)]
+        # First one error of each call, another kind from call to call; then the other errors.
+        rounds = range(max(map(len, self.ERRORS.values())))
+        picked = lambda at, call, turn: self.ERRORS[call[0]][(at + turn) % len(self.ERRORS[call[0]])]
+        turns = [(at, call, turn) for turn in rounds for at, call in enumerate(calls) if turn < len(self.ERRORS[call[0]])]
+        self.cases = [(call, picked(at, call, turn)) for at, call, turn in turns]
+        self.limit, self.calls = len(self.cases), len(calls)
 
     def run(self, number, random):
         call, error = self.cases[number]
@@ -220,7 +217,7 @@ class Vanish(Attack):
             problems += [f"going on: {refused}"] if refused else []
             self.job.begin()
             problems += self.job.go_on()
-        elif not isinstance_of_export(self.job):
+        elif not self.job.is_there():
             problems += self.job.differences(went_on)
         word = "done" if ended.is_done else "refused"
         return Outcome(word, f"{done}; status {ended.status}: {ended.last_words()}", problems)

@@ -67,6 +67,10 @@ class Job:
         """What the program said that it saved, and is not there."""
         return []
 
+    def is_there(self):
+        """Whether the command refuses to run again because all is there."""
+        return False
+
     def go_on(self):
         """Runs to the end; returns what is wrong with that."""
         ended = self.world.run(self.again)
@@ -84,7 +88,7 @@ class Job:
 
 
 class Training(Job):
-    """A run of three checkpoints."""
+    """A run of two checkpoints, of which the first is removed at the end."""
 
     has_resume = True
     vanishing = ("run", "run/step-000002", "run/metrics.jsonl", "run/tensorboard", "cache")
@@ -142,13 +146,10 @@ class Training(Job):
         lost = [f"step {max(told)} was saved, and the newest checkpoint is of step {max(steps)}"] if max(told) > max(steps) else []
         if "disk/run/final" in ended.stdout and not (run / "final/heads.safetensors").is_file():
             lost.append("final/ was told, and is not there")
-        if "saved disk/run/best" in ended.stderr and not (run / "best/heads.safetensors").is_file() and not self.replaces_best():
+        is_between = (run / ".best.old.partial").is_dir() and (ended.status or 0) < 0  # killed between two renames: --resume takes it back
+        if "saved disk/run/best" in ended.stderr and not (run / "best/heads.safetensors").is_file() and not is_between:
             lost.append("best/ was saved, and is not there")
         return lost
-
-    def replaces_best(self):
-        """Between two renames the old best/ has a temporary name; the checkpoint before it repeats the evaluation."""
-        return (self.world.disk / "run/.best.old.partial").is_dir()
 
 
 class Resumed(Training):
@@ -196,10 +197,13 @@ class Distillation(Job):
 class Export(Job):
     vanishing = ("exported", ".exported.partial")
 
+    def is_there(self):
+        exported = self.world.disk / "exported"
+        return exported.is_dir() and any(exported.iterdir())
+
     def go_on(self):
         """An export that is there is whole, and is not written again."""
-        exported = self.world.disk / "exported"
-        if exported.is_dir() and any(exported.iterdir()):
+        if self.is_there():
             return contents.differences(self.golden, {name: what for name, what in self.found().items() if not contents.is_partial(name)})
         return super().go_on()
 
@@ -262,13 +266,18 @@ def all_jobs(world, endpoint):
     return {job.name: job for job in jobs}
 
 
-def make_parts(world):
-    """Heads with and without adapters, and a calibration, which other commands read."""
+def make_parts(world, commands):
+    """Heads with and without adapters, and a calibration, as far as these commands read them."""
     made = world.folder / "made"
-    for name, recipe in (("heads", "medusa1"), ("adapted", "medusa2")):
-        world.empty_disk()
-        world.must([world.trainer, f"{recipe}.toml"])
-        shutil.copytree(world.disk / "run/final", made / name)
-    world.must([world.medusa, "calibrate", "--backbone", "backbone", "--heads", "made/heads", "--data", "validation.jsonl", "--out", "made/calibration.json"])
+    needs = lambda name: any(f"made/{name}" in word for command in commands for word in command)
+    needs_heads = needs("heads") or needs("calibration.json")
+    for name, recipe, is_needed in (("heads", "medusa1", needs_heads), ("adapted", "medusa2", needs("adapted"))):
+        if is_needed:
+            world.empty_disk()
+            world.must([world.trainer, f"{recipe}.toml"])
+            shutil.copytree(world.disk / "run/final", made / name)
+    if needs("calibration.json"):
+        calibrate = [world.medusa, "calibrate", "--backbone", "backbone", "--heads", "made/heads", "--data", "validation.jsonl"]
+        world.must([*calibrate, "--out", "made/calibration.json"])
     world.empty_disk()
     world.settle()

@@ -11,6 +11,7 @@ from . import programs
 from .attacks import Outcome
 
 LONGEST_START = 60.0
+COMMAND = ["serve", "--backbone", "backbone", "--heads", "made/heads"]
 QUESTIONS = 6
 
 
@@ -46,8 +47,7 @@ class Serve:
         self.golden = None
 
     def start(self, port):
-        command = [self.world.medusa, "serve", "--backbone", "backbone", "--heads", "made/heads", "--port", str(port)]
-        return self.world.start(command)
+        return self.world.start([self.world.medusa, *COMMAND, "--port", str(port)])
 
     def wait(self, running, port):
         end = time.monotonic() + LONGEST_START

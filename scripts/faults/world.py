@@ -46,8 +46,8 @@ RECIPES = {
     "states": HEAD + MEDUSA1 + TAIL + STATES,
     "medusa2": HEAD + MEDUSA2 + TAIL,
 }
-KEPT = 2  # checkpoints
-LAST = 6  # step
+KEPT = 1  # checkpoint
+LAST = 4  # step
 CONVERSATIONS = 260  # more than a shard holds, for a server; the backbone answers only a few
 FEW = 20
 

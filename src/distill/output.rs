@@ -70,7 +70,8 @@ impl Output {
         resume: bool,
     ) -> Result<Self, DistillError> {
         let begun_with = provenance_file(folder, share);
-        fs::create_dir_all(folder).map_err(|source| DistillError::Io { path: folder.into(), source })?;
+        let made = files::make_folders(folder).and_then(|()| files::sync_folder(files::parent(folder)));
+        made.map_err(|source| DistillError::Io { path: folder.into(), source })?;
         let provenance_map = if resume && begun_with.exists() {
             let begun = DistillProvenance::entries(&begun_with)?;
             provenance.check(&begun_with, &begun)?;

@@ -100,7 +100,8 @@ impl RunLog {
     /// # Errors
     /// [`MetricsError`].
     pub fn sync(&self) -> Result<(), MetricsError> {
-        Ok(self.lines.sync_all().map_err(failed("write", &self.path))?)
+        self.lines.sync_all().map_err(failed("write", &self.path))?;
+        self.events.sync()
     }
 
     /// Appends a line to both logs.

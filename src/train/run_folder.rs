@@ -12,9 +12,11 @@ use crate::data::captured::CapturedSet;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::{DataFile, LoadReport, tokenize};
 use crate::draft::medusa::heads::import::HeadsFile;
-use crate::files::{FolderLock, failed, lock_folder, sha256, write_atomic};
+use crate::files::{
+    FolderLock, failed, lock_folder, make_folders, parent, put_back, sha256, sync_folder, write_atomic,
+};
 use crate::formats::provenance::{HashedFile, Provenance};
-use crate::formats::run_folder::{FINAL, PROVENANCE, RECIPE};
+use crate::formats::run_folder::{BEST, FINAL, PROVENANCE, RECIPE};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::torch::LIBTORCH_VERSION;
 use crate::train::checked::CheckedRun;
@@ -82,7 +84,7 @@ impl<'r> RunFolder<'r> {
         let run = self.plan.train.output_dir.as_path();
         self.is_begun(resume)?; // before anything is created
         let io = |source| TrainError::Io { path: run.into(), source };
-        fs::create_dir_all(run).map_err(io)?;
+        make_folders(run).and_then(|()| sync_folder(parent(run))).map_err(io)?;
         let lock = lock_folder(run).map_err(io)?.ok_or_else(|| in_use(run))?;
         let provenance = self.provenance()?;
         if self.is_begun(resume)? {
@@ -142,6 +144,8 @@ impl<'r> RunFolder<'r> {
             another(format!("holds another run: {difference}; use that recipe, or another folder"))
         })?;
         begun.difference(now).map_or(Ok(()), |why| Err(another(why)))?;
+        let best = run.join(BEST);
+        put_back(&best).map_err(failed("restore", &best))?;
         checkpoint::remove_partial(run)?;
         let saved_every = recipe_changes::save_every(&before).unwrap_or(self.plan.train.save_every.get());
         RunProgress::read(self.plan, self.total_steps)?.reopen(changes.length || changes.patience, saved_every)?;

@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use protobuf::CodedOutputStream;
 
-use crate::files::failed;
+use crate::files::{failed, parent, sync_folder};
 use crate::formats::metrics::MetricsError;
 
 /// Numbers of the fields that are written.
@@ -38,7 +38,14 @@ impl EventFile {
         let file = File::create(&path).map_err(failed("write", &path))?;
         let mut events = Self { path, file };
         events.write(|event| event.write_string(field::FILE_VERSION, "brain.Event:2"))?;
+        let synced = sync_folder(folder).and_then(|()| sync_folder(parent(folder)));
+        synced.map_err(failed("make", folder))?;
         Ok(events)
+    }
+
+    /// What was appended is on the disk when this returns.
+    pub(super) fn sync(&self) -> Result<(), MetricsError> {
+        Ok(self.file.sync_data().map_err(failed("write", &self.path))?)
     }
 
     /// Appends one event with the value of each tag.
