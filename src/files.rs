@@ -179,6 +179,29 @@ pub fn put_back(path: &Path) -> io::Result<()> {
     sync_folder(parent(path))
 }
 
+/// Whether there is a file. Unlike [`Path::is_file`], an error of the disk is an error, and no absence.
+///
+/// # Errors
+/// The disk's own.
+pub fn is_file(path: &Path) -> Result<bool, FileError> {
+    Ok(found(path)?.is_some_and(|found| found.is_file()))
+}
+
+/// Whether there is a folder, as [`is_file`].
+///
+/// # Errors
+/// The disk's own.
+pub fn is_folder(path: &Path) -> Result<bool, FileError> {
+    Ok(found(path)?.is_some_and(|found| found.is_dir()))
+}
+
+fn found(path: &Path) -> Result<Option<fs::Metadata>, FileError> {
+    match fs::metadata(path) {
+        Err(error) if [io::ErrorKind::NotFound, io::ErrorKind::NotADirectory].contains(&error.kind()) => Ok(None),
+        found => found.map(Some).map_err(failed("look for", path)),
+    }
+}
+
 /// Makes a folder and those above it. Also the names of those that were not there are on the disk when this returns.
 ///
 /// # Errors
@@ -411,6 +434,20 @@ mod tests {
         assert!(held.is_some() && lock_folder(dir.path()).unwrap().is_none());
         drop(held);
         assert!(lock_folder(dir.path()).unwrap().is_some());
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn what_the_disk_cannot_say_is_no_absence() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, endless) = (dir.path().join("file"), dir.path().join("endless"));
+        write_synced(&file, |_| Ok(())).unwrap();
+        std::os::unix::fs::symlink(&endless, &endless).unwrap();
+        let found = [&file, &dir.path().join("missing"), &file.join("below"), &dir.path().to_owned()]
+            .map(|path| (is_file(path).unwrap(), is_folder(path).unwrap()));
+        assert_eq!(found, [(true, false), (false, false), (false, false), (false, true)]);
+        let error = is_file(&endless).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("cannot look for {}", endless.display())), "{error}");
     }
 
     #[test]

@@ -10,6 +10,7 @@ use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::folder_of;
 use crate::dtype::Dtype;
 use crate::engine::dtype::default_dtype;
+use crate::files::{is_file, is_folder};
 use crate::formats::run_folder;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
@@ -49,8 +50,8 @@ pub fn load_backbone(
         Some(map) => spread(map, device, &Spread { config: &config, heads, dtype, quantization })?,
     };
     let heads = heads.map(folder_of);
-    if let Some(tuned) =
-        heads.map(|heads| heads.join(run_folder::BACKBONE)).filter(|tuned| tuned.exists() && tuned != folder)
+    if let Some(tuned) = heads.map(|heads| heads.join(run_folder::BACKBONE)).filter(|tuned| tuned != folder)
+        && is_folder(&tuned)?
     {
         common.say(format_args!(
             "these heads were trained together with the backbone in {}, not with {}",
@@ -58,7 +59,8 @@ pub fn load_backbone(
             folder.display()
         ));
     }
-    let adapter = heads.filter(|heads| heads.join(ADAPTER_CONFIG).exists());
+    let is_adapted = heads.map(|heads| is_file(&heads.join(ADAPTER_CONFIG))).transpose()?;
+    let adapter = heads.filter(|_| is_adapted == Some(true));
     if let Some(adapter) = adapter {
         common.say(format_args!("merging the adapter beside the heads ({})", adapter.join(ADAPTER_FILE).display()));
     }

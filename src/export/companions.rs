@@ -9,7 +9,7 @@ use super::request::ExportRequest;
 use super::trained::Trained;
 use super::write;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
-use crate::files::{sha256, write_synced};
+use crate::files::{is_file, sha256, write_synced};
 use crate::formats::FormatError;
 use crate::formats::bench::{self, BenchHeadline};
 use crate::formats::calibration::Calibration;
@@ -76,7 +76,8 @@ impl Companions {
         let recipe =
             |path: &Path| fs::read_to_string(path).map(|text| published(&text)).map_err(|error| error.to_string());
         let exported = beside.join(RECIPE); // heads exported earlier have it in their folder
-        let run = places[1].as_ref().map(|run| run.join(RECIPE)).or(exported.is_file().then_some(exported));
+        let exported = is_file(&exported)?.then_some(exported);
+        let run = places[1].as_ref().map(|run| run.join(RECIPE)).or(exported);
         Ok(Self {
             calibration: look(request.calibration.as_deref(), &places, CALIBRATION, &calibration, &mut notices)?,
             tree: look(request.tree.as_deref(), &places, TREE, &tree, &mut notices)?,
@@ -133,8 +134,12 @@ fn look<T>(
         let content = read(path).map_err(|why| ExportError::Companion { path: path.into(), why })?;
         return Ok(Some(Companion { path: path.into(), content }));
     }
-    let path = places.iter().flatten().map(|place| place.join(name)).find(|path| path.is_file());
-    Ok(path.and_then(|path| found(path, read, notices)))
+    for path in places.iter().flatten().map(|place| place.join(name)) {
+        if is_file(&path)? {
+            return Ok(found(path, read, notices));
+        }
+    }
+    Ok(None)
 }
 
 /// Reads a file that the user did not name; if it does not fit, adds a notice and leaves it out.

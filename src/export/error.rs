@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use crate::data::chat_template::TemplateError;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::dtype::Dtype;
+use crate::files::FileError;
 use crate::model::folder::FolderError;
 use crate::model::loading::LoadError;
 use crate::model::peft::{ADAPTER_CONFIG, PeftError};
@@ -15,6 +16,8 @@ use crate::model::weights::WeightsError;
 /// Why nothing was exported.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
+    #[error(transparent)]
+    File(#[from] FileError),
     /// The output folder exists.
     #[error("{} exists already; choose another folder (nothing is ever overwritten)", path.display())]
     Exists { path: PathBuf },

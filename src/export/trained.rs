@@ -12,6 +12,7 @@ use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
 use crate::dtype::Dtype;
+use crate::files::{is_file, is_folder};
 use crate::formats::provenance::Provenance;
 use crate::formats::run_folder;
 use crate::model::block_spec::names;
@@ -68,8 +69,9 @@ impl Trained {
         }
         let shape = HeadsShape { medusa_num_heads: asked, ..file.shape() };
         let folder = folder_of(&request.heads);
-        let adapter = folder.join(ADAPTER_CONFIG).is_file().then(|| folder.to_owned());
-        let tuned = Some(folder.join(run_folder::BACKBONE)).filter(|tuned| tuned.is_dir());
+        let adapter = is_file(&folder.join(ADAPTER_CONFIG))?.then(|| folder.to_owned());
+        let tuned = folder.join(run_folder::BACKBONE);
+        let tuned = is_folder(&tuned)?.then_some(tuned);
         // A run's `final/` names the backbone that the heads were trained on; a fully trained backbone is in the same
         // folder.
         let base = request.backbone.clone().or_else(|| tuned.clone()).or_else(|| file.base().map(PathBuf::from));
@@ -182,7 +184,8 @@ impl Trained {
 
     /// Checks the heads against the backbone's config if there is one; a backbone may also be only a name on the Hub.
     fn check_headers(&mut self) -> Result<(), ExportError> {
-        let folder = self.base.as_deref().filter(|base| base.join("config.json").is_file());
+        let config = self.base.as_deref().map(|base| is_file(&base.join("config.json"))).transpose()?;
+        let folder = self.base.as_deref().filter(|_| config == Some(true));
         match folder.map(LlamaConfig::load).transpose().map_err(LoadError::from)? {
             Some(config) => {
                 self.vocab_of_backbone = Some(config.vocab_size);

@@ -12,6 +12,8 @@ use crate::files;
 /// Why a file cannot be read or written, or does not fit.
 #[derive(Debug, thiserror::Error)]
 pub enum FormatError {
+    #[error(transparent)]
+    File(#[from] files::FileError),
     #[error("cannot {action} the {what} {}", path.display())]
     Io {
         /// `read` or `write`.

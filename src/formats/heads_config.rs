@@ -10,7 +10,7 @@ use super::best::BestEvaluation;
 use super::error::{self, FormatError};
 use super::run_folder::BEST;
 use crate::dtype::Dtype;
-use crate::files::write_json;
+use crate::files::{is_file, write_json};
 
 const CONFIG: &str = "config.json";
 
@@ -99,7 +99,7 @@ impl PublishedHeadsConfig {
     /// [`FormatError`], with the path.
     pub fn load_beside(heads: &Path) -> Result<Option<Self>, FormatError> {
         let path = heads.with_file_name(CONFIG);
-        if !path.is_file() {
+        if !is_file(&path)? {
             return Ok(None);
         }
         let value =

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
+use crate::files::is_file;
 pub use crate::model::block_spec::{Biases, RopeScaling};
 use crate::model::block_spec::{
     BlockSpec, HeadShape, LayerKind, LayerKinds, LinearSpec, MlpSpec, NormSpec, RotarySpec, names,
@@ -72,8 +73,9 @@ impl LlamaConfig {
         let family = family::find(&path, model_type.as_deref())?; // other architectures have other keys
         let written: ConfigKeys = read_json(&path)?;
         let generation_path = folder.join("generation_config.json");
+        let has_generation = is_file(&generation_path)?;
         let generation: GenerationKeys =
-            if generation_path.exists() { read_json(&generation_path)? } else { GenerationKeys::default() };
+            if has_generation { read_json(&generation_path)? } else { GenerationKeys::default() };
         let mut config = resolve(&path, family, written)?;
         if let Some(eos) = generation.eos_token_id {
             config.eos_token_ids = eos.into_vec();

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use tch::Tensor;
 
 use crate::dtype::Dtype;
-use crate::files::{FileError, failed, sync_folder, write_json, write_synced};
+use crate::files::{FileError, failed, is_file, sync_folder, write_json, write_synced};
 use crate::model::llama::Llama;
 use crate::model::weights::{Planned, WeightsError, save_model};
 
@@ -71,7 +71,7 @@ pub fn save_folder_with(
     for entry in fs::read_dir(from).map_err(failed("read", from))? {
         let path = entry.map_err(failed("read", from))?.path();
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        if path.is_file() && COMPANIONS.iter().any(|begin| name.starts_with(begin)) {
+        if COMPANIONS.iter().any(|begin| name.starts_with(begin)) && is_file(&path)? {
             let bytes = fs::read(&path).map_err(failed("read", &path))?;
             let copy = folder.join(&name);
             write_synced(&copy, |out| out.write_all(&bytes)).map_err(failed("write", &copy))?;

@@ -118,7 +118,9 @@ impl DistillArgs {
         let hash = |heads: &Path| -> io::Result<[String; 2]> {
             Ok([files::sha256(&heads.join(ADAPTER_FILE))?, files::sha256(&heads.join(ADAPTER_CONFIG))?])
         };
-        let adapted = self.heads.as_deref().map(folder_of).filter(|heads| heads.join(ADAPTER_CONFIG).exists());
+        let heads = self.heads.as_deref().map(folder_of);
+        let is_adapted = heads.map(|heads| files::is_file(&heads.join(ADAPTER_CONFIG))).transpose()?;
+        let adapted = heads.filter(|_| is_adapted == Some(true));
         Ok(DistillProvenance {
             backbone_sha256: Some(provenance::identity(folder)?),
             chat_template_sha256: decoder.template.as_ref().map(|template| template.sha256().to_owned()),

@@ -2,9 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::files::FileError;
+
 /// Why a config cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
+    #[error(transparent)]
+    File(#[from] FileError),
     /// No such file, or it cannot be read.
     #[error("cannot read {}: {source}; a backbone is a folder in Hugging Face layout with config.json", path.display())]
     Read { path: PathBuf, source: std::io::Error },

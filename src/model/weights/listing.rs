@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::error::WeightsError;
-use crate::files::{self, failed};
+use crate::files::{self, failed, is_file};
 
 /// The weights file of a Hugging Face folder.
 pub const MODEL_FILE: &str = "model.safetensors";
@@ -66,10 +66,10 @@ impl WeightListing {
     fn of_folder(folder: &Path) -> Result<Self, WeightsError> {
         for (index, single) in [(MODEL_INDEX, MODEL_FILE), (TORCH_INDEX, TORCH_FILE)] {
             let [index, single] = [index, single].map(|name| folder.join(name));
-            if index.exists() {
+            if is_file(&index)? {
                 return Self::named_by(index);
             }
-            if single.exists() {
+            if is_file(&single)? {
                 return Ok(Self { source: single.clone(), weight_map: None, paths: vec![single] });
             }
         }
