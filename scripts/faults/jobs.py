@@ -169,6 +169,13 @@ class Resumed(Training):
     def again(self):
         return [word for word in self.command if word != "--resume"] + ["--resume"]
 
+    def whole_files(self):
+        """recipe.toml and provenance.json are also those that the run began with."""
+        files = super().whole_files()
+        for name in ("recipe.toml", "provenance.json"):
+            files[f"run/{name}"].add(contents.of_file(self.world.folder / "made/begun/run" / name))
+        return files
+
     def begin(self):
         super().begin()
         shutil.copytree(self.world.folder / "made/begun", self.world.disk, dirs_exist_ok=True)

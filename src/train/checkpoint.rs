@@ -146,6 +146,7 @@ impl<'r> Checkpoints<'r> {
     /// # Errors
     /// [`CheckpointError`]; nothing half-written is left.
     pub fn save_final(&self, heads: &Heads) -> Result<PathBuf, CheckpointError> {
+        self.remove_old()?; // also those that a killed process left
         let path = self.save_heads(run_folder::FINAL, heads, None)?;
         let earlier = |path: &PathBuf| file_name(path).is_some_and(run_folder::is_finished_at);
         for earlier in entries(self.run())?.into_iter().filter(earlier) {

@@ -60,7 +60,7 @@ impl<'r> RunFolder<'r> {
     /// The folder of a run whose rows were read.
     ///
     /// # Errors
-    /// [`TrainError::InitFrom`].
+    /// [`TrainError::InitFrom`], or the disk's own.
     pub fn new(checked: &'r CheckedRun) -> Result<Self, TrainError> {
         let plan = &checked.plan;
         Ok(Self {
@@ -69,7 +69,7 @@ impl<'r> RunFolder<'r> {
             total_steps: checked.total_steps,
             reports: checked.reports().collect(),
             captured: checked.captured.as_ref().map(|captured| captured.train.set()),
-            backbone_files: backbone_files(plan),
+            backbone_files: backbone_files(plan)?,
             init_from_files: init_from_files(plan)?,
             tokenizing_files: tokenizing_files(plan),
         })
@@ -203,14 +203,10 @@ fn write(run: &Path, name: &str, text: &str) -> Result<(), TrainError> {
 }
 
 /// A snapshot's commit identifies the weights, so they are not hashed.
-fn backbone_files(plan: &TrainPlan) -> Vec<PathBuf> {
+fn backbone_files(plan: &TrainPlan) -> Result<Vec<PathBuf>, TrainError> {
     let folder = Path::new(&plan.backbone.path);
-    let weights = match plan.snapshot {
-        // The weights were loaded from there, so this does not fail.
-        None => plan.weight_files().unwrap_or_default(),
-        Some(_) => Vec::new(),
-    };
-    ["config.json", "special_tokens_map.json"].map(|name| folder.join(name)).into_iter().chain(weights).collect()
+    let weights = if plan.snapshot.is_none() { plan.weight_files()? } else { Vec::new() };
+    Ok(["config.json", "special_tokens_map.json"].map(|name| folder.join(name)).into_iter().chain(weights).collect())
 }
 
 fn init_from_files(plan: &TrainPlan) -> Result<Vec<PathBuf>, TrainError> {
