@@ -83,13 +83,15 @@ impl SavedState {
 }
 
 /// Writes and reads a run's checkpoints: heads, and the trained part of the backbone.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub struct Checkpoints<'r> {
     pub plan: &'r TrainPlan,
     /// With its adapters, or with master weights if it is fully trained.
     pub backbone: &'r Llama,
     /// What rendered the conversations; the heads remember it.
     pub template: Option<&'r ChatTemplate>,
+    /// Of a backbone that is not trained itself.
+    pub fingerprint: Option<String>,
 }
 
 impl<'r> Checkpoints<'r> {
@@ -273,7 +275,7 @@ impl<'r> Checkpoints<'r> {
             architecture: shape.architecture.name(),
             backbone_model_type: &self.backbone.config.model_type,
             backbone_dtype: self.plan.backbone.dtype.to_string(),
-            backbone_fingerprint: self.fingerprint(),
+            backbone_fingerprint: self.fingerprint.clone(),
             quantization: self.plan.backbone.quantization.map(|quantization| quantization.to_string()),
             chat_template: self.template.map(|_| match &self.plan.data.chat_template {
                 TemplateChoice::File(_) => CHAT_TEMPLATE.to_owned(),
@@ -283,11 +285,6 @@ impl<'r> Checkpoints<'r> {
                 .filter(|_| self.backbone.config.rotary_depends_on_context()),
             best,
         }
-    }
-
-    fn fingerprint(&self) -> Option<String> {
-        let frozen = (self.plan.trained != BackboneTraining::Full).then(|| Path::new(&self.plan.backbone.path));
-        WeightFiles::open(frozen?).and_then(|files| files.fingerprint()).ok() // a folder that was removed since is no reason to lose a checkpoint
     }
 
     /// config.json beside heads, and the user's template file as it was when the run began: its path may not lead to it later.

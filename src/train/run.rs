@@ -123,7 +123,10 @@ impl TrainRun {
         let plan = &self.checked.plan;
         let state = guard("making the heads", || self.first_state(ranks));
         let mut state = ranks.agree(state.map_err(TrainError::from).flatten())?;
-        let checkpoints = Checkpoints { plan, backbone: &self.backbone, template: self.checked.template.as_ref() };
+        let fingerprint = ranks.is_first().then(|| self.fingerprint()).transpose();
+        let fingerprint = ranks.agree(fingerprint.map_err(TrainError::from))?.flatten();
+        let template = self.checked.template.as_ref();
+        let checkpoints = Checkpoints { plan, backbone: &self.backbone, template, fingerprint };
         if let Some(checkpoint) = checkpoints.restore_newest(&mut state, ranks)? {
             tell(RunEvent::Resumed(&checkpoint));
         }
@@ -133,6 +136,19 @@ impl TrainRun {
         let log = ranks.agree(log.map_err(TrainError::from))?;
         let watch = LossWatch::default();
         Ok(TrainingLoop { checked: &self.checked, ranks, backbone, checkpoints, state, log, watch, tell })
+    }
+
+    /// That of the backbone's files, read before the first step: a folder that is removed later is no reason to lose a checkpoint. `None` where
+    /// only some of the weights are there, or have one.
+    fn fingerprint(&self) -> Result<Option<String>, LoadError> {
+        let plan = &self.checked.plan;
+        if plan.trained == BackboneTraining::Full {
+            return Ok(None);
+        }
+        match WeightFiles::open(Path::new(&plan.backbone.path)).and_then(|files| files.fingerprint()) {
+            Err(error @ WeightsError::File(_)) => Err(error.into()),
+            fingerprint => Ok(fingerprint.ok()),
+        }
     }
 
     fn training_backbone(

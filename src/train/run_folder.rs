@@ -93,7 +93,8 @@ impl<'r> RunFolder<'r> {
             return Ok(ClaimedRun { _lock: lock, changes: changes.keys, length_changed });
         }
         self.fill_folder(run, &provenance).inspect_err(|_| {
-            let _ = fs::remove_file(run.join(PROVENANCE)); // best effort: the first error is the one to report
+            // Best effort: the first error is the one to report. A folder with a recipe.toml must have the other file.
+            let _ = fs::remove_file(run.join(RECIPE)).or_else(is_absent).and_then(|()| fs::remove_file(run.join(PROVENANCE)));
             let _ = fs::remove_dir(run);
         })?;
         Ok(ClaimedRun { _lock: lock, changes: Vec::new(), length_changed: false })
@@ -195,6 +196,10 @@ impl<'r> RunFolder<'r> {
         let data = data.filter_map(hashed_file);
         Ok(data.chain(hashed(&self.tokenizing_files)?).collect())
     }
+}
+
+fn is_absent(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
 }
 
 fn write(run: &Path, name: &str, text: &str) -> Result<(), TrainError> {
