@@ -7,6 +7,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
 
+pub mod checksums;
+
 /// An I/O error with the action and the path.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {doing} {}: {source}", path.display())]
@@ -47,13 +49,50 @@ pub fn write_atomic(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::
     sync_folder(parent(path))
 }
 
-/// Whether [`write_atomic`] could write there: creates its temporary file and removes it.
-///
-/// # Errors
-/// The I/O error.
-pub fn check_writable(path: &Path) -> io::Result<()> {
-    let (partial, _lock) = own_partial(path, open_file)?;
-    fs::remove_file(&partial)
+/// The right to write a file, or the files of a share of a folder: until it is dropped, no other process has it. Where the disk has no locks,
+/// every process gets it. What a killed process leaves is taken over.
+#[derive(Debug)]
+pub struct Claim {
+    partial: PathBuf,
+    /// The folder was made for it, and goes with it if nothing else is in it then.
+    made_folder: bool,
+    _lock: Option<File>,
+}
+
+/// Why a file cannot be claimed.
+#[derive(Debug, thiserror::Error)]
+pub enum ClaimError {
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// Another process writes it now.
+    #[error("is in use by another process{}", in_words(*_0))]
+    Held(Option<u32>),
+}
+
+impl Claim {
+    /// Claims a file that will be written. Missing folders are made; [`write_atomic`] may write the file meanwhile.
+    ///
+    /// # Errors
+    /// [`ClaimError`].
+    pub fn of(path: &Path) -> Result<Self, ClaimError> {
+        let made_folder = !parent(path).exists();
+        let (partial, lock) = first_partial(path, open_file)?;
+        Ok(Self { partial, made_folder, _lock: lock })
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.partial); // while the lock is held: nobody else has the name
+        if self.made_folder {
+            let _ = fs::remove_dir(parent(&self.partial)); // fails if there is anything in it
+        }
+    }
+}
+
+/// Which process holds a lock, behind words that say that one does; nothing where the system does not tell.
+pub fn in_words(holder: Option<u32>) -> String {
+    holder.map_or_else(String::new, |id| format!(" (process {id})"))
 }
 
 /// Writes a file and fsyncs it.
@@ -83,7 +122,18 @@ impl NewFolder {
     /// # Errors
     /// The I/O error.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let (partial, lock) = own_partial(path, make_folder)?;
+        Self::emptied(path, own_partial(path, make_folder)?)
+    }
+
+    /// As [`NewFolder::create`], for the only process that writes this folder.
+    ///
+    /// # Errors
+    /// [`ClaimError`].
+    pub fn claim(path: &Path) -> Result<Self, ClaimError> {
+        Ok(Self::emptied(path, first_partial(path, make_folder)?)?)
+    }
+
+    fn emptied(path: &Path, (partial, lock): (PathBuf, Option<File>)) -> io::Result<Self> {
         for left in fs::read_dir(&partial)? {
             let left = left?.path();
             if left.is_dir() { fs::remove_dir_all(left)? } else { fs::remove_file(left)? }
@@ -291,6 +341,47 @@ fn own_partial(path: &Path, open: impl Fn(&Path) -> io::Result<Option<File>>) ->
     }
 }
 
+/// The first temporary name beside `path` and its lock, which no other process may hold.
+fn first_partial(
+    path: &Path,
+    open: impl Fn(&Path) -> io::Result<Option<File>>,
+) -> Result<(PathBuf, Option<File>), ClaimError> {
+    let partial = partial_name(path, 1);
+    loop {
+        let lock = open(&partial)?;
+        match &lock {
+            Some(file) if !lock_file(file) => return Err(ClaimError::Held(holder_of(file))),
+            Some(file) if !is_at(file, &partial) => {} // its former owner has just removed it
+            _ => return Ok((partial, lock)),
+        }
+    }
+}
+
+/// The process that holds the lock of a file or folder, where `/proc/locks` tells it.
+pub fn holder(path: &Path) -> Option<u32> {
+    holder_of(&File::open(path).ok()?)
+}
+
+#[cfg(target_os = "linux")]
+fn holder_of(file: &File) -> Option<u32> {
+    use std::os::unix::fs::MetadataExt;
+    let metadata = file.metadata().ok()?;
+    let (major, minor) = (rustix::fs::major(metadata.dev()), rustix::fs::minor(metadata.dev()));
+    let place = format!("{major:02x}:{minor:02x}:{}", metadata.ino());
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    let of_place = |line: &str| {
+        let mut words = line.split_whitespace().skip(1).filter(|word| *word != "->"); // "->": waits for it
+        let (kind, holder) = (words.next()?, words.nth(2)?);
+        (kind == "FLOCK" && words.next() == Some(&place)).then(|| holder.parse().ok()).flatten()
+    };
+    locks.lines().find_map(of_place).filter(|id| *id > 0)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn holder_of(_: &File) -> Option<u32> {
+    None
+}
+
 /// Locks an open file until it is closed or the process ends. `false` if another process holds the lock. Always succeeds on filesystems
 /// without locking.
 pub fn lock_file(file: &File) -> bool {
@@ -464,6 +555,37 @@ mod tests {
         put_back(&path).unwrap();
         assert!(!path.join("x").exists(), "a new one stays");
         put_back(&dir.path().join("never")).unwrap();
+    }
+
+    #[test]
+    fn a_claimed_file_has_one_writer_whose_process_is_named_and_a_dead_one_is_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("new/a.json");
+        let claim = Claim::of(&path).unwrap();
+        let refused = Claim::of(&path).unwrap_err();
+        assert!(
+            matches!(refused, ClaimError::Held(None)) || refused.to_string().contains(&std::process::id().to_string())
+        );
+        write_atomic(&path, |out| out.write_all(b"written meanwhile")).unwrap();
+        drop(claim);
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        write_synced(&dir.path().join("new/.a.json.partial"), |out| out.write_all(b"left by a killed process"))
+            .unwrap();
+        drop(Claim::of(&path).unwrap());
+        let folder = dir.path().join("out");
+        let mine = NewFolder::claim(&folder).unwrap();
+        assert!(matches!(NewFolder::claim(&folder), Err(ClaimError::Held(_))));
+        mine.commit().unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_holder_of_a_folder_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(holder(dir.path()), None);
+        let _lock = lock_folder(dir.path()).unwrap();
+        assert_eq!(holder(dir.path()), Some(std::process::id()));
     }
 
     #[test]

@@ -26,10 +26,10 @@ use crate::published::published;
 const CONTEXT: usize = 160;
 const TEMPLATE: &str = "{{ bos_token }}{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + eos_token }}{% endfor %}\
                         {% if add_generation_prompt %}{{ 'a:' }}{% endif %}";
-const DISTILL: [&str; 7] = ["distill", "--backbone", "b", "--prompts", "p.jsonl", "--out", "out"];
+pub(crate) const DISTILL: [&str; 7] = ["distill", "--backbone", "b", "--prompts", "p.jsonl", "--out", "out"];
 
 /// The folder of decoding.rs with a backbone that produces varied text: large weights, several EOS, a chat template.
-fn world() -> World {
+pub(crate) fn world() -> World {
     let world = World::new();
     let eos: Vec<usize> = (2..BYTE_VOCABULARY).step_by(11).collect();
     let config = json!({
@@ -53,7 +53,7 @@ fn save_backbone(world: &World, folder: &str, seed: u64) {
 }
 
 /// Prompts in all formats; every third has several turns.
-fn prompts(count: usize) -> Vec<Value> {
+pub(crate) fn prompts(count: usize) -> Vec<Value> {
     let word = |n: usize| "abc cab bca ".chars().cycle().skip(n % 7).take(3 + n % 11).collect::<String>();
     let prompt = |n: usize| match n % 6 {
         0 => json!({"turns": [word(n), word(n + 1), word(n + 2)], "category": format!("c{}", n % 4)}),
@@ -126,7 +126,7 @@ pub(crate) fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     names(folder).into_iter().map(|name| (name.clone(), fs::read(folder.join(&name)).expect("a file"))).collect()
 }
 
-fn distill(world: &World, out: &str, arguments: &[&str]) -> Value {
+pub(crate) fn distill(world: &World, out: &str, arguments: &[&str]) -> Value {
     let all = [&DISTILL[..6], &[out], arguments].concat();
     let lines = world.json(&all);
     assert_eq!(lines.len(), 1, "one line of JSON");
@@ -344,7 +344,7 @@ fn generated(world: &World, prompt: &Value, max_new_tokens: &str) -> Vec<Value> 
 }
 
 /// Starts the same command as a child process that can be killed.
-fn start(world: &World, arguments: &[&str]) -> Child {
+pub(crate) fn start(world: &World, arguments: &[&str]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_medusa"));
     on_the_cpu(&mut command).args([&DISTILL[..], arguments, &["--quiet"]].concat()).current_dir(world.path(""));
     command.env("OMP_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("it starts")
@@ -360,7 +360,12 @@ pub(crate) fn kept(folder: &Path) -> usize {
 }
 
 /// Runs until `count` more conversations are kept, then calls `end`. Also returns whether the child was still running.
-fn end_after(world: &World, arguments: &[&str], count: usize, end: impl Fn(&mut Child)) -> (bool, Option<i32>, String) {
+pub(crate) fn end_after(
+    world: &World,
+    arguments: &[&str],
+    count: usize,
+    end: impl Fn(&mut Child),
+) -> (bool, Option<i32>, String) {
     let before = kept(&world.path("out"));
     let mut child = start(world, arguments);
     let mut was_running = true;

@@ -62,7 +62,7 @@ fn the_recipe_trains_and_its_heads_decode_by_the_next_commands() {
             assert!(ended.stderr.contains(said), "{}", ended.stderr);
         }
     }
-    assert_eq!(small.names("checkpoints/first/final"), ["config.json", "heads.safetensors"]);
+    assert_eq!(small.names("checkpoints/first/final"), ["config.json", "heads.safetensors", "medusa.sha256"]);
 
     small
         .medusa(&INIT)

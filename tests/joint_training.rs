@@ -60,7 +60,7 @@ fn what_is_frozen_stays_as_it_was_and_so_does_the_teacher() {
     assert_ne!(logits(&after, Adapters::On), before, "the adapters learnt something");
     assert_eq!(
         small.names("run/final"),
-        ["adapter_config.json", "adapter_model.safetensors", "config.json", "heads.safetensors"]
+        ["adapter_config.json", "adapter_model.safetensors", "config.json", "heads.safetensors", "medusa.sha256"]
     );
     let lines = validation(&small);
     assert_eq!(lines[0]["step"], 0, "the backbone before training");
@@ -223,8 +223,8 @@ fn without_adapters_the_whole_backbone_trains() {
     let before = small.bytes("backbone/model.safetensors");
     small.train(&[]).succeeded();
     assert_eq!(small.bytes("backbone/model.safetensors"), before, "the base is not overwritten");
-    assert_eq!(small.names("run/final"), ["backbone", "config.json", "heads.safetensors"]);
-    assert_eq!(small.names("run/final/backbone"), ["config.json", "model.safetensors"]);
+    assert_eq!(small.names("run/final"), ["backbone", "config.json", "heads.safetensors", "medusa.sha256"]);
+    assert_eq!(small.names("run/final/backbone"), ["config.json", "medusa.sha256", "model.safetensors"]);
     assert_learns(&small);
     let tuned = load(&small, "run/final/backbone");
     assert_ne!(logits(&tuned, Adapters::Off), logits(&load(&small, "backbone"), Adapters::Off));

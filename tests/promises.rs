@@ -14,6 +14,7 @@ mod campaign;
 mod captured_states;
 mod chat;
 mod chat_command;
+mod checksums;
 mod command_line;
 mod cuda_engine;
 mod cuda_hydra;

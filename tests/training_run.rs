@@ -60,7 +60,8 @@ fn assert_all_whole(small: &SmallRun, run: &str) {
         assert!(!name.starts_with('.'), "{name} was left behind");
         if name.starts_with("step-") {
             let files = small.names(&format!("{run}/{name}"));
-            assert_eq!(files, ["config.json", "heads.safetensors", "optimizer.safetensors", "state.json"], "{name}");
+            let expected = ["config.json", "heads.safetensors", "medusa.sha256", "optimizer.safetensors", "state.json"];
+            assert_eq!(files, expected, "{name}");
         }
     }
 }
@@ -125,7 +126,7 @@ fn the_folder_of_a_run_is_the_documented_one() {
         "tensorboard",
     ];
     assert_eq!(small.names("run"), expected, "keep_checkpoints is 3");
-    assert_eq!(small.names("run/final"), ["config.json", "heads.safetensors"]);
+    assert_eq!(small.names("run/final"), ["config.json", "heads.safetensors", "medusa.sha256"]);
     assert_all_whole(&small, "run");
 
     let lines = metrics(&small, "run");

@@ -11,6 +11,7 @@ use super::numbers::above_zero;
 use super::progress::Progress;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::export::{self, ExportError, ExportFormat, ExportRequest, Exported};
+use crate::files::checksums;
 use crate::hub::{self, Wanted};
 use crate::plural::counted;
 
@@ -92,6 +93,9 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
 fn bring_backbone(request: &mut ExportRequest, common: &CommonFlags) -> anyhow::Result<()> {
     let needed = export::backbone_needed(request).map_err(of_usage)?;
     let wanted = if needed.is_some() { Wanted::Backbone } else { Wanted::BackboneWithoutWeights };
+    if let Some(folder) = request.backbone.as_deref().filter(|folder| folder.is_dir()) {
+        checksums::verify(folder)?;
+    }
     if let Some(mut base) = needed.or_else(|| request.backbone.clone()) {
         downloads::fetch(vec![HubArgument::Model(&mut base, wanted)], common)?;
         if let Some(origin) = hub::origin(&base) {

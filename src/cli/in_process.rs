@@ -17,7 +17,7 @@ use crate::torch;
 pub fn medusa() -> u8 {
     let (common, mut verb) = medusa_arguments();
     finish(&common, || {
-        verb.prepare(&common)?;
+        let _claims = verb.prepare(&common)?;
         verb.run(&common)
     })
 }

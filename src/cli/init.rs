@@ -15,7 +15,7 @@ use super::reading::{check_data, watched};
 use super::{CommonFlags, UsageError, gibibytes, mebibytes, outputs, print_json, print_line};
 use crate::data::chat_template::TemplateChoice;
 use crate::data::column_names::ColumnNames;
-use crate::files::write_atomic;
+use crate::files::{Claim, write_atomic};
 use crate::formats::run_folder::{CALIBRATION, FINAL, LATENCY, TREE};
 use crate::hub::id;
 use crate::nvidia::device::Gpu;
@@ -80,7 +80,7 @@ pub enum StageName {
 /// # Errors
 /// An error in the backbone or the data, or a machine that is too small.
 pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    check_arguments(args, common)?;
+    let _claim = check_arguments(args, common)?;
     let starter = StarterRecipe {
         backbone: args.backbone.clone(),
         data: args.data.clone(),
@@ -143,14 +143,14 @@ fn wrapped(command: &str) -> String {
     lines
 }
 
-/// Refuses what cannot become a recipe, before any download.
-fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
+/// Refuses what cannot become a recipe, before any download, and claims the recipe's file.
+fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<Claim> {
     if args.out.to_string_lossy().contains(char::is_control) {
         return Err(
             UsageError(format!("--out {:?}: a file name without control characters is expected", args.out)).into()
         );
     }
-    outputs::check("--out", &args.out, common)?;
+    let claim = outputs::claim("--out", &args.out, common)?;
     if id::model(&args.backbone).is_none() {
         backbone_config(Path::new(&args.backbone))?;
     }
@@ -162,7 +162,7 @@ fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> 
             Err(UsageError(format!("--chat-template {path} does not exist; give a .jinja file or a built-in name"))
                 .into())
         }
-        _ => Ok(()),
+        _ => Ok(claim),
     }
 }
 

@@ -30,19 +30,27 @@ use crate::plural::counted;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::SparseTree;
 
+mod links;
 mod run;
 mod tensors;
+mod verify;
 
 use self::run::JsonLine;
 use self::tensors::{HeadsFound, TensorsFound, WeightsFound};
 
 /// Summarise a run, checkpoint, heads, weights file, tree, calibration, latency file, results of bench, distilled folder or backbone.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  medusa inspect checkpoints/first\n  medusa inspect tree.json")]
+#[command(
+    after_help = "Example:\n  medusa inspect checkpoints/first\n  medusa inspect tree.json\n  medusa inspect --verify checkpoints/first"
+)]
 pub struct InspectArgs {
     /// File or folder.
     #[arg(value_name = "PATH")]
     pub path: PathBuf,
+    /// Instead of a summary, compare every file with its checksum, and with the files that it names: a line for each, exit status 1 if one is
+    /// damaged.
+    #[arg(long)]
+    pub verify: bool,
 }
 
 /// The contents of the path.
@@ -115,6 +123,9 @@ struct BackboneFound {
 /// If the path does not exist, has an unknown kind, or is damaged.
 pub fn run(args: &InspectArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let path = args.path.as_path();
+    if args.verify && path.exists() {
+        return verify::run(path, common);
+    }
     let contents = if path.is_dir() {
         folder(path)?
     } else if path.is_file() {

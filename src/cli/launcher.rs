@@ -45,7 +45,7 @@ pub fn medusa() -> u8 {
         return start_libtorch("medusa", &common);
     }
     finish_without_libtorch(&common, || {
-        verb.prepare(&common)?;
+        let _claims = verb.prepare(&common)?;
         let run = verb.without_libtorch().expect("`prepare` leaves the verb what it is");
         run(&common)
     })

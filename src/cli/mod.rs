@@ -14,6 +14,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 use self::downloads::HubArgument;
 use self::drafter::spec::DrafterSpec;
 use self::exit::{INTERRUPTED, STDOUT_CLOSED, SUCCESS, refuse, report, status};
+use crate::files::Claim;
 use crate::hub::{DataSplit, Wanted};
 
 mod api_key;
@@ -60,6 +61,7 @@ mod signals;
 mod threads;
 pub mod train;
 pub mod tree;
+mod trusted;
 mod unused_flags;
 mod wrap;
 
@@ -160,15 +162,18 @@ impl Verb {
         places.into_iter().flatten().collect()
     }
 
-    /// Checks the files that the command line names and downloads the Hub ids, before the work.
-    fn prepare(&mut self, common: &CommonFlags) -> anyhow::Result<()> {
+    /// Checks the files that the command line names, claims those that will be written, as long as the returned value lives, and downloads
+    /// the Hub ids, before the work.
+    fn prepare(&mut self, common: &CommonFlags) -> anyhow::Result<Vec<Claim>> {
         if let Some(notice) = &common.without_effect {
             common.say(notice);
         }
-        self.check_outputs(common)?;
+        let claims = self.claim_outputs(common)?;
         run_heads::enter(self.places(), common)?;
         downloads::fetch(self.places(), common)?;
-        Ok(self.check_inputs()?)
+        self.check_inputs()?;
+        trusted::verify(self.places())?;
+        Ok(claims)
     }
 
     /// Runs the command without libtorch; `None` if the command needs it. The launcher is linked to all that these functions can

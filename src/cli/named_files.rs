@@ -8,7 +8,7 @@ use super::outputs;
 use super::reading::check_data;
 use super::{CommonFlags, UsageError, Verb};
 use crate::data::prompts::STDIN;
-use crate::files;
+use crate::files::{self, Claim};
 
 /// A file or folder with the flag that names it.
 type NamedFile<'a> = (&'static str, Option<&'a PathBuf>);
@@ -82,14 +82,14 @@ impl Verb {
         }
     }
 
-    /// Checks every file that the verb will write.
+    /// Checks and claims every file that the verb will write.
     ///
     /// # Errors
-    /// [`UsageError`].
-    pub(super) fn check_outputs(&self, common: &CommonFlags) -> Result<(), UsageError> {
+    /// [`UsageError`], or who else writes a file.
+    pub(super) fn claim_outputs(&self, common: &CommonFlags) -> anyhow::Result<Vec<Claim>> {
         let outputs: Vec<_> = self.outputs().into_iter().filter_map(|(flag, path)| Some((flag, path?))).collect();
         self.check_distinct(&outputs)?;
-        outputs.iter().try_for_each(|(flag, path)| outputs::check(flag, path, common))
+        outputs.iter().map(|(flag, path)| outputs::claim(flag, path, common)).collect()
     }
 
     /// Refuses an output that is another output or an input.

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::downloads::with_hub;
 use super::{CommonFlags, UsageError, print_json, print_line};
+use crate::files::checksums;
 use crate::hub::id::{MAIN, Repo, RepoKind};
 use crate::hub::push::{Push, Pushed};
 use crate::plural::counted;
@@ -55,6 +56,7 @@ pub fn run(args: &PushArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if !args.folder.is_dir() {
         return Err(UsageError(format!("{} is not a folder", args.folder.display())).into());
     }
+    checksums::verify(&args.folder)?;
     let message = args.message.clone().unwrap_or_else(|| format!("Add {} with medusa", name(&args.folder)));
     let PushArgs { folder, repo, private, revision, .. } = args;
     let push = Push { folder, repo, private: *private, message: &message, revision };

@@ -43,11 +43,10 @@ pub fn run(args: &ReportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     for note in runs.iter().flat_map(Run::notes) {
         common.say(note);
     }
-    if args.out.is_none() {
-        outputs::check("report:", &out, common)?; // --out was checked before
-        if runs.len() > 1 {
-            common.say(format_args!("no --out: writing the page of {} runs to {PAGE}", runs.len()));
-        }
+    let claim = || outputs::claim("report:", &out, common);
+    let _claim = args.out.is_none().then(claim).transpose()?; // --out was claimed before
+    if args.out.is_none() && runs.len() > 1 {
+        common.say(format_args!("no --out: writing the page of {} runs to {PAGE}", runs.len()));
     }
     let page = report::render(&runs);
     files::write_atomic(&out, |file| file.write_all(page.as_bytes()))

@@ -137,9 +137,7 @@ impl TokenCache {
     pub fn sha256_of(&self, path: &Path) -> io::Result<String> {
         let Some(stamp) = files::stamp(path)? else { return files::sha256(path) };
         let (name, memo) = self.memo(&stamp);
-        if let Ok(sha256) = fs::read_to_string(&memo)
-            && sha256.len() == 64
-        {
+        if let Some(sha256) = fs::read_to_string(&memo).ok().and_then(|text| remembered(&text)) {
             return Ok(sha256);
         }
         let sha256 = files::sha256(path)?;
@@ -147,7 +145,7 @@ impl TokenCache {
         if files::stamp(path)?.is_some_and(|after| after == stamp)
             && let Ok(mut new) = self.create(&name)
         {
-            let written = io::Write::write_all(&mut new.file, sha256.as_bytes());
+            let written = io::Write::write_all(&mut new.file, to_remember(&sha256).as_bytes());
             let _ = written.and_then(|()| new.file.sync_all()).and_then(|()| fs::rename(&new.partial, &memo));
         }
         Ok(sha256)
@@ -218,6 +216,36 @@ impl Drop for NewFile {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.partial); // committed, it has another name already
     }
+}
+
+/// Compares a file of the cache with its checksums; `None` for a file of another kind.
+pub fn check_file(path: &Path) -> Option<Result<(), Damage>> {
+    let stem = path.file_stem()?.to_str()?;
+    if path.extension()? == "sha256" {
+        let text = fs::read_to_string(path).unwrap_or_default();
+        let is_right = || remembered(&text).map(drop).ok_or(Damage("no remembered hash, or a damaged one".to_owned()));
+        return (stem.len() == 32).then(is_right);
+    }
+    let (_, footer) = stem.rsplit_once('-').filter(|(_, footer)| footer.len() == 32)?;
+    let opened = File::open(path).map_err(Fault::Io);
+    let opened = opened.and_then(|file| TokenFile::open(Medium::new(file), path, Some(footer)));
+    Some(opened.and_then(|whole| whole.file.check()).map_err(|fault| Damage(fault.to_string())))
+}
+
+/// How a file of the cache is damaged.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Damage(String);
+
+/// A hash and its own checksum.
+fn to_remember(sha256: &str) -> String {
+    format!("{sha256} {:08x}", crc32fast::hash(sha256.as_bytes()))
+}
+
+/// The hash, if it is the one that was written.
+fn remembered(text: &str) -> Option<String> {
+    let sha256 = text.get(..64)?;
+    (to_remember(sha256) == text).then(|| sha256.to_owned())
 }
 
 /// Removes a file that another run may have removed already.
@@ -291,6 +319,18 @@ mod tests {
         assert_eq!(names(dir.path()).len(), 2, "the other's is locked");
         drop((other, mine));
         assert_eq!(names(dir.path()).len(), 0);
+    }
+
+    #[test]
+    fn a_remembered_hash_that_is_damaged_is_forgotten() {
+        let text = to_remember(&"0f".repeat(32));
+        assert_eq!(remembered(&text), Some("0f".repeat(32)));
+        for at in 0..text.len() {
+            let mut bytes = text.clone().into_bytes();
+            bytes[at] ^= 1;
+            assert_eq!(remembered(&String::from_utf8(bytes).unwrap()), None, "byte {at}");
+        }
+        assert_eq!(remembered(&text[..64]), None, "of an earlier version, without a checksum");
     }
 
     #[test]

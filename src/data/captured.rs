@@ -22,6 +22,7 @@ use super::source::{SourceError, matches};
 use super::store::RowStore;
 use super::token_file::{TokenFileWriter, Whole};
 use crate::files;
+use crate::files::checksums::ListedFiles;
 use crate::formats::captured_states::{CapturedError, CapturedFile, StateSizes};
 use crate::formats::provenance::StampedFiles;
 use crate::plural::counted;
@@ -54,6 +55,8 @@ impl CapturedSet {
     /// No file, or one that is not right.
     pub fn open(entry: &str, hidden_size: usize, settings: &LoadSettings) -> Result<Self, DataError> {
         let paths = find(entry)?;
+        let listed = ListedFiles::of(&paths)?;
+        paths.par_iter().try_for_each(|path| listed.verify(path))?;
         let sizes = StateSizes { hidden_size, vocab_size: settings.vocab_size };
         let mut set = Self { entry: entry.into(), files: vec![], by_tokens: HashMap::new(), left_out: BTreeMap::new() };
         for portion in paths.chunks(FILES_AT_ONCE) {

@@ -9,6 +9,7 @@ use super::chat_template::{TemplateChoice, TemplateError};
 use super::report::LoadReport;
 use super::rows::RowError;
 use super::source::SourceError;
+use crate::files::checksums::ChecksumError;
 use crate::formats::captured_states::CapturedError;
 use crate::plural::counted;
 
@@ -18,6 +19,9 @@ pub enum DataError {
     /// A list of files that is not right.
     #[error(transparent)]
     Source(#[from] SourceError),
+    /// A file that is not as it was written.
+    #[error(transparent)]
+    Checksum(#[from] ChecksumError),
     /// A row that is not right.
     #[error(transparent)]
     Row(#[from] RowError),

@@ -43,6 +43,7 @@ use std::path::Path;
 
 use arrow::error::ArrowError;
 
+use crate::files::checksums::ListedFiles;
 use crate::files::{self, failed};
 use crate::numbers::{Fraction, Positive};
 use cache::{CacheEntry, TokenCache};
@@ -77,12 +78,14 @@ pub fn load_entries(entries: &[&[String]], settings: &LoadSettings) -> Result<(R
         let mut limit = settings.limit.map(NonZeroUsize::get);
         let found = source::find(entry)?;
         report.texts_left_out.extend(found.texts_left_out);
+        let listed = ListedFiles::of(&found.files)?;
         for path in found.files {
             if limit == Some(0) {
                 break;
             }
             let rest = LoadSettings { limit: limit.and_then(NonZeroUsize::new), ..*settings };
             let (file, whole) = read_file(&path, &rest, &mut report)?;
+            file.sha256.as_ref().map_or(Ok(()), |sha256| listed.compare(&path, sha256))?;
             let Whole { file: tokens, rows, summary, tokens_sha256 } = whole;
             report.has_conversations |= summary.rendered;
             limit = limit.map(|limit| limit.saturating_sub(summary.counts.read));

@@ -344,6 +344,11 @@ impl TokenFile {
         Ok(TokenRow { input_ids: read(batch.ids_at)?, labels: read(batch.labels_at)? })
     }
 
+    /// Checks all batches.
+    pub(super) fn check(&self) -> Result<(), Fault> {
+        self.batches.iter().try_for_each(|batch| batch.check(&self.medium))
+    }
+
     /// The same file where its disk refuses to be read.
     #[cfg(test)]
     pub(super) fn on(self, medium: Medium) -> Self {

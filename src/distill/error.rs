@@ -7,7 +7,10 @@ use super::refusal::Refusal;
 use crate::data::prompts::PromptError;
 use crate::data::rows::RowLocation;
 use crate::decode::error::DecodeError;
+use crate::files::checksums::ChecksumError;
+use crate::files::in_words;
 use crate::formats::FormatError;
+use crate::formats::share::Share;
 use crate::http::EndpointError;
 
 /// Why a distillation stopped.
@@ -34,6 +37,14 @@ pub enum DistillError {
         /// The first file found there.
         found: String,
     },
+    /// Another process writes this share of the folder.
+    #[error("{}: share {share} is in use by another process{}: wait for it to end, or choose another --out", folder.display(), in_words(*holder))]
+    InUse { folder: PathBuf, share: Share, holder: Option<u32> },
+    /// A list of checksums that is damaged or cannot be read or written.
+    #[error(transparent)]
+    Checksum(#[from] ChecksumError),
+    #[error("{0}, or remove it: --resume makes it anew, and all shards behind it")]
+    DamagedShard(ChecksumError),
     /// The output folder belongs to another run.
     #[error("{}: {key}: expected {expected}, got {got}; --resume must repeat the original settings and files: restore them, or choose another --out", path.display())]
     Changed {
@@ -84,6 +95,13 @@ pub enum DistillError {
     /// A damaged refused.jsonl.
     #[error("{}, line {line}: expected a refused question, as medusa distill writes it", path.display())]
     RefusedLine { path: PathBuf, line: usize, source: serde_json::Error },
+    #[error(
+        "{}, line {line} was changed after it was written: expected sha256 {expected}, got {got}; put back a copy (if you changed it on purpose, \
+         remove its key \"checksum\")", path.display()
+    )]
+    ChangedLine { path: PathBuf, line: usize, expected: String, got: String },
+    #[error("{} damaged: --resume decodes their conversations again", if *lines == 1 { "1 line is".to_owned() } else { format!("{lines} lines are") })]
+    DamagedLines { lines: usize },
     /// A folder whose files are of several distillations.
     #[error("{}: {key}: expected {expected} as in {}, got {got}; a folder holds the shares of one distillation", path.display(), first.display())]
     OtherDistillation { path: PathBuf, first: PathBuf, key: String, expected: String, got: String },

@@ -13,8 +13,10 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::DistillError;
+use super::journal::Journal;
 use super::output;
 use super::provenance::{NOT_COMPARED, are_alike};
+use super::refused_file;
 use crate::formats::provenance::DistillProvenance;
 use crate::formats::share::Share;
 
@@ -150,6 +152,29 @@ fn begun_share(
     let kept = in_shards + later.iter().filter(|finished| finished.is_row()).count();
     let refused = refused.len() + later.iter().filter(|finished| finished.refused.is_some()).count();
     Ok(DistilledShare { share, conversations, kept, refused, state })
+}
+
+/// Compares the lines of a journal with their checksums.
+///
+/// # Errors
+/// [`DistillError::DamagedLines`], or an error of reading.
+pub fn check_journal(path: &Path) -> Result<(), DistillError> {
+    let lines = Journal::damaged(path)?;
+    if lines == 0 { Ok(()) } else { Err(DistillError::DamagedLines { lines }) }
+}
+
+/// Compares the lines of refused.jsonl with their checksums.
+///
+/// # Errors
+/// The first damaged line, or an error of reading.
+pub fn check_refused(path: &Path) -> Result<(), DistillError> {
+    refused_file::read(path).map(drop)
+}
+
+/// Whether a file is the shard behind the last one of its share, whose checksum may be written already.
+pub fn is_next_shard(folder: &Path, name: &str) -> bool {
+    let shares = begun_shares(folder).unwrap_or_default();
+    shares.keys().any(|&share| output::next_shard(folder, share) == folder.join(name))
 }
 
 /// The column `index` of a shard.

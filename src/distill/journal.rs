@@ -35,15 +35,26 @@ impl Journal {
 
     /// Reads a journal: its whole lines, and the number of damaged ones before the last; empty if there is none.
     pub(super) fn read(path: &Path) -> Result<(Vec<Finished>, usize), DistillError> {
-        let bytes = match fs::read(path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok((vec![], 0)),
-            Err(source) => return Err(DistillError::Io { path: path.into(), source }),
-        };
-        let mut lines: Vec<Option<Finished>> = bytes.split_inclusive(|&byte| byte == b'\n').map(parse).collect();
+        let mut lines = Self::lines(path)?;
         lines.pop_if(|last| last.is_none()); // a kill leaves it
         let damaged = lines.iter().filter(|line| line.is_none()).count();
         Ok((lines.into_iter().flatten().collect(), damaged))
+    }
+
+    /// Damaged lines of a journal, also the last one, unless it is only cut off.
+    pub(super) fn damaged(path: &Path) -> Result<usize, DistillError> {
+        let cut_off = usize::from(!fs::read(path).is_ok_and(|bytes| bytes.is_empty() || bytes.ends_with(b"\n")));
+        let damaged = Self::lines(path)?.iter().filter(|line| line.is_none()).count();
+        Ok(damaged.saturating_sub(cut_off))
+    }
+
+    /// All lines, `None` for a damaged one.
+    fn lines(path: &Path) -> Result<Vec<Option<Finished>>, DistillError> {
+        match fs::read(path) {
+            Ok(bytes) => Ok(bytes.split_inclusive(|&byte| byte == b'\n').map(parse).collect()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(vec![]),
+            Err(source) => Err(DistillError::Io { path: path.into(), source }),
+        }
     }
 
     /// Appends, and syncs if the last time was a while ago.

@@ -7,14 +7,17 @@ use std::io;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use rayon::prelude::*;
 use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
 
 use super::DistillError;
 use super::conversation::Finished;
 use super::journal::Journal;
 use super::refused_file::{self, RefusedQuestion};
 use super::shards;
-use crate::files;
+use crate::files::checksums::{self, Checksums};
+use crate::files::{self, Claim, ClaimError};
 use crate::formats::provenance::DistillProvenance;
 use crate::formats::share::Share;
 
@@ -35,8 +38,33 @@ fn is_anothers(share: Share, name: &str) -> bool {
     let name = name.strip_prefix('.').unwrap_or(name); // a file being written
     let others = share.all().filter(|&other| other != share);
     others
-        .flat_map(|other| ["distill", "journal", "refused", "shard"].map(|stem| file_of(other, stem, "")))
+        .flat_map(|other| ["distill", "journal", "medusa", "refused", "shard"].map(|stem| file_of(other, stem, "")))
         .any(|stem| name.strip_prefix(&stem).is_some_and(|rest| rest.starts_with(['-', '.'])))
+}
+
+/// A share of a folder that no other process writes, as long as this lives.
+#[derive(Debug)]
+pub struct ClaimedShare {
+    folder: PathBuf,
+    share: Share,
+    _claim: Claim,
+}
+
+impl ClaimedShare {
+    /// Claims a share before the work; without `resume`, of a folder that holds nothing of it. Makes the folder.
+    ///
+    /// # Errors
+    /// [`DistillError::InUse`], [`DistillError::Occupied`], or an I/O error.
+    pub fn new(folder: &Path, share: Share, resume: bool) -> Result<Self, DistillError> {
+        let claim = Claim::of(&provenance_file(folder, share)).map_err(|error| match error {
+            ClaimError::Io(source) => DistillError::Io { path: folder.into(), source },
+            ClaimError::Held(holder) => DistillError::InUse { folder: folder.into(), share, holder },
+        })?;
+        if !resume {
+            check_is_free(folder, share)?;
+        }
+        Ok(Self { folder: folder.into(), share, _claim: claim })
+    }
 }
 
 /// An open output folder.
@@ -44,6 +72,7 @@ fn is_anothers(share: Share, name: &str) -> bool {
 pub struct Output {
     folder: PathBuf,
     share: Share,
+    _claim: ClaimedShare,
     /// Prompts of all shares.
     total: usize,
     provenance: Map<String, Value>,
@@ -54,6 +83,8 @@ pub struct Output {
     refused: BTreeMap<usize, RefusedQuestion>,
     /// Shards written so far.
     shards: usize,
+    /// SHA-256 of each shard by its name.
+    sums: BTreeMap<String, String>,
     /// Lines of the journal that could not be read.
     damaged: usize,
 }
@@ -63,12 +94,9 @@ impl Output {
     ///
     /// # Errors
     /// A folder that is not empty (without `resume`) or has another provenance.
-    pub fn open(
-        folder: &Path,
-        share: Share,
-        provenance: &DistillProvenance,
-        resume: bool,
-    ) -> Result<Self, DistillError> {
+    pub fn open(claim: ClaimedShare, provenance: &DistillProvenance, resume: bool) -> Result<Self, DistillError> {
+        let (folder, share) = (claim.folder.clone(), claim.share);
+        let folder = folder.as_path();
         let begun_with = provenance_file(folder, share);
         let made = files::make_folders(folder).and_then(|()| files::sync_folder(files::parent(folder)));
         made.map_err(|source| DistillError::Io { path: folder.into(), source })?;
@@ -83,6 +111,7 @@ impl Output {
             provenance.as_map()
         };
         let shards = shard_files(folder, share).count();
+        let sums = verified_shards(folder, share, shards)?;
         let total = provenance.conversations;
         let in_shards: Vec<usize> = share.ids(total).take(shards * CONVERSATIONS_PER_SHARD).collect();
         let path = folder.join(file_of(share, "journal", ".jsonl"));
@@ -95,7 +124,19 @@ impl Output {
         let refused = of_shards.chain(pending.values().filter_map(RefusedQuestion::of));
         let refused = refused.map(|question| (question.conversation, question)).collect();
         let folder = folder.into();
-        Ok(Self { folder, share, total, provenance: provenance_map, journal, pending, refused, shards, damaged })
+        Ok(Self {
+            folder,
+            share,
+            _claim: claim,
+            total,
+            provenance: provenance_map,
+            journal,
+            pending,
+            refused,
+            shards,
+            sums,
+            damaged,
+        })
     }
 
     /// Refuses to go on with more refused questions than are allowed.
@@ -183,7 +224,9 @@ impl Output {
             }
             self.write_refused(&ids)?;
             rows.retain(|finished| finished.is_row());
-            shards::write(&self.folder.join(shard_name(self.share, self.shards)), &rows, &self.provenance)?;
+            let name = shard_name(self.share, self.shards);
+            let bytes = shards::encode(&self.folder.join(&name), &rows, &self.provenance)?;
+            self.write_shard(name, &bytes)?;
             self.shards += 1;
             self.pending.retain(|id, _| ids.binary_search(id).is_err());
         }
@@ -192,6 +235,15 @@ impl Output {
                 Journal::start(&self.folder.join(file_of(self.share, "journal", ".jsonl")), self.pending.values())?;
         }
         Ok(())
+    }
+
+    /// Writes a shard, its checksum first: so that none is ever without one.
+    fn write_shard(&mut self, name: String, bytes: &[u8]) -> Result<(), DistillError> {
+        let (path, list) = (self.folder.join(&name), sums_path(&self.folder, self.share));
+        self.sums.insert(name, files::hex(&Sha256::digest(bytes)));
+        checksums::write_list(&list, &self.sums)
+            .map_err(|error| DistillError::Io { path: list, source: io::Error::other(error) })?;
+        files::write_atomic(&path, |out| out.write_all(bytes)).map_err(|source| DistillError::Io { path, source })
     }
 
     /// Writes refused.jsonl, if any of the next shard's conversations were refused, or an earlier run may have left lines of that shard.
@@ -251,6 +303,27 @@ pub(super) fn shard_files(folder: &Path, share: Share) -> impl Iterator<Item = P
     (0..).map(move |number| folder.join(shard_name(share, number))).take_while(|path| path.exists())
 }
 
+/// The checksums of a share's first shards, which are verified. Shards of earlier versions have none.
+fn verified_shards(folder: &Path, share: Share, shards: usize) -> Result<BTreeMap<String, String>, DistillError> {
+    let list = sums_path(folder, share);
+    let mut sums = if list.exists() { checksums::read_list(&list)? } else { BTreeMap::new() };
+    let names: Vec<String> = (0..shards).map(|number| shard_name(share, number)).collect();
+    sums.retain(|name, _| names.contains(name)); // a run that was killed may have left the checksum of the next one
+    let listed = Checksums::of(folder, &list, &sums);
+    names.par_iter().try_for_each(|name| listed.verify_file(name)).map_err(DistillError::DamagedShard)?;
+    Ok(sums)
+}
+
+/// The list of a share's checksums.
+fn sums_path(folder: &Path, share: Share) -> PathBuf {
+    folder.join(file_of(share, "medusa", ".sha256"))
+}
+
+/// The first shard of a share that is not written yet.
+pub(super) fn next_shard(folder: &Path, share: Share) -> PathBuf {
+    folder.join(shard_name(share, shard_files(folder, share).count()))
+}
+
 /// The conversations of a share that are in its journal, and in none of its first `shards` shards.
 pub(super) fn journalled(folder: &Path, share: Share, shards: usize) -> Result<Vec<Finished>, DistillError> {
     let (lines, _) = Journal::read(&folder.join(file_of(share, "journal", ".jsonl")))?;
@@ -266,7 +339,7 @@ fn shard_name(share: Share, number: usize) -> String {
 ///
 /// # Errors
 /// [`DistillError::Occupied`], or an I/O error.
-pub fn check_is_free(folder: &Path, share: Share) -> Result<(), DistillError> {
+fn check_is_free(folder: &Path, share: Share) -> Result<(), DistillError> {
     let failed = |source: io::Error| DistillError::Io { path: folder.into(), source };
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

@@ -11,6 +11,7 @@ use super::DistillError;
 use super::conversation::Finished;
 use super::refusal::RefusedTurn;
 use crate::files;
+use crate::formats::sealed::{self, Broken, sealed};
 
 /// A line of refused.jsonl.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,7 +42,7 @@ impl RefusedQuestion {
 
 /// Writes refused.jsonl atomically.
 pub(super) fn write<'r>(path: &Path, refused: impl Iterator<Item = &'r RefusedQuestion>) -> Result<(), DistillError> {
-    let line = |question| serde_json::to_string(question).expect("strings and numbers become JSON") + "\n";
+    let line = |question| sealed(&serde_json::to_string(question).expect("strings and numbers become JSON")) + "\n";
     let text: String = refused.map(line).collect();
     let written = files::write_atomic(path, |out| out.write_all(text.as_bytes()));
     written.map_err(|source| DistillError::Io { path: path.into(), source })
@@ -54,8 +55,20 @@ pub(super) fn read(path: &Path) -> Result<Vec<RefusedQuestion>, DistillError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
         Err(source) => return Err(DistillError::Io { path: path.into(), source }),
     };
-    let bad = |(line, source)| DistillError::RefusedLine { path: path.into(), line, source };
-    let read = |(at, line)| serde_json::from_str(line).map_err(|source| bad((at + 1, source)));
+    let read = |(at, line): (usize, &str)| {
+        let line_number = at + 1;
+        sealed::check(line).map_err(|Broken { expected, got }| DistillError::ChangedLine {
+            path: path.into(),
+            line: line_number,
+            expected,
+            got,
+        })?;
+        serde_json::from_str(line).map_err(|source| DistillError::RefusedLine {
+            path: path.into(),
+            line: line_number,
+            source,
+        })
+    };
     text.lines().enumerate().map(read).collect()
 }
 
@@ -84,5 +97,9 @@ mod tests {
         files::write_atomic(&path, |out| out.write_all(&text.as_bytes()[..text.len() - 9])).unwrap();
         let error = read(&path).unwrap_err().to_string();
         assert!(error.contains("refused.jsonl, line 2"), "{error}");
+        files::write_atomic(&path, |out| out.write_all(text.replacen("status 400", "status 403", 1).as_bytes()))
+            .unwrap();
+        let error = read(&path).unwrap_err().to_string();
+        assert!(error.contains("refused.jsonl, line 1 was changed after it was written: expected sha256"), "{error}");
     }
 }

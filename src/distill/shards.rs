@@ -16,19 +16,21 @@ use serde_json::{Map, Value};
 
 use super::DistillError;
 use super::conversation::Finished;
-use crate::files;
 
-/// Writes a file atomically. Its bytes depend only on the conversations and `provenance`.
-pub(super) fn write(path: &Path, rows: &[&Finished], provenance: &Map<String, Value>) -> Result<(), DistillError> {
+/// The bytes of a shard, which depend only on the conversations and `provenance`.
+pub(super) fn encode(
+    path: &Path,
+    rows: &[&Finished],
+    provenance: &Map<String, Value>,
+) -> Result<Vec<u8>, DistillError> {
     let has_tokens = provenance.get("backbone").is_none_or(|backbone| !backbone.is_null());
     let batch = record_batch(rows, if has_tokens { ShardColumns::All } else { ShardColumns::WithoutTokens });
-    let written = files::write_atomic(path, |out| {
-        let mut writer =
-            ArrowWriter::try_new(out, batch.schema(), Some(properties(provenance))).map_err(io::Error::other)?;
-        writer.write(&batch).map_err(io::Error::other)?;
-        writer.close().map(drop).map_err(io::Error::other)
-    });
-    written.map_err(|source| DistillError::Io { path: path.into(), source })
+    let encoded = || {
+        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties(provenance)))?;
+        writer.write(&batch)?;
+        writer.into_inner()
+    };
+    encoded().map_err(|error| DistillError::Io { path: path.into(), source: io::Error::other(error) })
 }
 
 fn properties(provenance: &Map<String, Value>) -> WriterProperties {

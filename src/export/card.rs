@@ -17,6 +17,8 @@ use crate::files::write_synced;
 use crate::formats::bench::SweptValue;
 use crate::formats::calibration::{Calibration, HeadAccuracy};
 
+/// The card, which people edit.
+pub(super) const FILE: &str = "README.md";
 const TEMPLATE: &str = include_str!("card.md");
 /// Placeholder in commands for the reader's path.
 const OUT: &str = "FOLDER";
@@ -28,7 +30,7 @@ pub(super) fn write(folder: &Path, trained: &Trained, companions: &Companions) -
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     let text = environment.render_str(TEMPLATE, Serde(facts(trained, companions)))?;
-    let path = folder.join("README.md");
+    let path = folder.join(FILE);
     write_synced(&path, |out| out.write_all(text.as_bytes())).map_err(|source| ExportError::Io { path, source })
 }
 

@@ -120,7 +120,8 @@ fn write_calibration(found: &Companion<Calibration>, folder: &Path, trained: &Tr
     let wrong = |error: io::Error| ExportError::Companion { path: path.into(), why: error.to_string() };
     calibration.export_to(of_these, sha256(path).map_err(wrong)?);
     calibration.keep_first(trained.shape.medusa_num_heads);
-    write_synced(&to, |out| calibration.write_to(out)).map_err(|source| ExportError::Io { path: to.clone(), source })
+    write_synced(&to, |out| out.write_all(calibration.to_json().as_bytes()))
+        .map_err(|source| ExportError::Io { path: to.clone(), source })
 }
 
 fn look<T>(

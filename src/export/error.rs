@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use crate::data::chat_template::TemplateError;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::dtype::Dtype;
-use crate::files::FileError;
+use crate::files::{FileError, in_words};
 use crate::model::folder::FolderError;
 use crate::model::loading::LoadError;
 use crate::model::peft::{ADAPTER_CONFIG, PeftError};
@@ -21,6 +21,9 @@ pub enum ExportError {
     /// The output folder exists.
     #[error("{} exists already; choose another folder (nothing is ever overwritten)", path.display())]
     Exists { path: PathBuf },
+    /// Another export to the same folder.
+    #[error("{} is being written by another process{}; choose another folder", path.display(), in_words(*holder))]
+    InUse { path: PathBuf, holder: Option<u32> },
     /// The backbone is needed and unknown.
     #[error("--format {format} needs the backbone ({why}), and these heads do not name it: give --backbone FOLDER")]
     NoBackbone {
@@ -102,6 +105,9 @@ pub enum ExportError {
     Weights(#[from] WeightsError),
     #[error(transparent)]
     Torch(#[from] TorchFileError),
+    /// The list of checksums.
+    #[error(transparent)]
+    File(#[from] FileError),
     #[error(transparent)]
     Folder(#[from] FolderError),
     /// The model card's template.

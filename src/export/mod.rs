@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::notices::Notice;
 use crate::dtype::Dtype;
-use crate::files::{NewFolder, is_taken};
+use crate::files::{ClaimError, NewFolder, checksums, is_taken};
 
 mod card;
 mod check;
@@ -56,16 +56,20 @@ pub fn export(request: &ExportRequest) -> Result<Exported, ExportError> {
     if is_taken(&request.out) {
         return Err(ExportError::Exists { path: request.out.clone() });
     }
+    let io = |source| ExportError::Io { path: request.out.clone(), source };
+    let folder = NewFolder::claim(&request.out).map_err(|error| match error {
+        ClaimError::Io(source) => io(source),
+        ClaimError::Held(holder) => ExportError::InUse { path: request.out.clone(), holder },
+    })?;
     let mut trained = Trained::open(request)?;
     let companions = Companions::find(request, &trained)?;
     let mut notices = notices(request, &trained)?;
     notices.extend(companions.notices.iter().cloned());
-    let io = |source| ExportError::Io { path: request.out.clone(), source };
-    let folder = NewFolder::create(&request.out).map_err(io)?;
     write::write(folder.partial(), &mut trained)?;
     let difference = check::read_back(folder.partial(), &trained)?;
     companions.write(folder.partial(), &trained)?;
     card::write(folder.partial(), &trained, &companions)?;
+    checksums::seal(folder.partial(), &[card::FILE])?;
     let files = file_names(folder.partial()).map_err(io)?;
     folder.commit_as_new().map_err(|source| match source.kind() {
         io::ErrorKind::AlreadyExists => ExportError::Exists { path: request.out.clone() },

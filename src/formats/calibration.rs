@@ -1,12 +1,12 @@
 //! `calibration.json`: how often each guess of each head is right, alone and jointly.
 
-use std::io::{self, Write};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::error::{self, FormatError};
+use super::sealed::{CHECKSUM, sealed};
 use super::share::Share;
 
 const WHAT: &str = "calibration";
@@ -102,7 +102,9 @@ impl Calibration {
     /// # Errors
     /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
-        let calibration: Self = error::read(path, WHAT, EXPECTED).map_err(|error| of_share(path).unwrap_or(error))?;
+        let mut calibration: Self =
+            error::read(path, WHAT, EXPECTED).map_err(|error| of_share(path).unwrap_or(error))?;
+        calibration.other.shift_remove(CHECKSUM);
         match calibration.heads.iter().position(|head| head.total == 0) {
             Some(at) => Err(FormatError::NoTargets { path: path.into(), head: at + 1 }),
             None => Ok(calibration),
@@ -114,18 +116,12 @@ impl Calibration {
     /// # Errors
     /// [`FormatError`], with the path.
     pub fn save(&self, path: &Path) -> Result<(), FormatError> {
-        error::write(path, WHAT, |out| {
-            self.write_to(&mut *out)?;
-            writeln!(out)
-        })
+        error::write(path, WHAT, &self.to_json())
     }
 
-    /// Writes the text of `calibration.json` without a final newline.
-    ///
-    /// # Errors
-    /// An I/O error.
-    pub fn write_to(&self, out: impl Write) -> io::Result<()> {
-        Ok(serde_json::to_writer(out, self)?)
+    /// The text of `calibration.json` without a final newline.
+    pub fn to_json(&self) -> String {
+        sealed(&serde_json::to_string(self).expect("numbers, lists and texts are JSON"))
     }
 
     /// `[h][i]`: the accuracy of guess i of head h.
@@ -184,7 +180,7 @@ mod tests {
         let calibration: Calibration = serde_json::from_str(text).unwrap();
         calibration.save(&path).unwrap();
         assert_eq!(Calibration::load(&path).unwrap(), calibration);
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{text}\n"));
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), sealed(text) + "\n");
         assert!(Calibration::load(dir.path()).unwrap_err().to_string().starts_with("cannot read the calibration"));
     }
 

@@ -1,12 +1,12 @@
 //! What `medusa calibrate --shard i/n` counted on its share of the rows. All shares together are a calibration.
 
-use std::io::Write;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::calibration::{DynamicTrace, JointPath, RankTrace};
 use super::error::{self, FormatError};
+use super::sealed::sealed;
 use super::share::Share;
 
 const WHAT: &str = "share of a calibration";
@@ -83,9 +83,7 @@ impl CalibrationShare {
     /// # Errors
     /// [`FormatError`], with the path.
     pub fn save(&self, path: &Path) -> Result<(), FormatError> {
-        error::write(path, WHAT, |out| {
-            serde_json::to_writer(&mut *out, self)?;
-            writeln!(out)
-        })
+        let json = serde_json::to_string(self).expect("numbers and texts are JSON");
+        error::write(path, WHAT, &sealed(&json))
     }
 }

@@ -1,11 +1,12 @@
 //! Errors of reading and writing, and the functions that read and write all formats except the appended ones.
 
-use std::fs::{self, File};
-use std::io::{self, BufWriter};
+use std::fs;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
+use super::sealed::{self, Broken};
 use super::share::Share;
 use crate::files;
 
@@ -30,6 +31,12 @@ pub enum FormatError {
         expected: &'static str,
         source: serde_json::Error,
     },
+    /// Its checksum is not that of its text.
+    #[error(
+        "{} was changed after it was written: expected sha256 {expected}, got {got}; write it anew, or, if you changed it on purpose, remove \
+         its key \"checksum\"", path.display()
+    )]
+    Changed { path: PathBuf, expected: String, got: String },
     /// `nodes` and `choices` of a tree disagree: the file was truncated or edited.
     #[error("{} says \"nodes\": {written}, but lists {listed} choices; write the tree again with `medusa tree`", path.display())]
     NodeCount {
@@ -57,7 +64,7 @@ pub enum FormatError {
     OtherConditions { path: PathBuf, what: &'static str, measured: String, asked: String },
 }
 
-/// Reads JSON; `what` and `expected` are parts of the error.
+/// Reads JSON, and checks its checksum if it has one; `what` and `expected` are parts of the error.
 pub(super) fn read<T: DeserializeOwned>(
     path: &Path,
     what: &'static str,
@@ -75,15 +82,16 @@ pub(super) fn read_by<T>(
 ) -> Result<T, FormatError> {
     let io = |source| FormatError::Io { action: "read", what, path: path.to_owned(), source };
     let text = fs::read_to_string(path).map_err(io)?;
+    sealed::check(&text).map_err(|Broken { expected, got }| FormatError::Changed {
+        path: path.to_owned(),
+        expected,
+        got,
+    })?;
     parse(&text).map_err(|source| FormatError::Json { path: path.to_owned(), expected, source })
 }
 
-/// Writes a file atomically.
-pub(super) fn write(
-    path: &Path,
-    what: &'static str,
-    fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
-) -> Result<(), FormatError> {
+/// Writes a line atomically.
+pub(super) fn write(path: &Path, what: &'static str, line: &str) -> Result<(), FormatError> {
     let io = |source| FormatError::Io { action: "write", what, path: path.to_owned(), source };
-    files::write_atomic(path, fill).map_err(io)
+    files::write_atomic(path, |out| writeln!(out, "{line}")).map_err(io)
 }

@@ -1,11 +1,11 @@
 //! `latency.json`: measured step times of a machine.
 
-use std::io::Write;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::error::{self, FormatError};
+use super::sealed::sealed;
 use crate::dtype::Dtype;
 
 const WHAT: &str = "latencies";
@@ -122,10 +122,8 @@ impl Latency {
     /// # Errors
     /// [`FormatError`], with the path.
     pub fn save(&self, path: &Path) -> Result<(), FormatError> {
-        error::write(path, WHAT, |out| {
-            serde_json::to_writer_pretty(&mut *out, self)?;
-            writeln!(out)
-        })
+        let json = serde_json::to_string_pretty(self).expect("numbers and texts are JSON");
+        error::write(path, WHAT, &sealed(&json))
     }
 
     /// What to know about times from a busy machine.
@@ -228,6 +226,8 @@ pub(crate) mod examples {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
     use super::examples::latency;
     use super::*;
 

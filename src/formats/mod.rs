@@ -15,6 +15,7 @@
 //! | hs_0.safetensors, … of a server | [`captured_states::CapturedFile`], read only |
 //! | config.json of heads | [`heads_config::HeadsFolderConfig`], [`heads_config::PublishedHeadsConfig`] |
 //!
+//! calibration.json, its shares, tree.json, latency.json, provenance.json and distill.json are [`sealed`].
 //! The names of these files in a run's folder are in [`run_folder`].
 
 pub mod bench;
@@ -29,6 +30,7 @@ pub mod load;
 pub mod metrics;
 pub mod provenance;
 pub mod run_folder;
+pub mod sealed;
 pub mod share;
 pub mod tree;
 

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 
 use super::error::{self, FormatError};
 use super::run_folder::{PROVENANCE, RECIPE};
+use super::sealed::{CHECKSUM, sealed};
 
 const WHAT: &str = "provenance";
 const OF_A_RUN: &str = "is no provenance of a run; expected what medusa-train writes";
@@ -89,6 +90,13 @@ pub struct StampedFiles {
     pub sha256: String,
 }
 
+/// All keys but the checksum.
+fn entries(path: &Path, expected: &'static str) -> Result<Map<String, Value>, FormatError> {
+    let mut entries: Map<String, Value> = error::read(path, WHAT, expected)?;
+    entries.shift_remove(CHECKSUM);
+    Ok(entries)
+}
+
 impl Provenance {
     /// Reads a `provenance.json` of this version.
     ///
@@ -103,7 +111,7 @@ impl Provenance {
     /// # Errors
     /// [`FormatError`], with the path.
     pub fn entries(path: &Path) -> Result<Map<String, Value>, FormatError> {
-        error::read(path, WHAT, OF_A_RUN)
+        entries(path, OF_A_RUN)
     }
 
     /// The Hub snapshot of a run's backbone; other keys of its `provenance.json` may be invalid.
@@ -122,7 +130,7 @@ impl Provenance {
 
     /// `provenance.json`, pretty-printed, with a final newline.
     pub fn to_json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("plain data") + "\n"
+        sealed(&serde_json::to_string_pretty(self).expect("plain data")) + "\n"
     }
 }
 
@@ -203,7 +211,7 @@ impl DistillProvenance {
     /// # Errors
     /// [`FormatError`], with the path.
     pub fn entries(path: &Path) -> Result<Map<String, Value>, FormatError> {
-        error::read(path, WHAT, OF_A_DISTILLATION)
+        entries(path, OF_A_DISTILLATION)
     }
 
     /// The keys as in the file and in the metadata of every shard.
@@ -216,6 +224,6 @@ impl DistillProvenance {
 
     /// `distill.json`, pretty-printed, with a final newline.
     pub fn to_json(&self) -> String {
-        format!("{:#}\n", Value::Object(self.as_map()))
+        sealed(&format!("{:#}", Value::Object(self.as_map()))) + "\n"
     }
 }

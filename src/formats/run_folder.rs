@@ -45,6 +45,11 @@ pub fn is_finished_at(name: &str) -> bool {
     name.strip_prefix(FINAL_OF).is_some_and(|step| step.parse::<usize>().is_ok())
 }
 
+/// Name of a checkpoint's folder that is damaged, such as `step-000100.damaged`: no longer that of a checkpoint.
+pub fn damaged(name: &str) -> String {
+    format!("{name}.damaged")
+}
+
 /// The step of a checkpoint's folder; `None` for any other name.
 pub fn step_of(name: &str) -> Option<usize> {
     name.strip_prefix("step-")?.parse().ok()

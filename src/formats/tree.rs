@@ -1,12 +1,12 @@
 //! `tree.json`: the choices of a tree, and the speed that its search expected.
 
-use std::io::Write;
 use std::path::Path;
 
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 
 use super::error::{self, FormatError};
+use super::sealed::sealed;
 
 const WHAT: &str = "tree file";
 const EXPECTED: &str = "is no tree file; expected {\"choices\":[[0],[0,0],[1]], …} or {\"dynamic\":{\"nodes\":…,\"depth\":…,\"top_k\":…}, …} as `medusa tree` writes it, or a bare list of paths";
@@ -101,7 +101,7 @@ impl TreeFile {
 
     /// `tree.json` as one line of JSON.
     pub fn to_json(&self) -> String {
-        serde_json::to_string(self).expect("numbers, lists and texts are JSON")
+        sealed(&serde_json::to_string(self).expect("numbers, lists and texts are JSON"))
     }
 
     /// Writes `tree.json` atomically.
@@ -109,7 +109,7 @@ impl TreeFile {
     /// # Errors
     /// [`FormatError`], with the path.
     pub fn save(&self, path: &Path) -> Result<(), FormatError> {
-        error::write(path, WHAT, |out| writeln!(out, "{}", self.to_json()))
+        error::write(path, WHAT, &self.to_json())
     }
 }
 
@@ -127,6 +127,8 @@ fn parse(text: &str) -> Result<TreeFile, serde_json::Error> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
     use super::*;
 
     #[test]

@@ -10,6 +10,7 @@ use tch::{Device, Tensor};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::heads::{HEADS_FILE, Heads};
+use crate::files::checksums::{self, ChecksumError};
 use crate::files::{FileError, NewFolder, failed, is_partial, remove_folder, write_json, write_synced};
 use crate::formats::best::BestEvaluation;
 use crate::formats::heads_config::{CHAT_TEMPLATE, HeadsFolderConfig};
@@ -43,6 +44,12 @@ pub enum CheckpointError {
     /// Another process of the run.
     #[error(transparent)]
     Ranks(#[from] RanksError),
+    /// A file that is not as it was written.
+    #[error(transparent)]
+    Checksum(#[from] ChecksumError),
+    /// No checkpoint of the run is as it was written.
+    #[error("no checkpoint of {} is whole, so the run cannot go on from there: {newest}", run.display())]
+    NoneWhole { run: PathBuf, newest: ChecksumError },
     /// An invalid `state.json`.
     #[error("{}: {source}", path.display())]
     State { path: PathBuf, source: serde_json::Error },
@@ -134,6 +141,7 @@ impl<'r> Checkpoints<'r> {
             best: state.best,
         };
         write_json(&folder.partial().join(STATE_FILE), &saved).map_err(failed("write", path))?;
+        checksums::seal(folder.partial(), &[])?;
         folder.commit().map_err(failed("write", path))?;
         Ok(self.remove_old()?)
     }
@@ -183,6 +191,7 @@ impl<'r> Checkpoints<'r> {
             }
         }
         self.save_config(folder.partial(), heads, best)?;
+        checksums::seal(folder.partial(), &[])?;
         folder.commit().map_err(failed("write", &path))?;
         Ok(path)
     }
@@ -402,6 +411,52 @@ pub fn holds_only(run: &Path, name: &str) -> Result<bool, FileError> {
 /// [`FileError`].
 pub fn newest_step(run: &Path) -> Result<Option<usize>, FileError> {
     Ok(steps(run)?.pop().map(|(step, _)| step))
+}
+
+/// A checkpoint that is not as it was written.
+#[derive(Debug)]
+pub struct DamagedCheckpoint {
+    /// Where it is now.
+    pub moved_to: PathBuf,
+    pub why: ChecksumError,
+}
+
+/// Verifies the newest checkpoint. If it is damaged, goes back to the newest that is whole, and gives the damaged ones names that no run
+/// resumes from; checkpoints of earlier versions have no checksums and count as whole.
+///
+/// # Errors
+/// [`CheckpointError::NoneWhole`], which leaves all as it is, or an error of the disk.
+pub fn set_damaged_aside(run: &Path) -> Result<Vec<DamagedCheckpoint>, CheckpointError> {
+    let mut damaged: Vec<(PathBuf, ChecksumError)> = vec![];
+    for (_, path) in steps(run)?.into_iter().rev() {
+        match checksums::verify(&path) {
+            Ok(_) => return damaged.into_iter().map(|(path, why)| set_aside(&path, why)).collect(),
+            Err(error @ ChecksumError::File(_)) => return Err(error.into()),
+            Err(why) => damaged.push((path, why)),
+        }
+    }
+    match damaged.into_iter().next() {
+        None => Ok(vec![]),
+        Some((_, newest)) => Err(CheckpointError::NoneWhole { run: run.into(), newest }),
+    }
+}
+
+fn set_aside(path: &Path, why: ChecksumError) -> Result<DamagedCheckpoint, CheckpointError> {
+    let moved_to = path.with_file_name(run_folder::damaged(file_name(path).unwrap_or_default()));
+    if moved_to.exists() {
+        remove_folder(&moved_to).map_err(failed("remove", &moved_to))?;
+    }
+    fs::rename(path, &moved_to).map_err(failed("rename", path))?;
+    Ok(DamagedCheckpoint { moved_to, why })
+}
+
+/// Verifies the newest checkpoint, if there is one.
+///
+/// # Errors
+/// [`CheckpointError::Checksum`].
+pub fn verify_newest(run: &Path) -> Result<(), CheckpointError> {
+    let newest = steps(run)?.pop();
+    newest.map_or(Ok(()), |(_, path)| Ok(checksums::verify(&path).map(drop)?))
 }
 
 /// The best evaluation up to the newest checkpoint.

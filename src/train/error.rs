@@ -6,6 +6,7 @@ use crate::data::DataError;
 use crate::data::tokenize::TokenizeError;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::files::FileError;
+use crate::files::checksums::ChecksumError;
 use crate::formats::FormatError;
 use crate::formats::metrics::MetricsError;
 use crate::model::loading::LoadError;
@@ -85,6 +86,9 @@ pub enum TrainError {
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
     File(#[from] FileError),
+    /// Files that the run starts from, or its finished heads.
+    #[error(transparent)]
+    Checksum(#[from] ChecksumError),
     /// provenance.json.
     #[error(transparent)]
     Format(#[from] FormatError),

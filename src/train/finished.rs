@@ -57,6 +57,7 @@ impl<'r> RunProgress<'r> {
         if made == self.asked || !self.can_go_on(made, length_changed)? {
             return Ok(());
         }
+        checkpoint::verify_newest(self.run())?;
         let aside = self.run().join(finished_at(made));
         if aside.exists() {
             remove_folder(&aside).map_err(failed("remove", &aside))?;

@@ -37,7 +37,7 @@ pub mod state;
 pub mod step;
 pub mod target_rule;
 pub mod targets;
-mod tensorboard;
+pub mod tensorboard;
 pub mod token_pairs;
 pub mod training_loop;
 

@@ -1,14 +1,16 @@
 //! A whole run: loads the backbone as the plan trains it, claims the run's folder, and starts from scratch or from the
 //! newest checkpoint.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use crate::data::DataError;
 use crate::data::loader::BatchShare;
 use crate::data::pack::Sequences;
 use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::heads::import;
 use crate::draft::medusa::heads::token_map::TokenMap;
+use crate::files::checksums::{self, CHECKSUMS};
 use crate::formats::metrics::MetricsSplit;
 use crate::formats::run_folder::FINAL;
 use crate::model::llama::Llama;
@@ -94,6 +96,7 @@ impl TrainRun {
         let run = self.checked.plan.train.output_dir.as_path();
         let finished = run.join(FINAL);
         check_output_dir(run, resume)?;
+        self.verify_sources()?;
         let folder = RunFolder::new(&self.checked)?;
         tell(RunEvent::Hashing { bytes: folder.bytes_to_hash() });
         // Claim an existing run's folder first: a run that may not be resumed must not create a hidden-state cache.
@@ -101,6 +104,10 @@ impl TrainRun {
         let begun = if checkpoint::holds_a_run(run)? { Some(folder.claim(resume)?) } else { None };
         let backbone = if finished.exists() { None } else { Some(self.training_backbone(ranks, tell)?) };
         let claimed = begun.map_or_else(|| folder.claim(resume), Ok)?;
+        claimed.damaged.iter().for_each(|damaged| tell(RunEvent::Damaged(damaged)));
+        if finished.exists() {
+            checksums::verify(&finished)?;
+        }
         if !claimed.changes.is_empty() {
             let total_steps = claimed.length_changed.then_some(self.checked.total_steps);
             let is_joint = !self.checked.plan.trained.is_frozen();
@@ -111,6 +118,15 @@ impl TrainRun {
             tell(RunEvent::NoCheckpoint);
         }
         Ok(BegunRun { claimed, backbone })
+    }
+
+    /// What the run starts from must be as it was written, where there are checksums.
+    fn verify_sources(&self) -> Result<(), TrainError> {
+        let plan = &self.checked.plan;
+        let backbone = Path::new(&plan.backbone.path);
+        let heads = plan.heads.init_from.as_deref().map(import::folder_of);
+        let folders = [Some(backbone), heads, plan.trained.adapter_to_start_from().map(PathBuf::as_path)];
+        Ok(folders.into_iter().flatten().try_for_each(|folder| checksums::verify(folder).map(drop))?)
     }
 
     /// The loop at step 0, or at the newest checkpoint.
@@ -128,7 +144,8 @@ impl TrainRun {
         let template = self.checked.template.as_ref();
         let checkpoints = Checkpoints { plan, backbone: &self.backbone, template, fingerprint };
         if let Some(checkpoint) = checkpoints.restore_newest(&mut state, ranks)? {
-            tell(RunEvent::Resumed(&checkpoint));
+            let is_verified = checkpoint.join(CHECKSUMS).exists();
+            tell(RunEvent::Resumed { checkpoint: &checkpoint, is_verified });
         }
         state.take_values_of_first(ranks)?;
         memory::keep_freed_blocks();
@@ -169,7 +186,12 @@ impl TrainRun {
             None => StatesCaches::default(),
         };
         if let Some(kept) = &caches.train {
-            tell(RunEvent::HiddenStates { path: kept.path(), filled: kept.filled(), rows: kept.rows() });
+            tell(RunEvent::HiddenStates {
+                path: kept.path(),
+                filled: kept.filled(),
+                rows: kept.rows(),
+                are_verified: kept.has_checksums(),
+            });
         }
         Ok(TrainingBackbone::new(&self.backbone, plan, StatesSource::Backbone(caches.into())))
     }
@@ -209,7 +231,7 @@ impl TrainRun {
         let mut opened = |place: StatesPlace, split, other_bytes| match place.open(&self.backbone, other_bytes) {
             Ok(kept) => Ok(Some(kept)),
             Err(why) if why.is_full_disk() => {
-                tell(RunEvent::CacheFull(split, &why));
+                tell(RunEvent::CacheLacks(split, &why));
                 Ok(None)
             }
             Err(error) => Err(error),

@@ -13,14 +13,14 @@ use crate::data::chat_template::TemplateChoice;
 use crate::data::{DataFile, LoadReport, tokenize};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::files::{
-    FolderLock, failed, lock_folder, make_folders, parent, put_back, sha256, sync_folder, write_atomic,
+    FolderLock, failed, holder, in_words, lock_folder, make_folders, parent, put_back, sha256, sync_folder, write_atomic,
 };
 use crate::formats::provenance::{HashedFile, Provenance};
 use crate::formats::run_folder::{BEST, FINAL, PROVENANCE, RECIPE};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::torch::LIBTORCH_VERSION;
 use crate::train::checked::CheckedRun;
-use crate::train::checkpoint;
+use crate::train::checkpoint::{self, DamagedCheckpoint};
 use crate::train::error::TrainError;
 use crate::train::finished::RunProgress;
 use crate::train::plan::TrainPlan;
@@ -54,6 +54,14 @@ pub struct ClaimedRun {
     pub changes: Vec<String>,
     /// The run goes on, and the recipe changed how many steps it has.
     pub length_changed: bool,
+    /// Checkpoints behind the one that the run goes on from.
+    pub damaged: Vec<DamagedCheckpoint>,
+}
+
+/// What a run that goes on found in its folder.
+struct FoundRun {
+    changes: RecipeChanges,
+    damaged: Vec<DamagedCheckpoint>,
 }
 
 impl<'r> RunFolder<'r> {
@@ -88,16 +96,16 @@ impl<'r> RunFolder<'r> {
         let lock = lock_folder(run).map_err(io)?.ok_or_else(|| in_use(run))?;
         let provenance = self.provenance()?;
         if self.is_begun(resume)? {
-            let changes = self.resume(run, &provenance)?;
+            let FoundRun { changes, damaged } = self.resume(run, &provenance)?;
             let length_changed = changes.length && !run.join(FINAL).exists();
-            return Ok(ClaimedRun { _lock: lock, changes: changes.keys, length_changed });
+            return Ok(ClaimedRun { _lock: lock, changes: changes.keys, length_changed, damaged });
         }
         self.fill_folder(run, &provenance).inspect_err(|_| {
             // Best effort: the first error is the one to report. A folder with a recipe.toml must have the other file.
             let _ = fs::remove_file(run.join(RECIPE)).or_else(is_absent).and_then(|()| fs::remove_file(run.join(PROVENANCE)));
             let _ = fs::remove_dir(run);
         })?;
-        Ok(ClaimedRun { _lock: lock, changes: Vec::new(), length_changed: false })
+        Ok(ClaimedRun { _lock: lock, changes: Vec::new(), length_changed: false, damaged: Vec::new() })
     }
 
     /// Bytes of the weight files that [`RunFolder::claim`] hashes; hashes of earlier runs are cached.
@@ -134,8 +142,8 @@ impl<'r> RunFolder<'r> {
         write(run, RECIPE, &self.plan.resolved_recipe)
     }
 
-    /// What the recipe changed, which is written down; an error if that makes it another run.
-    fn resume(&self, run: &Path, now: &Provenance) -> Result<RecipeChanges, TrainError> {
+    /// What the recipe changed, which is written down, and which checkpoints are damaged; an error if the recipe makes it another run.
+    fn resume(&self, run: &Path, now: &Provenance) -> Result<FoundRun, TrainError> {
         let another = |why| TrainError::OutputTaken { path: run.into(), why };
         let recipe = run.join(RECIPE);
         let written = fs::read_to_string(&recipe).map_err(failed("read", &recipe))?;
@@ -148,6 +156,7 @@ impl<'r> RunFolder<'r> {
         let best = run.join(BEST);
         put_back(&best).map_err(failed("restore", &best))?;
         checkpoint::remove_partial(run)?;
+        let damaged = if run.join(FINAL).exists() { vec![] } else { checkpoint::set_damaged_aside(run)? };
         let saved_every = recipe_changes::save_every(&before).unwrap_or(self.plan.train.save_every.get());
         RunProgress::read(self.plan, self.total_steps)?.reopen(changes.length || changes.patience, saved_every)?;
         if self.resolved(&written) != self.plan.resolved_recipe {
@@ -157,7 +166,7 @@ impl<'r> RunFolder<'r> {
             begun.recipe.clone_from(&now.recipe);
             write(run, PROVENANCE, &begun.to_json())?;
         }
-        Ok(changes)
+        Ok(FoundRun { changes, damaged })
     }
 
     /// A run's recipe with all keys of this version: a version without some of them trained as their defaults do.
@@ -263,6 +272,7 @@ fn check_empty(run: &Path) -> Result<(), TrainError> {
 }
 
 fn in_use(run: &Path) -> TrainError {
-    let why = "is in use by another training process; wait for it to finish, or choose another folder";
-    TrainError::OutputTaken { path: run.into(), why: why.into() }
+    let holder = in_words(holder(run));
+    let why = format!("is in use by another training process{holder}; wait for it to finish, or choose another folder");
+    TrainError::OutputTaken { path: run.into(), why }
 }

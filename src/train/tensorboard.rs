@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use protobuf::CodedOutputStream;
 
-use crate::files::{failed, parent, sync_folder};
+use crate::files::{FileError, failed, parent, sync_folder};
 use crate::formats::metrics::MetricsError;
 
 /// Numbers of the fields that are written.
@@ -94,6 +94,34 @@ fn record(data: &[u8]) -> Vec<u8> {
     [&length[..], &masked_crc32c(&length).to_le_bytes(), data, &masked_crc32c(data).to_le_bytes()].concat()
 }
 
+/// Why an event file is not as it was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("record {0} is damaged or cut off")]
+pub struct DamagedRecord(usize);
+
+/// Compares all records of a file with their checksums.
+///
+/// # Errors
+/// The disk's own; inside, the first damaged record.
+pub fn check(path: &Path) -> Result<Result<(), DamagedRecord>, FileError> {
+    let bytes = fs::read(path).map_err(failed("read", path))?;
+    let (mut rest, mut number) = (bytes.as_slice(), 0);
+    while !rest.is_empty() {
+        number += 1;
+        let Some(size) = whole_record(rest) else { return Ok(Err(DamagedRecord(number))) };
+        rest = &rest[size..];
+    }
+    Ok(Ok(()))
+}
+
+/// The size of the first record, if it is whole.
+fn whole_record(bytes: &[u8]) -> Option<usize> {
+    let length = usize::try_from(u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?)).ok()?;
+    let size = length.checked_add(16)?;
+    let data = bytes.get(12..size.checked_sub(4)?)?;
+    (bytes.get(..size)? == record(data)).then_some(size)
+}
+
 /// A checksum of data that holds checksums would be weak, so the format rotates and shifts it.
 fn masked_crc32c(data: &[u8]) -> u32 {
     const MASK_DELTA: u32 = 0xa282_ead8;
@@ -115,6 +143,21 @@ fn now() -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_changed_byte_of_an_event_file_is_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut events = EventFile::create(&dir.path().join("events")).unwrap();
+        events.append(1, &[("loss".to_owned(), 2.5)]).unwrap();
+        assert_eq!(check(&events.path).unwrap(), Ok(()));
+        let whole = fs::read(&events.path).unwrap();
+        for at in 0..whole.len() {
+            let mut bytes = whole.clone();
+            bytes[at] ^= 1;
+            crate::files::write_synced(&events.path, |out| out.write_all(&bytes)).unwrap();
+            assert!(check(&events.path).unwrap().is_err(), "byte {at}");
+        }
+    }
 
     /// RFC 3720, appendix B.4.
     #[test]

@@ -11,7 +11,7 @@ use crate::formats::metrics::{MetricsLine, MetricsSplit, UpdateLine};
 use crate::torch::{guard, memory};
 use crate::train::backbone_pass::TrainingBackbone;
 use crate::train::checked::CheckedRun;
-use crate::train::checkpoint::{Checkpoints, newest_step};
+use crate::train::checkpoint::{Checkpoints, DamagedCheckpoint, newest_step};
 use crate::train::divergence::{LossWatch, RisenLoss};
 use crate::train::error::TrainError;
 use crate::train::fed_batch::FedBatch;
@@ -44,8 +44,14 @@ pub enum RunEvent<'e> {
     },
     /// There is no checkpoint to resume from: the run starts at step 0.
     NoCheckpoint,
+    /// A newer checkpoint than the one that the run goes on from is damaged.
+    Damaged(&'e DamagedCheckpoint),
     /// The run resumed from this checkpoint.
-    Resumed(&'e Path),
+    Resumed {
+        checkpoint: &'e Path,
+        /// It has checksums; those of earlier versions have none.
+        is_verified: bool,
+    },
     /// The run uses this cache of hidden states.
     HiddenStates {
         path: &'e Path,
@@ -53,14 +59,16 @@ pub enum RunEvent<'e> {
         filled: usize,
         /// All training rows.
         rows: usize,
+        /// States have checksums; in files of earlier versions they have none.
+        are_verified: bool,
     },
     /// The run trains on hidden states of a server; what the LM head makes of them.
     CapturedStates(NextTokens),
     /// Several processes read only a complete cache of hidden states, and this file is not one: the states are computed.
     CacheIncomplete(&'e Path),
-    /// The cache of the hidden states of these rows stores nothing more: the disk is full. States that it lacks are computed whenever they
-    /// are read.
-    CacheFull(MetricsSplit, &'e HiddenStatesError),
+    /// The cache of the hidden states of these rows stores nothing more, because the disk is full, or has lost some to damage. States that it
+    /// lacks are computed whenever they are read.
+    CacheLacks(MetricsSplit, &'e HiddenStatesError),
     /// An optimizer step was made.
     Stepped(&'e MetricsLine),
     /// The run probably diverges; told once.
@@ -294,10 +302,10 @@ impl<'r> TrainingLoop<'r, '_> {
         Ok(self.log.iter().try_for_each(RunLog::sync)?)
     }
 
-    /// Reports once that the cache of hidden states stores nothing more.
+    /// Reports once that the cache of hidden states stores nothing more, and each damage.
     fn tell_of_cache(&mut self) {
         if let Some((split, why)) = self.backbone.take_notice() {
-            (self.tell)(RunEvent::CacheFull(split, &why));
+            (self.tell)(RunEvent::CacheLacks(split, &why));
         }
     }
 

@@ -22,7 +22,7 @@ use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
 use crate::distill::answer::Answerer;
 use crate::distill::local::BackboneAnswerer;
-use crate::distill::output::{self, Output};
+use crate::distill::output::{ClaimedShare, Output};
 use crate::distill::provenance;
 use crate::distill::render::Renderer;
 use crate::distill::{self, DistillProgress};
@@ -54,9 +54,7 @@ pub(super) fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()
         );
         return Err(UsageError(why).into());
     }
-    if !args.resume {
-        output::check_is_free(&args.out, args.shard)?;
-    }
+    let claim = ClaimedShare::new(&args.out, args.shard, args.resume)?;
     let plan = DrafterPlan::new(None, args.heads.as_deref(), args.tree.as_deref())?;
     let file = prompts::open(&args.prompts, common)?;
     let dialogues = file.dialogues()?;
@@ -71,7 +69,7 @@ pub(super) fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()
     let engine = args.batch_engine(&decoder, common)?;
     let engine_name = engine.as_ref().map_or_else(|| EngineName::Cuda.flag(), |engine| engine.name().to_owned());
     let provenance = args.local_provenance(folder, &decoder, engine_name, &prompts, common)?;
-    let mut output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
+    let mut output = Output::open(claim, &provenance, args.resume)?;
     let longest = distill::longest_text(&tokens, &settings);
     let answerer = args.answerer(&decoder, engine, longest, output.missing().len(), common)?;
     let batch_size = answerer.batch_size();

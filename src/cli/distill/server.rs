@@ -18,7 +18,7 @@ use crate::cli::{CommonFlags, UsageError, api_key, interrupted, print_json, prin
 use crate::data::chat_template::ChatTemplate;
 use crate::data::prompts::Dialogue;
 use crate::data::tokenize::TextTokenizer;
-use crate::distill::output::{self, Output};
+use crate::distill::output::{self, ClaimedShare, Output};
 use crate::distill::render::Renderer;
 use crate::distill::server::ServerAnswerer;
 use crate::distill::server::settings::ServerSettings;
@@ -65,9 +65,7 @@ impl BackboneTokens {
 /// not answer; [`Interrupted`](crate::cli::Interrupted) after Ctrl-C.
 pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     args.check_server_flags()?;
-    if !args.resume {
-        output::check_is_free(&args.out, args.shard)?;
-    }
+    let claim = ClaimedShare::new(&args.out, args.shard, args.resume)?;
     let key = api_key::find(args.server.api_key_file.as_deref())?;
     let file = prompts::open(&args.prompts, common)?;
     let dialogues = file.dialogues()?;
@@ -93,7 +91,7 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
         max_context: u32::try_from(contexts.own).ok(),
         ..args.server_provenance(words.as_ref(), &prompts, common)
     };
-    let mut output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
+    let mut output = Output::open(claim, &provenance, args.resume)?;
     say_resumed(&output, common);
     let (began, before) = (Instant::now(), output.kept());
     let settings = DistillSettings { max_refused: args.server.most_refused(&output, args.fit.strict), ..settings };

@@ -63,7 +63,7 @@ impl RunContents {
         let newest = |split| lines.iter().rfind(|(_, line)| line.split == split).map(of_line);
         let (training, validation) = (newest(MetricsSplit::Train), newest(MetricsSplit::Validation));
         let files = names(path)?;
-        let checkpoints: Vec<String> = files.iter().filter(|name| name.starts_with("step-")).cloned().collect();
+        let checkpoints: Vec<String> = files.iter().filter(|name| step_of(name).is_some()).cloned().collect();
         Ok(Self {
             finished: path.join(FINAL).join(HEADS_FILE).is_file(),
             heads: newest_heads(path, &checkpoints)?,

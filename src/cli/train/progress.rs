@@ -5,6 +5,7 @@ use std::io::{self, IsTerminal};
 use crate::cli::progress::Progress;
 use crate::cli::{CommonFlags, gibibytes, print_json};
 use crate::formats::metrics::{MetricsLine, MetricsSplit};
+use crate::train::checkpoint::DamagedCheckpoint;
 use crate::train::divergence::RisenLoss;
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::next_tokens::{NextTokens, StatesDoubt};
@@ -41,9 +42,18 @@ impl<'c> TrainProgress<'c> {
                 self.line(&changed(keys, *total_steps, *is_joint));
             }
             RunEvent::NoCheckpoint => self.line("no checkpoint yet: starting from step 0"),
-            RunEvent::Resumed(checkpoint) => self.line(&format!("resuming from {}", checkpoint.display())),
-            RunEvent::HiddenStates { path, filled, rows } => {
-                self.line(&format!("hidden states of {filled} of {rows} rows are cached in {}", path.display()));
+            RunEvent::Damaged(DamagedCheckpoint { moved_to, why }) => self.line(&format!(
+                "warning: a checkpoint is damaged, so the run goes on from an older one: {why}; its folder is now {}",
+                moved_to.display()
+            )),
+            RunEvent::Resumed { checkpoint, is_verified } => {
+                let unverified = if *is_verified { "" } else { ", which has no checksums (written by an earlier version)" };
+                self.line(&format!("resuming from {}{unverified}", checkpoint.display()));
+            }
+            RunEvent::HiddenStates { path, filled, rows, are_verified } => {
+                let unverified = if *are_verified { "" } else { ", without checksums (written by an earlier version)" };
+                let path = path.display();
+                self.line(&format!("hidden states of {filled} of {rows} rows are cached in {path}{unverified}"));
             }
             RunEvent::CapturedStates(next_tokens) => self.line(&of_server(next_tokens)),
             RunEvent::CacheIncomplete(path) => self.line(&format!(
@@ -51,7 +61,7 @@ impl<'c> TrainProgress<'c> {
                  with one process",
                 path.display()
             )),
-            RunEvent::CacheFull(split, why) => self.line(&cache_full(*split, why)),
+            RunEvent::CacheLacks(split, why) => self.line(&cache_lacks(*split, why)),
             RunEvent::Stepped(line) => self.stepped(line),
             RunEvent::LossRisen { loss: RisenLoss { name, first, mean }, step, learning_rate } => self.line(&format!(
                 "warning: the {name} rose from {first:.2} to {mean:.2} (mean of the last steps, step {step}), so training \
@@ -116,7 +126,10 @@ fn of_server(next_tokens: &NextTokens) -> String {
     format!("warning: {found}{doubt}")
 }
 
-fn cache_full(split: MetricsSplit, why: &HiddenStatesError) -> String {
+fn cache_lacks(split: MetricsSplit, why: &HiddenStatesError) -> String {
+    if !why.is_full_disk() {
+        return format!("warning: {why}");
+    }
     let computed = match split {
         MetricsSplit::Train => "of training rows that are not stored are computed in every epoch",
         MetricsSplit::Validation => "of validation rows that are not stored are computed in every evaluation",

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::data::cache::CacheError;
+use crate::files::in_words;
 use crate::formats::captured_states::CapturedError;
 use crate::torch::TorchPanic;
 
@@ -35,8 +36,17 @@ pub enum HiddenStatesError {
     #[error(transparent)]
     Torch(#[from] TorchPanic),
     /// Another run is writing the file.
-    #[error("train.hidden_state_cache: {} is in use by another run on the same rows and backbone: wait for it to finish, or choose another folder", path.display())]
-    InUse { path: PathBuf },
+    #[error(
+        "train.hidden_state_cache: {} is in use by another run{} on the same rows and backbone: wait for it to finish, or choose another folder",
+        path.display(), in_words(*holder)
+    )]
+    InUse { path: PathBuf, holder: Option<u32> },
+    /// The states of a row are not those that were written.
+    #[error(
+        "train.hidden_state_cache: {}: the states of row {row} are damaged (expected CRC-32 {expected:08x}, got {got:08x}); they are computed again",
+        path.display()
+    )]
+    Damaged { path: PathBuf, row: usize, expected: u32, got: u32 },
     /// The file's size is wrong.
     #[error("train.hidden_state_cache: {} has {got} bytes, expected {expected}: it was truncated or changed; remove it to recompute it", path.display())]
     Size {
@@ -54,7 +64,12 @@ impl HiddenStatesError {
         match self {
             Self::NoSpace { .. } => true,
             Self::Io { source, .. } => matches!(source.kind(), FileTooLarge | QuotaExceeded | StorageFull),
-            Self::Rows(_) | Self::Captured(_) | Self::Torch(_) | Self::InUse { .. } | Self::Size { .. } => false,
+            Self::Rows(_)
+            | Self::Captured(_)
+            | Self::Torch(_)
+            | Self::InUse { .. }
+            | Self::Damaged { .. }
+            | Self::Size { .. } => false,
         }
     }
 }

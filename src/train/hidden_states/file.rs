@@ -5,13 +5,13 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use tch::{Device, Kind};
 
 use super::error::HiddenStatesError;
-use super::layout::{FILLED, StatesLayout};
-use crate::files::lock_file;
+use super::layout::{RowMarks, StatesLayout};
+use crate::files::{holder, lock_file};
 use crate::torch::transfer::HostTensor;
 
 /// An open file. Its rows are written once and never change.
@@ -20,8 +20,9 @@ pub(super) struct StatesFile {
     pub(super) layout: StatesLayout,
     pub(super) path: PathBuf,
     file: File,
-    /// Whether each row's states can be read.
-    filled: Vec<AtomicBool>,
+    marks: RowMarks,
+    /// Of each row, 0 if its states cannot be read.
+    filled: Vec<AtomicU32>,
     hidden_size: i64,
     kind: Kind,
     /// The backbone's.
@@ -48,19 +49,31 @@ impl StatesFile {
             let made = file.set_len(layout.file_bytes()).and_then(|()| file.sync_all());
             made.inspect_err(|_| drop(fs::remove_file(&path))).map_err(|e| error("make", e))?;
         }
-        let filled = match layout.read_marks(&mut file, &path) {
-            Ok(filled) if is_mine || filled.iter().all(|&filled| filled) => filled,
-            _ if !is_mine => return Err(HiddenStatesError::InUse { path }), // the other run may not have sized it yet
-            marks => marks?,
+        let (marks, filled) = match layout.read_marks(&mut file, &path) {
+            Ok((marks, filled)) if is_mine || filled.iter().all(|&filled| filled > 0) => (marks, filled),
+            _ if !is_mine => {
+                let holder = holder(&path);
+                return Err(HiddenStatesError::InUse { path, holder }); // the other run may not have sized it yet
+            }
+            read => read?,
         };
-        let filled = filled.into_iter().map(AtomicBool::new).collect();
+        let filled = filled.into_iter().map(AtomicU32::new).collect();
         let StatesKind { hidden_size, kind, device } = of;
-        Ok(Self { layout, path, file, filled, hidden_size, kind, device })
+        Ok(Self { layout, path, file, marks, filled, hidden_size, kind, device })
     }
 
     /// Lets other runs open the file.
     pub(super) fn unlock(&self) {
         let _ = self.file.unlock(); // else it stays locked until the run ends
+    }
+
+    /// Whether this run may write: nobody else does.
+    pub(super) fn lock(&self) -> bool {
+        lock_file(&self.file)
+    }
+
+    pub(super) fn has_checksums(&self) -> bool {
+        self.marks == RowMarks::Checksums
     }
 
     pub(super) fn rows(&self) -> usize {
@@ -74,6 +87,10 @@ impl StatesFile {
 
     /// Whether the states of a row can be read.
     pub(super) fn has(&self, id: usize) -> bool {
+        self.mark_of(id) > 0
+    }
+
+    fn mark_of(&self, id: usize) -> u32 {
         self.filled[id].load(Ordering::Acquire)
     }
 
@@ -84,31 +101,38 @@ impl StatesFile {
         let fill = |mut rest: &mut [u8]| {
             for &id in row_ids {
                 let (states, later) = rest.split_at_mut(self.layout.bytes_of(id));
-                self.file.read_exact_at(states, self.layout.offsets[id])?;
+                self.file
+                    .read_exact_at(states, self.layout.offsets[id])
+                    .map_err(|error| self.layout.error("read", &self.path, error))?;
+                let (expected, got) = (self.mark_of(id), self.marks.of(states));
+                if expected != got {
+                    return Err(HiddenStatesError::Damaged { path: self.path.clone(), row: id, expected, got });
+                }
                 rest = later;
             }
-            io::Result::Ok(())
+            Ok(())
         };
-        HostTensor::filled(&size, self.kind, self.device, fill).map_err(|e| self.layout.error("read", &self.path, e))
+        HostTensor::filled(&size, self.kind, self.device, fill)
     }
 
     /// Writes a row's states, which can be read from then on.
     pub(super) fn write(&self, id: usize, states: &[u8]) -> io::Result<()> {
         self.file.write_all_at(states, self.layout.offsets[id])?;
-        self.filled[id].store(true, Ordering::Release);
+        self.filled[id].store(self.marks.of(states), Ordering::Release);
         Ok(())
     }
 
     /// Syncs the states written so far, then marks those of `unmarked`: a crash never marks what is not on the disk.
     pub(super) fn mark(&self, unmarked: &[usize]) -> io::Result<()> {
         self.file.sync_data()?;
-        let place = |id: usize| self.layout.states_bytes() + id as u64;
-        unmarked.iter().try_for_each(|&id| self.file.write_all_at(&[FILLED], place(id)))
+        unmarked.iter().try_for_each(|&id| {
+            self.file.write_all_at(&self.marks.bytes(self.mark_of(id)), self.layout.mark_at(id, self.marks))
+        })
     }
 
     /// Takes rows back that did not reach the disk.
     pub(super) fn forget(&self, row_ids: &[usize]) {
-        row_ids.iter().for_each(|&id| self.filled[id].store(false, Ordering::Release));
+        row_ids.iter().for_each(|&id| self.filled[id].store(0, Ordering::Release));
     }
 
     /// Bytes that the file still takes from its disk until it is complete.

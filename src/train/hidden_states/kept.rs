@@ -184,6 +184,11 @@ impl<'r> KeptStates<'r> {
         self.file.rows()
     }
 
+    /// Whether the states that are read are checked; not in files of earlier versions.
+    pub fn has_checksums(&self) -> bool {
+        self.file.has_checksums()
+    }
+
     /// Batches for which the backbone ran.
     pub fn computed_batches(&self) -> usize {
         self.computed_batches
@@ -194,7 +199,7 @@ impl<'r> KeptStates<'r> {
         KeptReader { file: Arc::clone(&self.file) }
     }
 
-    /// Why nothing is written any more, the first time that it is asked.
+    /// Why nothing is written any more, or which row is damaged, the first time that it is asked.
     pub fn take_notice(&mut self) -> Option<HiddenStatesError> {
         self.notice.take()
     }
@@ -218,8 +223,10 @@ impl<'r> KeptStates<'r> {
         if self.pending.iter().any(|pending| pending.row_ids.iter().any(|id| row_ids.contains(id))) {
             self.settle()?;
         }
-        if row_ids.iter().all(|&id| self.file.has(id)) {
-            return Ok(self.file.read(&row_ids)?.on_device());
+        while row_ids.iter().all(|&id| self.file.has(id)) {
+            if let Some(states) = self.undamaged(&row_ids)? {
+                return Ok(states.on_device());
+            }
         }
         self.computed_batches += 1;
         let hidden_mh = compute().index_select(0, kept_m);
@@ -234,6 +241,18 @@ impl<'r> KeptStates<'r> {
         if some_are_stored { self.with_stored(&row_ids, &hidden_mh) } else { Ok(hidden_mh) }
     }
 
+    /// The stored states of rows; `None` if those of one are damaged, which is then no longer stored.
+    fn undamaged(&mut self, row_ids: &[usize]) -> Result<Option<HostTensor>, HiddenStatesError> {
+        match self.file.read(row_ids) {
+            Err(damaged @ HiddenStatesError::Damaged { row, .. }) => {
+                self.file.forget(&[row]);
+                self.notice = Some(damaged);
+                Ok(None)
+            }
+            read => read.map(Some),
+        }
+    }
+
     fn pending_bytes(&self) -> usize {
         self.pending.iter().map(|pending| pending.states.bytes().len()).sum()
     }
@@ -244,13 +263,15 @@ impl<'r> KeptStates<'r> {
     }
 
     /// Computed states, with those of stored rows in their place.
-    fn with_stored(&self, row_ids: &[usize], hidden_mh: &Tensor) -> Result<Tensor, HiddenStatesError> {
+    fn with_stored(&mut self, row_ids: &[usize], hidden_mh: &Tensor) -> Result<Tensor, HiddenStatesError> {
         let hidden_mh = hidden_mh.copy();
         let mut from = 0;
         for &id in row_ids {
             let rows = (self.file.layout.bytes_of(id) / self.file.layout.row_bytes) as i64;
-            if self.file.has(id) {
-                hidden_mh.narrow(0, from, rows).copy_(&self.file.read(&[id])?.on_device());
+            if self.file.has(id)
+                && let Some(stored) = self.undamaged(&[id])?
+            {
+                hidden_mh.narrow(0, from, rows).copy_(&stored.on_device());
             }
             from += rows;
         }
@@ -271,7 +292,7 @@ impl<'r> KeptStates<'r> {
             for id in row_ids {
                 let (of_row, later) = rest.split_at(self.file.layout.bytes_of(id));
                 rest = later;
-                if !self.disk_is_full && !self.file.has(id) {
+                if !self.disk_is_full && !self.file.has(id) && self.file.lock() {
                     self.store(id, of_row)?;
                 }
             }

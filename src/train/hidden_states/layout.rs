@@ -1,6 +1,6 @@
-//! The file format of cached hidden states: the states of all data rows one after another, then one byte per row
-//! that is 1 once its states are on disk. Only the positions of [`TargetRule::positions`] are stored. The file's
-//! name is a hash of everything that determines them.
+//! The file format of cached hidden states: the states of all data rows one after another, then a mark for each row: the checksum of its
+//! states once they are on disk, 0 before. In files of earlier versions a mark is one byte, which is 1 then. Only the positions of
+//! [`TargetRule::positions`] are stored. The file's name is a hash of everything that determines them.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -20,8 +20,40 @@ use crate::model::weights;
 use crate::torch::LIBTORCH_VERSION;
 use crate::train::target_rule::TargetRule;
 
-/// The mark of a row whose states are on disk.
-pub(super) const FILLED: u8 = 1;
+/// The mark of a row whose states are on disk, in a file without checksums.
+const FILLED: u32 = 1;
+
+/// What is behind the states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RowMarks {
+    /// CRC-32 of each row, four bytes little-endian.
+    Checksums,
+    /// A byte for each row, in files of earlier versions.
+    Bytes,
+}
+
+impl RowMarks {
+    /// Bytes of a mark.
+    fn size(self) -> usize {
+        match self {
+            Self::Checksums => 4,
+            Self::Bytes => 1,
+        }
+    }
+
+    /// The mark of a row with these states.
+    pub(super) fn of(self, states: &[u8]) -> u32 {
+        match self {
+            Self::Checksums => crc32fast::hash(states).max(1), // 0: not on disk
+            Self::Bytes => FILLED,
+        }
+    }
+
+    /// A mark as it is on disk.
+    pub(super) fn bytes(self, mark: u32) -> Vec<u8> {
+        mark.to_le_bytes()[..self.size()].to_vec()
+    }
+}
 
 /// Offsets in the file.
 #[derive(Debug)]
@@ -55,22 +87,31 @@ impl StatesLayout {
     }
 
     pub(super) fn file_bytes(&self) -> u64 {
-        self.states_bytes() + self.rows() as u64
+        self.mark_at(self.rows(), RowMarks::Checksums)
+    }
+
+    /// Where a row's mark is.
+    pub(super) fn mark_at(&self, id: usize, marks: RowMarks) -> u64 {
+        self.states_bytes() + (id * marks.size()) as u64
     }
 
     pub(super) fn bytes_of(&self, id: usize) -> usize {
         usize::try_from(self.offsets[id + 1] - self.offsets[id]).expect("a row's states fit into memory")
     }
 
-    pub(super) fn read_marks(&self, file: &mut File, path: &Path) -> Result<Vec<bool>, HiddenStatesError> {
+    /// The mark of each row, 0 for one that is not on disk.
+    pub(super) fn read_marks(&self, file: &mut File, path: &Path) -> Result<(RowMarks, Vec<u32>), HiddenStatesError> {
         let error = |source| self.error("read", path, source);
         let (expected, got) = (self.file_bytes(), file.metadata().map_err(error)?.len());
-        if got != expected {
-            return Err(HiddenStatesError::Size { path: path.into(), expected, got });
-        }
-        let mut marks = vec![0; self.rows()];
-        file.seek(SeekFrom::Start(self.states_bytes())).and_then(|_| file.read_exact(&mut marks)).map_err(error)?;
-        Ok(marks.into_iter().map(|mark| mark == FILLED).collect())
+        let is_of = |marks: &RowMarks| got == self.mark_at(self.rows(), *marks);
+        let marks = [RowMarks::Checksums, RowMarks::Bytes].into_iter().find(is_of);
+        let marks = marks.ok_or_else(|| HiddenStatesError::Size { path: path.into(), expected, got })?;
+        let mut bytes = vec![0; self.rows() * marks.size()];
+        file.seek(SeekFrom::Start(self.states_bytes())).and_then(|_| file.read_exact(&mut bytes)).map_err(error)?;
+        let mark = |bytes: &[u8]| bytes.iter().rev().fold(0, |mark, &byte| mark << 8 | u32::from(byte));
+        let is_known = |mark: &u32| marks == RowMarks::Checksums || *mark == FILLED;
+        let known = |bytes: &[u8]| Some(mark(bytes)).filter(is_known).unwrap_or(0);
+        Ok((marks, bytes.chunks_exact(marks.size()).map(known).collect()))
     }
 
     pub(super) fn error(&self, doing: &'static str, path: &Path, source: io::Error) -> HiddenStatesError {

@@ -1,0 +1,65 @@
+//! Hashes by which one file names another: a calibration its heads, a tree its calibration.
+
+use std::path::{Path, PathBuf};
+
+use super::verify::{CheckedFile, FileState};
+use crate::draft::medusa::heads::import::HeadsFile;
+use crate::files::{failed, parent, sha256};
+use crate::formats::calibration::Calibration;
+use crate::formats::latency::Latency;
+use crate::formats::run_folder::{BEST, CALIBRATION, FINAL, LATENCY, TREE, is_finished_at, step_of};
+use crate::formats::tree::TreeFile;
+
+/// Compares the hashes in the calibrations, trees and latencies among `files` with the files beside them. One that cannot be read has been
+/// told already.
+pub(super) fn of(files: &[PathBuf]) -> anyhow::Result<Vec<CheckedFile>> {
+    let mut checked = vec![];
+    for file in files {
+        let folder = parent(file);
+        if file.ends_with(TREE)
+            && let Ok(tree) = TreeFile::load(file)
+        {
+            for (expected, source) in [(&tree.calibration_sha256, CALIBRATION), (&tree.latency_sha256, LATENCY)] {
+                let source = folder.join(source);
+                if let Some(expected) = expected.as_ref().filter(|_| source.is_file()) {
+                    let got = sha256(&source).map_err(failed("read", &source))?;
+                    checked.push(link(file, expected, &[got], &source));
+                }
+            }
+        } else if file.ends_with(CALIBRATION)
+            && let Ok(calibration) = Calibration::load(file)
+        {
+            checked.extend(of_heads(file, &calibration.heads_sha256)?);
+        } else if file.ends_with(LATENCY)
+            && let Ok(latency) = Latency::load(file)
+        {
+            checked.extend(of_heads(file, &latency.heads_sha256)?);
+        }
+    }
+    Ok(checked)
+}
+
+/// `None` if there are no heads beside it.
+fn of_heads(file: &Path, expected: &str) -> anyhow::Result<Option<CheckedFile>> {
+    let folder = parent(file);
+    let mut places = vec![folder.join(FINAL), folder.join(BEST), folder.to_owned()];
+    let entries = std::fs::read_dir(folder).map_err(failed("read", folder))?.flatten().map(|entry| entry.path());
+    places.extend(entries.filter(|path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        step_of(&name).is_some() || is_finished_at(&name)
+    }));
+    let mut sums = vec![];
+    for heads in places.iter().filter_map(|place| HeadsFile::open(place).ok()) {
+        sums.push(heads.sha256()?);
+    }
+    Ok((!sums.is_empty()).then(|| link(file, expected, &sums, &places[0])))
+}
+
+/// Whether one of several files is the one that is named; else the first is told.
+fn link(file: &Path, expected: &str, got: &[String], to: &Path) -> CheckedFile {
+    let got = got.iter().find(|got| *got == expected).or(got.first()).map_or("", String::as_str);
+    CheckedFile {
+        file: PathBuf::from(format!("{} → {}", file.display(), to.display())),
+        state: FileState::compared(expected, got),
+    }
+}
