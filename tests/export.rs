@@ -204,7 +204,10 @@ fn a_merged_folder_is_a_backbone_and_its_heads() {
     let small = SmallRun::new();
     small.train(&[]).succeeded();
     export(&small, "run/final", "merged", "merged", &[]).succeeded();
-    assert_eq!(small.names("merged"), ["README.md", "config.json", "model.safetensors", "recipe.toml"]);
+    assert_eq!(
+        small.names("merged"),
+        ["README.md", "config.json", "medusa.sha256", "model.safetensors", "recipe.toml"]
+    );
     let found: Value =
         serde_json::from_str(&small.medusa(&["inspect", "merged", "--json"]).succeeded().stdout).expect("JSON");
     assert_eq!((&found["kind"], &found["heads"]["layout"]), (&json!("backbone"), &json!("merged")));
@@ -314,7 +317,10 @@ fn the_card_says_what_is_known_and_nothing_else() {
     let other = export(&small, "run/other", "tgi", "other", &[]).succeeded();
     assert!(other.stderr.contains("calibration.json is left out of the model card: it was measured with other heads"));
     assert!(other.stderr.contains("tree.json is left out of the model card: it needs 2 heads, and 1 are exported"));
-    assert_eq!(small.names("other"), ["README.md", "config.json", "medusa_lm_head.safetensors", "recipe.toml"]);
+    assert_eq!(
+        small.names("other"),
+        ["README.md", "config.json", "medusa.sha256", "medusa_lm_head.safetensors", "recipe.toml"]
+    );
     export(&small, "run/other", "tgi", "named", &["--calibration", "run/calibration.json"])
         .failed(1, &["run/calibration.json", "measured with other heads"]);
 }
@@ -368,7 +374,7 @@ fn the_first_heads_alone_have_nothing_of_the_others() {
     assert!(left_out.iter().all(|words| ended.stderr.contains(words)), "{}", ended.stderr);
     assert_eq!(
         small.names("first"),
-        ["README.md", "calibration.json", "config.json", "medusa_lm_head.safetensors", "recipe.toml"]
+        ["README.md", "calibration.json", "config.json", "medusa.sha256", "medusa_lm_head.safetensors", "recipe.toml"]
     );
     let card = small.read("first/README.md");
     assert!(card.contains("| 1 | t + 2 |") && !card.contains("| 2 | t + 3 |") && !card.contains("## Speed"), "{card}");
@@ -689,7 +695,10 @@ fn a_written_pickle_is_read_and_loads_into_every_layout() {
     write_heads(&small, "h", shape(3, 2, V), Kind::Half);
     for format in ["heads", "tensorrt-llm"] {
         export(&small, "h", format, &format!("{format}_pt"), &["--pickle"]).succeeded();
-        assert_eq!(small.names(&format!("{format}_pt")), ["README.md", "config.json", "medusa_lm_head.pt"]);
+        assert_eq!(
+            small.names(&format!("{format}_pt")),
+            ["README.md", "config.json", "medusa.sha256", "medusa_lm_head.pt"]
+        );
         assert_same(&small.path("h"), &small.path(&format!("{format}_pt")), format);
     }
     export(&small, "heads_pt", "vllm", "vllm", &[]).succeeded();
@@ -875,6 +884,7 @@ fn an_adapter_goes_with_its_heads() {
         "adapter_config.json",
         "adapter_model.safetensors",
         "config.json",
+        "medusa.sha256",
         "medusa_lm_head.safetensors",
         "recipe.toml",
     ];

@@ -210,7 +210,7 @@ fn exported_heads_are_read_back_with_the_same_logits() {
         };
         let ended = export("hydra").succeeded();
         assert!(ended.stderr.contains(verified), "{}", ended.stderr);
-        assert_eq!(small.names("hydra"), ["README.md", "config.json", "hydra_lm_head.pt"]);
+        assert_eq!(small.names("hydra"), ["README.md", "config.json", "hydra_lm_head.pt", "medusa.sha256"]);
         assert!(logits(&small.path("hydra"), fixture, 13).equal(&logits(&heads, fixture, 13)));
         let config: Value = serde_json::from_str(&small.read("hydra/config.json")).expect("JSON");
         for (key, value) in [("hydra_num_heads", 3), ("hydra_num_layers", 3), ("hidden_state_offset", 0)] {

@@ -400,6 +400,7 @@ fn remove_kept_recipe(small: &SmallRun, run: &str) {
     let file = format!("{run}/provenance.json");
     let mut provenance: Value = serde_json::from_str(&small.read(&file)).expect("JSON");
     provenance.as_object_mut().and_then(|keys| keys.remove("recipe")).expect("the recipe");
+    provenance.as_object_mut().and_then(|keys| keys.remove("checksum")).expect("a checksum");
     small.write(&file, provenance.to_string());
 }
 
@@ -550,7 +551,7 @@ fn a_run_is_gone_on_with_by_what_its_files_hold_wherever_they_lie() {
     small.write("backbone/config.json", config);
     let provenance = small.read("run/provenance.json");
     let tokens = serde_json::from_str::<Value>(&provenance).expect("JSON")["rows"][0]["tokens"].to_string();
-    small.edit("run/provenance.json", &format!("\"tokens\": {tokens}"), "\"tokens\": 7");
+    small.edit_trusted("run/provenance.json", &format!("\"tokens\": {tokens}"), "\"tokens\": 7");
     let facts =
         ["train.output_dir run", "other rows to train on", &format!("tokens was 7 when it began and is {tokens}")];
     small.train(&["--resume"]).failed(1, &facts);

@@ -30,6 +30,7 @@ use crate::plural::counted;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::SparseTree;
 
+mod checked;
 mod links;
 mod run;
 mod tensors;

@@ -219,23 +219,24 @@ impl Drop for NewFile {
 }
 
 /// Compares a file of the cache with its checksums; `None` for a file of another kind.
-pub fn check_file(path: &Path) -> Option<Result<(), Damage>> {
+pub fn check_file(path: &Path) -> Option<Result<(), CacheDamage>> {
     let stem = path.file_stem()?.to_str()?;
     if path.extension()? == "sha256" {
         let text = fs::read_to_string(path).unwrap_or_default();
-        let is_right = || remembered(&text).map(drop).ok_or(Damage("no remembered hash, or a damaged one".to_owned()));
+        let is_right =
+            || remembered(&text).map(drop).ok_or(CacheDamage("no remembered hash, or a damaged one".to_owned()));
         return (stem.len() == 32).then(is_right);
     }
     let (_, footer) = stem.rsplit_once('-').filter(|(_, footer)| footer.len() == 32)?;
     let opened = File::open(path).map_err(Fault::Io);
     let opened = opened.and_then(|file| TokenFile::open(Medium::new(file), path, Some(footer)));
-    Some(opened.and_then(|whole| whole.file.check()).map_err(|fault| Damage(fault.to_string())))
+    Some(opened.and_then(|whole| whole.file.check()).map_err(|fault| CacheDamage(fault.to_string())))
 }
 
 /// How a file of the cache is damaged.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct Damage(String);
+pub struct CacheDamage(String);
 
 /// A hash and its own checksum.
 fn to_remember(sha256: &str) -> String {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::verify::{CheckedFile, FileState};
+use super::checked::{CheckedFile, FileState};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::files::{failed, parent, sha256};
 use crate::formats::calibration::Calibration;
@@ -23,7 +23,15 @@ pub(super) fn of(files: &[PathBuf]) -> anyhow::Result<Vec<CheckedFile>> {
                 let source = folder.join(source);
                 if let Some(expected) = expected.as_ref().filter(|_| source.is_file()) {
                     let got = sha256(&source).map_err(failed("read", &source))?;
-                    checked.push(link(file, expected, &[got], &source));
+                    // An exported calibration says of which one it is a copy.
+                    let exported = Calibration::load(&source).ok().and_then(|of| of.exported_from);
+                    let of_export = exported.map(|from| from.calibration_sha256);
+                    checked.push(link(
+                        file,
+                        expected,
+                        &[Some(got), of_export].into_iter().flatten().collect::<Vec<_>>(),
+                        &source,
+                    ));
                 }
             }
         } else if file.ends_with(CALIBRATION)

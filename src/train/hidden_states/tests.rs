@@ -1,7 +1,7 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File, FileTimes};
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, SystemTime};
 
@@ -18,7 +18,7 @@ use crate::data::loader::{Batch, Loader, TargetTokens};
 use crate::data::pack::{PackedSequence, Sequences};
 use crate::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
 use crate::draft::medusa::loss::LossConfig;
-use crate::files::write_atomic;
+use crate::files::{write_atomic, write_synced};
 use crate::model::attention::RowMask;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -140,6 +140,51 @@ fn the_backbone_runs_in_the_first_epoch_of_the_first_run_only() {
     }
 }
 
+/// A complete file of the cache, and how many bytes of it are states.
+fn complete(folder: &Path, from: &TempDir, backbone: &Llama, loader: &Loader) -> (PathBuf, usize) {
+    let mut kept = open(folder, from, backbone, &sequences());
+    epoch(&mut kept, loader, 0);
+    kept.commit().unwrap();
+    (kept.path().to_owned(), fs::metadata(kept.path()).unwrap().len() as usize - 4 * kept.rows())
+}
+
+#[test]
+fn a_changed_byte_of_states_or_of_a_checksum_is_told_and_the_row_is_computed_and_stored_again() {
+    let (from, backbone) = backbone(Kind::Float);
+    let folder = tempfile::tempdir().unwrap();
+    let loader = Loader::new(in_memory(&sequences()), 1, 2, Some(5));
+    let (path, states) = complete(folder.path(), &from, &backbone, &loader);
+    let whole = fs::read(&path).unwrap();
+    for at in [0, states / 2, states - 1, states, states + 5, whole.len() - 1] {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1;
+        write_synced(&path, |out| out.write_all(&bytes)).unwrap();
+        let mut kept = open(folder.path(), &from, &backbone, &sequences());
+        assert_eq!(epoch(&mut kept, &loader, 0), 1, "byte {at}: one batch is computed");
+        let told = kept.take_notice().expect("a notice").to_string();
+        assert!(told.contains("are damaged (expected CRC-32 ") && told.contains("they are computed again"), "{told}");
+        kept.commit().unwrap();
+        drop(kept);
+        let mut again = open(folder.path(), &from, &backbone, &sequences());
+        assert_eq!((epoch(&mut again, &loader, 0), again.take_notice().is_none()), (0, true), "byte {at}");
+    }
+}
+
+#[test]
+fn a_file_of_an_earlier_version_is_read_without_checksums() {
+    let (from, backbone) = backbone(Kind::Float);
+    let folder = tempfile::tempdir().unwrap();
+    let loader = Loader::new(in_memory(&sequences()), 1, 2, Some(5));
+    let (path, states) = complete(folder.path(), &from, &backbone, &loader);
+    let rows = open(folder.path(), &from, &backbone, &sequences()).rows();
+    let whole = fs::read(&path).unwrap();
+    let earlier = [&whole[..states], &vec![1; rows]].concat();
+    write_synced(&path, |out| out.write_all(&earlier)).unwrap();
+    let mut kept = open(folder.path(), &from, &backbone, &sequences());
+    assert!(!kept.has_checksums());
+    assert_eq!((kept.filled(), epoch(&mut kept, &loader, 0)), (rows, 0));
+}
+
 #[test]
 fn states_that_are_kept_do_not_change_in_other_batches() {
     let (from, backbone) = backbone(Kind::Float);
@@ -190,7 +235,7 @@ fn read_positions(sequence: &PackedSequence, rule: TargetRule) -> Vec<usize> {
 }
 
 #[test]
-fn the_file_holds_the_positions_that_eight_heads_read_and_a_byte_a_sequence() {
+fn the_file_holds_the_positions_that_eight_heads_read_and_a_checksum_a_sequence() {
     let (from, backbone) = backbone(Kind::BFloat16);
     let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
     let mut sizes = vec![];
@@ -207,7 +252,7 @@ fn the_file_holds_the_positions_that_eight_heads_read_and_a_byte_a_sequence() {
             assert!(of_run.iter().all(|position| read.contains(position)), "{rule:?}");
         }
         let positions = read.concat().len();
-        let expected = (positions * 16 * 2 + 2 * sequences.len()) as u64; // rows of bfloat16, and a byte for each data row
+        let expected = (positions * 16 * 2 + 4 * 2 * sequences.len()) as u64; // rows of bfloat16, and four bytes for each data row
         assert_eq!(fs::metadata(kept.path()).unwrap().len(), expected);
         let bytes = file_bytes(&in_memory(&sequences), rule, backbone.config.hidden_size, backbone.kind());
         assert_eq!(bytes.unwrap(), expected);
