@@ -27,22 +27,12 @@ mod wanted;
 
 use cache::Cache;
 use client::Client;
+pub use download::hashes_of_blob;
 pub use error::{BranchState, HubError};
 use id::Id;
 use token::Token;
 pub use transfer::{Observer, TransferEvent};
 pub use wanted::{DataSplit, Wanted};
-
-/// The hash by which a blob of the cache is named, and that of its bytes; `None` for a file that is no link to a blob.
-///
-/// # Errors
-/// An error of reading.
-pub fn hashes_of_blob(link: &Path) -> std::io::Result<Option<(String, String)>> {
-    let Ok(blob) = std::fs::read_link(link) else { return Ok(None) };
-    let is_blob = blob.parent().is_some_and(|folder| folder.ends_with("blobs"));
-    let hash = blob.file_name().and_then(|name| name.to_str()).filter(|hash| is_blob && [40, 64].contains(&hash.len()));
-    hash.map(|hash| Ok((hash.to_owned(), download::hash_like(hash, link)?))).transpose()
-}
 
 const ENDPOINT: &str = "https://huggingface.co";
 

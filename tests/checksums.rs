@@ -146,12 +146,12 @@ fn changed_heads_and_what_was_measured_of_them_are_refused_by_every_command_that
     run.train(&["--resume"]).failed(1, &facts);
 }
 
-const FLAGS: [&str; 4] = ["--max-new-tokens", "4", "--batch-size", "16"];
+const FLAGS: [&str; 4] = ["--max-new-tokens", "10", "--batch-size", "8"];
 
 /// A shard and a journal, as a kill leaves them.
 fn killed_distillation() -> World {
     let world = distill::world();
-    world.lines("p.jsonl", &distill::prompts(400));
+    world.lines("p.jsonl", &distill::prompts(640));
     let (was_running, ..) = distill::end_after(&world, &FLAGS, 270, |child| child.kill().expect("a child"));
     assert!(was_running && world.path("out/shard-00000.parquet").exists());
     world
@@ -202,7 +202,7 @@ fn a_share_of_a_folder_has_one_process_and_what_a_killed_one_held_is_taken_over(
     holder.kill().expect("a child");
     holder.wait().expect("a child");
     distill::distill(&world, "out", &resume);
-    assert_eq!(distill::rows(&world.path("out")).len(), 400);
+    assert_eq!(distill::rows(&world.path("out")).len(), 640);
     assert!(!partial.exists());
 }
 

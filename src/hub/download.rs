@@ -2,7 +2,7 @@
 //! their final name.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -228,7 +228,7 @@ fn is_sha256(hash: &str) -> bool {
 }
 
 /// A file's hash, of the same kind as `hash` (see [`Entry`]).
-pub(super) fn hash_like(hash: &str, path: &Path) -> std::io::Result<String> {
+pub(super) fn hash_like(hash: &str, path: &Path) -> io::Result<String> {
     if is_sha256(hash) {
         return files::sha256(path);
     }
@@ -236,8 +236,19 @@ pub(super) fn hash_like(hash: &str, path: &Path) -> std::io::Result<String> {
     git_hash(file.metadata()?.len(), file)
 }
 
+/// The hash by which a blob of the cache is named, and that of its bytes; `None` for a file that is no link to a blob.
+///
+/// # Errors
+/// An error of reading.
+pub fn hashes_of_blob(link: &Path) -> io::Result<Option<(String, String)>> {
+    let Ok(blob) = fs::read_link(link) else { return Ok(None) };
+    let is_blob = blob.parent().is_some_and(|folder| folder.ends_with("blobs"));
+    let hash = blob.file_name().and_then(|name| name.to_str()).filter(|hash| is_blob && [40, 64].contains(&hash.len()));
+    hash.map(|hash| Ok((hash.to_owned(), hash_like(hash, link)?))).transpose()
+}
+
 /// The git blob hash of `size` bytes.
-pub(super) fn git_hash(size: u64, mut bytes: impl Read) -> std::io::Result<String> {
+pub(super) fn git_hash(size: u64, mut bytes: impl Read) -> io::Result<String> {
     let mut hasher = Sha1::new();
     hasher.update(format!("blob {size}\0"));
     let mut buffer = vec![0; 1 << 16];

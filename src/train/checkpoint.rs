@@ -49,7 +49,7 @@ pub enum CheckpointError {
     Checksum(#[from] ChecksumError),
     /// No checkpoint of the run is as it was written.
     #[error("no checkpoint of {} is whole, so the run cannot go on from there: {newest}", run.display())]
-    NoneWhole { run: PathBuf, newest: ChecksumError },
+    NoneWhole { run: PathBuf, newest: Box<ChecksumError> },
     /// An invalid `state.json`.
     #[error("{}: {source}", path.display())]
     State { path: PathBuf, source: serde_json::Error },
@@ -437,7 +437,7 @@ pub fn set_damaged_aside(run: &Path) -> Result<Vec<DamagedCheckpoint>, Checkpoin
     }
     match damaged.into_iter().next() {
         None => Ok(vec![]),
-        Some((_, newest)) => Err(CheckpointError::NoneWhole { run: run.into(), newest }),
+        Some((_, newest)) => Err(CheckpointError::NoneWhole { run: run.into(), newest: newest.into() }),
     }
 }
 
