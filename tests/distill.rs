@@ -266,7 +266,8 @@ fn the_shares_of_several_machines_are_the_whole() {
     assert_eq!(rows(&world.path("shares")), rows(&world.path("whole")));
     let files = names(&world.path("shares"));
     assert_eq!(files[..3], ["distill-1-of-3.json", "distill-2-of-3.json", "distill-3-of-3.json"]);
-    assert_eq!(files[3], "shard-1-of-3-00000.parquet");
+    let lists = ["medusa-1-of-3.sha256", "medusa-2-of-3.sha256", "medusa-3-of-3.sha256"];
+    assert_eq!((&files[3..6], files[6].as_str()), (&lists.map(str::to_owned)[..], "shard-1-of-3-00000.parquet"));
     let inspected = |folder: &str| world.json(&["inspect", folder]).remove(0);
     let states = |folder: &str| {
         inspected(folder)["shares"]
@@ -627,7 +628,8 @@ fn a_folder_is_gone_on_with_only_as_it_was_begun() {
     assert!(resume(&["--max-context", "150"]).contains("max_context: expected null, got 150"));
     assert!(resume(&["--self-talk", "--turns", "2"]).contains("p.jsonl, line 2: --self-talk needs conversations"));
     assert!(resume(&["--shard", "1/2"]).contains("out is not empty"));
-    let begun = without_checksum(&fs::read_to_string(world.path("out/distill.json")).expect("a file"));
+    let sealed = fs::read_to_string(world.path("out/distill.json")).expect("a file");
+    let begun = without_checksum(&sealed);
     let old = begun.replace("  \"shard_format\": 2,\n", "");
     assert_ne!(old, begun);
     let write = |text: &str| {
@@ -641,7 +643,7 @@ fn a_folder_is_gone_on_with_only_as_it_was_begun() {
     let engine = if cfg!(kernels) { "cpu" } else { "tch" };
     write(&begun.replace(&format!("\"engine\": \"{engine}\""), "\"engine\": \"cuda\""));
     assert!(resume(&[]).contains(&format!("engine: expected \"cuda\", got \"{engine}\"")));
-    write(&begun);
+    write(&sealed);
     world.lines("p.jsonl", &prompts(11));
     assert!(resume(&[]).contains("prompts_sha256: expected \""));
     world.lines("p.jsonl", &prompts(10));

@@ -457,6 +457,7 @@ fn the_lm_head_of_a_damaged_vllm_file_is_an_error() {
     let small = SmallRun::new();
     write_heads(&small, "s", shape(2, 1, 0), Kind::Float);
     export(&small, "s", "vllm", "v", &[]).succeeded();
+    small.forget_checksums("v");
     let blocks = tensors(&small.path("s"));
     for (size, got) in [(&[][..], "[]"), (&[V], "[48]"), (&[V, 16], "[48, 16]"), (&[1, V, H], "[1, 48, 32]")] {
         let lm_head = Tensor::zeros(size, (Kind::Float, Device::Cpu));
@@ -568,6 +569,7 @@ fn numbers_that_are_none_are_refused_also_where_they_are_only_copied() {
     small.train(&[]).succeeded();
     write_heads(&small, "s", shape(2, 1, 0), Kind::Float);
     spoil(&small, "run/final/adapter_model.safetensors", "lora_B", f64::NAN);
+    small.forget_checksums("run/final");
     let refused = |facts: &[&str]| {
         for format in ["peft", "merged"] {
             export(&small, "run/final", format, "out", &[]).failed(1, facts);
@@ -866,6 +868,7 @@ fn heads_with_the_lm_head_of_another_backbone_are_refused() {
     let blocks = tensors(&small.path("s"));
     let all: Vec<_> = named.into_iter().zip(blocks.iter().chain([&other[2]])).collect();
     save(&small.path("vs/model.safetensors"), &all).expect("weights");
+    small.forget_checksums("vs");
     export(&small, "vs", "merged", "out", &["--backbone", "backbone"])
         .failed(1, &["vs/model.safetensors: tensor \"lm_head.weight\" is not the backbone's lm_head"]);
     for error in loaded_for_decoding() {
