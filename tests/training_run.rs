@@ -528,6 +528,8 @@ fn heads_to_start_from_are_those_of_the_first_start() {
     let mut other = small.bytes(heads);
     *other.last_mut().expect("weights") ^= 1;
     small.write(heads, other);
+    small.train(&["--resume"]).failed(1, &[heads, "was changed after it was written"]);
+    small.forget_checksums("first/final");
     small.train(&["--resume"]).failed(1, &["train.output_dir run", "began with other heads", heads]);
 }
 

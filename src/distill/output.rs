@@ -345,13 +345,13 @@ fn check_is_free(folder: &Path, share: Share) -> Result<(), DistillError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         entries => entries.map_err(failed)?,
     };
-    for entry in entries {
-        let found = entry.map_err(failed)?.file_name().to_string_lossy().into_owned();
-        if !is_anothers(share, &found) && !files::is_partial(&found) {
-            return Err(DistillError::Occupied { folder: folder.into(), found });
-        }
+    let name = |entry: io::Result<fs::DirEntry>| Ok(entry?.file_name().to_string_lossy().into_owned());
+    let mut names = entries.map(name).collect::<io::Result<Vec<_>>>().map_err(failed)?;
+    names.retain(|name| !is_anothers(share, name) && !files::is_partial(name));
+    match names.into_iter().min() {
+        None => Ok(()),
+        Some(found) => Err(DistillError::Occupied { folder: folder.into(), found }),
     }
-    Ok(())
 }
 
 #[cfg(test)]
