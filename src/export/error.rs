@@ -16,8 +16,6 @@ use crate::model::weights::WeightsError;
 /// Why nothing was exported.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
-    #[error(transparent)]
-    File(#[from] FileError),
     /// The output folder exists.
     #[error("{} exists already; choose another folder (nothing is ever overwritten)", path.display())]
     Exists { path: PathBuf },
@@ -105,7 +103,7 @@ pub enum ExportError {
     Weights(#[from] WeightsError),
     #[error(transparent)]
     Torch(#[from] TorchFileError),
-    /// The list of checksums.
+    /// A file that cannot be read, or the list of checksums.
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]

@@ -13,7 +13,8 @@ use crate::data::chat_template::TemplateChoice;
 use crate::data::{DataFile, LoadReport, tokenize};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::files::{
-    FolderLock, failed, holder, in_words, lock_folder, make_folders, parent, put_back, sha256, sync_folder, write_atomic,
+    FolderLock, failed, holder, in_words, lock_folder, make_folders, parent, put_back, sha256, sync_folder,
+    write_atomic,
 };
 use crate::formats::provenance::{HashedFile, Provenance};
 use crate::formats::run_folder::{BEST, FINAL, PROVENANCE, RECIPE};
@@ -102,7 +103,9 @@ impl<'r> RunFolder<'r> {
         }
         self.fill_folder(run, &provenance).inspect_err(|_| {
             // Best effort: the first error is the one to report. A folder with a recipe.toml must have the other file.
-            let _ = fs::remove_file(run.join(RECIPE)).or_else(is_absent).and_then(|()| fs::remove_file(run.join(PROVENANCE)));
+            let _ = fs::remove_file(run.join(RECIPE))
+                .or_else(is_absent)
+                .and_then(|()| fs::remove_file(run.join(PROVENANCE)));
             let _ = fs::remove_dir(run);
         })?;
         Ok(ClaimedRun { _lock: lock, changes: Vec::new(), length_changed: false, damaged: Vec::new() })

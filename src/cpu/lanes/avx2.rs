@@ -3,7 +3,8 @@
 use std::arch::x86_64::*;
 use std::array;
 
-use super::super::Number;
+use half::bf16;
+
 use super::vector::{LANES, Lanes, VectorLine, bytes_of};
 
 /// Lanes of one register.
@@ -217,6 +218,8 @@ impl Lanes for Avx2 {
         larger & (1u32 << x.len().min(LANES)).wrapping_sub(1) as u16
     }
 
+    /// # Safety
+    /// The numbers are in the plane.
     #[inline(always)]
     unsafe fn numbers_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> Pair {
         let size = if BF16 { 2 } else { 4 };
@@ -257,7 +260,8 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn bfloat16(self, x: &[f32; 32]) -> VectorLine {
         let mut line = VectorLine::ZERO;
-        Number::BFloat16.write(x, bytes_of(std::slice::from_mut(&mut line)));
+        let (numbers, _) = bytes_of(std::slice::from_mut(&mut line)).as_chunks_mut::<2>();
+        numbers.iter_mut().zip(x).for_each(|(to, &x)| *to = bf16::from_f32(x).to_ne_bytes());
         line
     }
 }

@@ -163,6 +163,8 @@ impl Lanes for Avx512 {
         unsafe { _mm512_mask_cmp_ps_mask::<_CMP_NLE_UQ>(mask, self.load(x), _mm512_set1_ps(least)) }
     }
 
+    /// # Safety
+    /// The numbers are in the plane.
     #[inline(always)]
     unsafe fn numbers_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> __m512 {
         let mask = mask_of(count);
