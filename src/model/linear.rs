@@ -376,7 +376,7 @@ mod tests {
 
     /// oneDNN configures AMX's tiles, too.
     #[test]
-    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+    #[cfg_attr(not(tiles), ignore = "needs AMX with bfloat16")]
     fn own_products_and_onednns_do_not_disturb_each_other_in_one_thread() {
         let mut generator = Generator::seeded(1);
         let mut random = |shape: &[i64]| generator.normal(shape, (Kind::BFloat16, Device::Cpu));

@@ -64,10 +64,11 @@ pub fn linear(x_ni: &Tensor, weight_oi: &Tensor) -> Tensor {
 }
 
 fn can(tensor: &Tensor) -> bool {
-    tensor.device() == Device::Cpu && matches!(tensor.kind(), Kind::Float | Kind::BFloat16) && tch::utils::has_mkldnn()
+    let has_kind = tensor.kind() == Kind::Float || tensor.kind() == Kind::BFloat16 && packs_bfloat16();
+    tensor.device() == Device::Cpu && has_kind && tch::utils::has_mkldnn()
 }
 
-/// Whether libtorch packs bfloat16 on this CPU; elsewhere it prints the stack about every weight.
+/// Whether oneDNN has products in bfloat16 on this CPU; elsewhere they fail, and libtorch prints the stack about every weight to pack.
 #[cfg(target_arch = "x86_64")]
 fn packs_bfloat16() -> bool {
     let has_avx512 = is_x86_feature_detected!("avx512bw")
