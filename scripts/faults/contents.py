@@ -1,10 +1,10 @@
-"""What a folder holds, without what differs between two runs that are the same: times, speeds, the command line."""
+"""What a folder holds, without what differs between two runs that are the same: times, speeds, the command line, the checksum of these."""
 
 import hashlib
 import json
 import struct
 
-VARYING = {"command", "started", "seconds", "milliseconds", "tokens_per_second", "memory_bytes", "tokenised", "cache"}
+VARYING = {"command", "started", "seconds", "milliseconds", "tokens_per_second", "memory_bytes", "tokenised", "cache", "checksum"}
 OF_THIS_START = {"resumed", "tokens", "batch_size", "batch_size_at_end", "unchecked"}  # what medusa distill prints of a run that goes on
 OF_JSON = ("metrics.jsonl", "provenance.json")
 EVENTS = "tensorboard/events"

@@ -1,5 +1,6 @@
 """What is attacked: a command, how to go on after it was cut short, and what it must leave then."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -118,14 +119,20 @@ class Training(Job):
         return files
 
     def damaged(self):
-        """The config.json of best/ has an evaluation, which no checkpoint has."""
-        config = self.world.disk / "run/best/config.json"
-        found = [problem for problem in super().damaged() if "run/best/config.json" not in problem]
+        """The config.json of best/ has an evaluation, which no checkpoint has; its checksums are those of the files beside them."""
+        best = self.world.disk / "run/best"
+        own = [f"run/best/{name}" for name in ("config.json", "medusa.sha256")]
+        found = [problem for problem in super().damaged() if not any(name in problem for name in own)]
+        config, sums = best / "config.json", best / "medusa.sha256"
         try:
             if config.is_file():
                 json.loads(config.read_bytes())
         except ValueError:
             found.append("run/best/config.json is damaged")
+        for line in sums.read_text().splitlines() if sums.is_file() else []:
+            expected, name = line.split("  ", 1)
+            if hashlib.sha256((best / name).read_bytes()).hexdigest() != expected:
+                found.append(f"run/best/{name} is damaged")
         return found
 
     def differences(self, ended):
