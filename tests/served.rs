@@ -305,6 +305,12 @@ fn a_template_file_goes_with_the_heads() {
     fs::remove_file(world.path("own.jinja")).expect("a file of a test");
     assert_eq!(prompt_of_chat(&world, &FINAL).0, expected);
     fs::remove_file(world.path("run/final/chat_template.jinja")).expect("a file of a test");
+    let listed = world.complaint(&["chat", "--backbone", "tiny", "--heads", "run/final"], 1);
+    assert!(
+        listed.contains("run/final/chat_template.jinja is missing, and run/final/medusa.sha256 lists it"),
+        "{listed}"
+    );
+    fs::remove_file(world.path("run/final/medusa.sha256")).expect("checksums");
     let missing = world.complaint(&["chat", "--backbone", "tiny", "--heads", "run/final"], 1);
     assert!(missing.contains("cannot read run/final/chat_template.jinja"), "{missing}");
     world.write("run/final/config.json", &json!({"chat_template": "../secret.jinja"}));

@@ -79,6 +79,26 @@ fn even_and_odd(line: __m256i) -> [__m256; 2] {
     [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(line)), _mm256_castsi256_ps(odd)]
 }
 
+/// 8 bfloat16 numbers as float32.
+///
+/// # Safety
+/// There are 8 numbers.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn widened(first: *const __m128i) -> __m256 {
+    // SAFETY: the caller's promise.
+    let bits = unsafe { _mm_loadu_si128(first) };
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
+}
+
+/// `sum` and the products of 16 bfloat16 numbers, of which two neighbours are added in a lane.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn add_product_of_bfloat16(sum: __m256, a: __m256i, b: __m256i) -> __m256 {
+    let ([a_even, a_odd], [b_even, b_odd]) = (even_and_odd(a), even_and_odd(b));
+    _mm256_fmadd_ps(a_odd, b_odd, _mm256_fmadd_ps(a_even, b_even, sum))
+}
+
 // SAFETY of all blocks: `self` says that the CPU has the instructions. What else a block needs stands beside it.
 impl Lanes for Avx2 {
     type Vector = Pair;
@@ -233,12 +253,9 @@ impl Lanes for Avx2 {
         unsafe {
             let first = plane.as_ptr().add(at * size);
             if BF16 {
-                return array::from_fn(|h| {
-                    let bits = _mm_loadu_si128(first.cast::<__m128i>().add(h));
-                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
-                });
+                return [widened(first.cast()), widened(first.add(HALF * size).cast())];
             }
-            array::from_fn(|h| _mm256_loadu_ps(first.cast::<f32>().add(h * HALF)))
+            [_mm256_loadu_ps(first.cast()), _mm256_loadu_ps(first.add(HALF * size).cast())]
         }
     }
 
@@ -246,14 +263,12 @@ impl Lanes for Avx2 {
     fn add_product<const BF16: bool>(self, sum: Pair, a: &VectorLine, b: &VectorLine) -> Pair {
         // SAFETY: a line is 64 aligned bytes, and any bytes are numbers.
         unsafe {
-            array::from_fn(|h| {
-                let [a, b] = [a, b].map(|line| _mm256_load_si256(line.0.as_ptr().cast::<__m256i>().add(h)));
-                if !BF16 {
-                    return _mm256_fmadd_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), sum[h]);
-                }
-                let [[a_even, a_odd], [b_even, b_odd]] = [even_and_odd(a), even_and_odd(b)];
-                _mm256_fmadd_ps(a_odd, b_odd, _mm256_fmadd_ps(a_even, b_even, sum[h]))
-            })
+            if !BF16 {
+                let (a, b) = (&*a.0.as_ptr().cast::<Pair>(), &*b.0.as_ptr().cast::<Pair>());
+                return [_mm256_fmadd_ps(a[0], b[0], sum[0]), _mm256_fmadd_ps(a[1], b[1], sum[1])];
+            }
+            let (a, b) = (&*a.0.as_ptr().cast::<[__m256i; 2]>(), &*b.0.as_ptr().cast::<[__m256i; 2]>());
+            [add_product_of_bfloat16(sum[0], a[0], b[0]), add_product_of_bfloat16(sum[1], a[1], b[1])]
         }
     }
 
