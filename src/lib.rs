@@ -27,7 +27,7 @@
 //! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries, and kernels
 //! L2  torch             devices, optimizers, everything that uses libtorch's handles
 //! L1  formats http      files that pass between commands; HTTP clients
-//! L0  files numbers dtype panics plural  atomic files; range-checked numbers; dtypes; panics as errors; "1 row", "2 rows"
+//! L0  bounds files numbers dtype panics plural  bounds of input; atomic files; range-checked numbers; dtypes; panics; "1 row", "2 rows"
 //! ```
 //!
 //! # Unsafe code
@@ -45,6 +45,7 @@
 #[cfg(not(unix))]
 compile_error!("medusa-train runs on Linux and macOS; on Windows, build it in WSL");
 
+pub mod bounds;
 pub mod calibrate;
 pub mod cli;
 pub mod cpu;

@@ -42,6 +42,7 @@ mod launched_processes;
 mod launcher;
 mod launches;
 mod layering;
+mod limits;
 mod losses;
 mod memory_plan;
 mod memory_table;

@@ -10,9 +10,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json, json};
 use sha2::{Digest, Sha256};
 
-use super::jinja::{self, FUEL, MARKS, TEMPLATE};
+use super::jinja::{self, MARKS, TEMPLATE};
 use super::shown::shown;
 use super::tokenize::{SpecialTokens, TokenizeError, read_json, special_tokens};
+use crate::bounds::TEMPLATE_STEPS;
 use crate::files;
 
 /// Templates that a recipe can name. Each renders what transformers renders with the template that is published with:
@@ -119,7 +120,7 @@ pub enum TemplateError {
     },
     /// A template that does not come to an end.
     #[error(
-        "{place}: the chat template did not end within {FUEL} steps on a conversation of {turns} turns; does it loop? Set \
+        "{place}: the chat template did not end within {TEMPLATE_STEPS} steps on a conversation of {turns} turns; does it loop? Set \
          data.chat_template to another one: {} or a .jinja file",
         TemplateChoice::built_in_names()
     )]

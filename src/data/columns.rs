@@ -15,7 +15,8 @@ use super::column_names::ColumnNames;
 use super::conversation::{self, Role, Turn};
 use super::jsonl;
 use super::raw_row::RawRow;
-use super::rows::{ROW_LIMIT, RowProblem};
+use super::rows::RowProblem;
+use crate::bounds::ROW_BYTES;
 use crate::plural::counted;
 
 const TEXTS: [&str; 6] = ["text", "instruction", "input", "output", "prompt", "completion"];
@@ -227,7 +228,7 @@ impl Columns {
             let list = |column: &Option<ArrayRef>, key| integers(column.as_ref(), key, row);
             return RawRow::of_tokens(input_ids, list(&self.labels, "labels")?, list(&self.loss_mask, "loss_mask")?);
         }
-        if self.bytes(row) > ROW_LIMIT {
+        if self.bytes(row) > ROW_BYTES {
             return Err(RowProblem::TooLong);
         }
         let conversation = self.conversations.iter().find(|(_, column)| column.is_valid(row));
@@ -397,7 +398,7 @@ fn integers(column: Option<&ArrayRef>, key: &str, row: usize) -> Result<Option<V
         return Ok(None);
     };
     let list = column.as_list::<i64>();
-    if list.value_length(row) as usize > ROW_LIMIT / size_of::<i64>() {
+    if list.value_length(row) as usize > ROW_BYTES / size_of::<i64>() {
         return Err(RowProblem::TooLong);
     }
     let values = list.value(row);

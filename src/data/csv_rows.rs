@@ -13,7 +13,8 @@ use super::error::DataError;
 use super::jsonl;
 use super::opened::UnpackedText;
 use super::raw_row::RawRow;
-use super::rows::{ROW_LIMIT, RowLocation, RowProblem};
+use super::rows::{RowLocation, RowProblem};
+use crate::bounds::ROW_BYTES;
 
 /// The names of the columns, and which of them rows are made of.
 #[derive(Debug)]
@@ -65,7 +66,7 @@ impl CsvRows {
         path: &Path,
         names: Option<&ColumnNames>,
     ) -> Result<Self, DataError> {
-        let text = LimitedText { text, room: ROW_LIMIT };
+        let text = LimitedText { text, room: ROW_BYTES };
         let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(text);
         let header = match reader.byte_headers() {
             Ok(header) => header.clone(),
@@ -82,7 +83,7 @@ impl CsvRows {
 
     /// The next record; `None` at the end.
     pub(super) fn next(&mut self, path: &Path) -> Result<Option<CsvRecord>, DataError> {
-        self.reader.get_mut().room = ROW_LIMIT;
+        self.reader.get_mut().room = ROW_BYTES;
         let mut fields = csv::ByteRecord::new();
         self.records += 1;
         match self.reader.read_byte_record(&mut fields) {
@@ -189,7 +190,7 @@ mod tests {
     #[test]
     fn a_record_beyond_the_limit_is_told_with_both_causes() {
         let mut text = b"text\na\n\"".to_vec();
-        text.resize(ROW_LIMIT + (1 << 20), b'x');
+        text.resize(ROW_BYTES + (1 << 20), b'x');
         let error = rows("texts.csv", &text, None).unwrap_err();
         assert_eq!(
             error,

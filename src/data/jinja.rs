@@ -12,6 +12,7 @@ use minijinja::{Environment, ErrorKind};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
+use crate::bounds::TEMPLATE_STEPS;
 use crate::panics;
 
 /// The environment's one template.
@@ -22,14 +23,11 @@ pub(super) const MARKS: [&str; 2] = ["generation_starts_here", "generation_ends_
 
 const GENERATION: &str = "generation";
 
-/// Steps that a rendering may take: a thousand turns of a long template take some 100,000.
-pub(super) const FUEL: u64 = 10_000_000;
-
 /// Jinja as transformers sets it up, with one template.
 pub(super) fn environment(template: &str) -> Result<Environment<'static>, minijinja::Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
-    environment.set_fuel(Some(FUEL));
+    environment.set_fuel(Some(TEMPLATE_STEPS));
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     environment.set_unknown_method_callback(limits::method);
     environment.add_filter("indent", limits::indent);

@@ -11,9 +11,10 @@ use super::column_names::ColumnNames;
 use super::conversation;
 use super::opened::UnpackedText;
 use super::raw_row::RawRow;
-use super::rows::{ROW_LIMIT, RowLocation, RowProblem};
+use super::rows::{RowLocation, RowProblem};
 use super::shown::shown;
 use super::source::SourceError;
+use crate::bounds::ROW_BYTES;
 
 /// A row as it is written: a line of JSONL, or an item of an array.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,13 +23,13 @@ pub(super) struct RowText {
     pub(super) number: usize,
     /// Line and column where an array's row begins, counted from 1.
     pub(super) in_array: Option<(usize, usize)>,
-    /// Without its end; `None` for a row beyond [`ROW_LIMIT`].
+    /// Without its end; `None` for a row beyond [`ROW_BYTES`].
     pub(super) text: Option<Vec<u8>>,
 }
 
 impl RowText {
     pub(super) fn push(&mut self, bytes: &[u8]) {
-        self.text = self.text.take().filter(|text| text.len() + bytes.len() <= ROW_LIMIT);
+        self.text = self.text.take().filter(|text| text.len() + bytes.len() <= ROW_BYTES);
         if let Some(text) = &mut self.text {
             text.extend_from_slice(bytes);
         }

@@ -6,12 +6,10 @@ use std::path::{Path, PathBuf};
 use super::chat_template::{TemplateChoice, TemplateError};
 use super::column_advice;
 use super::tokenize::{TextTokenizer, TokenizeError};
+use crate::bounds::ROW_BYTES;
 
 /// The label of a token that carries no loss, as PyTorch and transformers have it.
 pub const IGNORE: i32 = -100;
-
-/// Most bytes of a row: a longer one means that a newline or a quote is missing.
-pub(super) const ROW_LIMIT: usize = 100 << 20;
 
 /// Tokens and, for each, the token to learn: the same one, or [`IGNORE`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,7 +99,7 @@ pub enum RowProblem {
     /// A record of CSV that may take the rest of the file.
     #[error(
         "this record is longer than {} MiB, the most that a row may have; it may begin with a quote that is never closed",
-        ROW_LIMIT >> 20
+        ROW_BYTES >> 20
     )]
     LongRecord,
     /// A record of CSV that is no row of its columns.
@@ -112,7 +110,7 @@ pub enum RowProblem {
     #[error("not UTF-8 text; convert the file to UTF-8")]
     NotUtf8,
     /// A row that no data set means.
-    #[error("longer than {} MiB, the most that a row may have", ROW_LIMIT >> 20)]
+    #[error("longer than {} MiB, the most that a row may have", ROW_BYTES >> 20)]
     TooLong,
     /// A value of the wrong type.
     #[error("{key}: expected {expected}, got {got}")]

@@ -11,6 +11,7 @@ use url::Url;
 use super::EndpointError;
 use super::api_key::ApiKey;
 use super::connection::{proxy, trusted};
+use crate::bounds::{ERROR_RESPONSE_BYTES, QUOTED_CHARACTERS, RESPONSE_BYTES};
 
 /// Path of a conversation's next turn.
 pub const CHAT_COMPLETIONS: &str = "chat/completions";
@@ -18,12 +19,6 @@ pub const CHAT_COMPLETIONS: &str = "chat/completions";
 pub const COMPLETIONS: &str = "completions";
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Characters of an error message from the server.
-const LONGEST_MESSAGE: usize = 300;
-/// Bytes of an answer that is no stream.
-const LONGEST_JSON: u64 = 64 << 20;
-/// Bytes of an error's body.
-const LONGEST_ERROR: u64 = 16 << 10;
 /// Bytes of a part of the endpoint's path that may be a key.
 const SHORTEST_SECRET: usize = 16;
 
@@ -144,7 +139,7 @@ impl EndpointClient {
     pub fn clean(&self, text: &str) -> String {
         let text = self.key.as_ref().map_or_else(|| text.to_owned(), |key| key.removed_from(text));
         let text = without_path(text, &self.endpoint);
-        text.chars().filter(|c| !c.is_control()).take(LONGEST_MESSAGE).collect()
+        text.chars().filter(|c| !c.is_control()).take(QUOTED_CHARACTERS).collect()
     }
 
     /// A server may close an idle connection just when the next request is sent.
@@ -189,7 +184,7 @@ impl EndpointClient {
         let retry_after = response.header("retry-after").and_then(|text| text.trim().parse().ok()); // a date is not read
         let should_retry = response.header("x-should-retry").and_then(|text| text.trim().parse().ok());
         let mut body = Vec::new();
-        let _ = response.into_reader().take(LONGEST_ERROR).read_to_end(&mut body); // without it the status has to do
+        let _ = response.into_reader().take(ERROR_RESPONSE_BYTES).read_to_end(&mut body); // without it the status has to do
         let json: Option<Value> = serde_json::from_slice(&body).ok();
         let told = json.as_ref().and_then(|json| {
             let messages = [&json["error"]["message"], &json["error"], &json["message"], &json["detail"]];
@@ -203,7 +198,7 @@ impl EndpointClient {
     /// The whole of it.
     fn body(&self, response: Response) -> Result<Vec<u8>, EndpointError> {
         let mut bytes = Vec::new();
-        match response.into_reader().take(LONGEST_JSON).read_to_end(&mut bytes) {
+        match response.into_reader().take(RESPONSE_BYTES).read_to_end(&mut bytes) {
             Ok(_) => Ok(bytes),
             Err(why) => Err(self.unreachable(&format!("the answer broke off: {why}"))),
         }

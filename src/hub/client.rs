@@ -16,6 +16,7 @@ use url::Url;
 use super::id::{Repo, RepoKind};
 use super::token::Token;
 use super::{HubError, Observer, TransferEvent};
+use crate::bounds::{QUOTED_CHARACTERS, RESPONSE_BYTES};
 use crate::http::connection::{proxy, trusted};
 
 const TRIES: u32 = 5;
@@ -27,11 +28,6 @@ const REDIRECTS: u32 = 5;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout between two reads, not of the whole response.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
-/// Characters of an error message from the server.
-const LONGEST_MESSAGE: usize = 300;
-/// Bytes of a JSON response; a page of a tree lists a thousand files.
-const LONGEST_JSON: u64 = 64 << 20;
-
 pub(super) struct Client<'o> {
     agent: Agent,
     pub(super) endpoint: Url,
@@ -173,7 +169,7 @@ impl<'o> Client<'o> {
             HubError::BadAnswer { endpoint, doing, reason: self.clean(&reason) }
         };
         let mut bytes = Vec::new();
-        response.into_reader().take(LONGEST_JSON).read_to_end(&mut bytes).map_err(|error| bad(error.to_string()))?;
+        response.into_reader().take(RESPONSE_BYTES).read_to_end(&mut bytes).map_err(|error| bad(error.to_string()))?;
         serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))
     }
 
@@ -250,7 +246,7 @@ impl<'o> Client<'o> {
     /// Text from outside: the token and control characters are removed, and the length is limited.
     pub(super) fn clean(&self, text: &str) -> String {
         let text = self.token.as_ref().map_or_else(|| text.to_owned(), |token| token.removed_from(text));
-        text.chars().filter(|c| !c.is_control()).take(LONGEST_MESSAGE).collect()
+        text.chars().filter(|c| !c.is_control()).take(QUOTED_CHARACTERS).collect()
     }
 }
 

@@ -8,6 +8,7 @@ use std::collections::HashMap;
 
 use tch::Kind;
 
+use crate::bounds::PICKLE_AXES;
 use crate::model::weights::tensor_file::kind_of_storage;
 
 /// Why a pickle cannot be used.
@@ -42,9 +43,6 @@ pub enum PickleError {
 const ORDERED_DICT: &str = "collections.OrderedDict";
 const REBUILD_TENSOR: [&str; 2] = ["torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"];
 const REBUILD_PARAMETER: &str = "torch._utils._rebuild_parameter";
-
-/// A shape may be used by many tensors: without a limit, a short file would claim much memory.
-const MAX_AXES: usize = 8;
 
 /// The dtype of a class of storages.
 fn storage_of(global: &str) -> Option<Kind> {
@@ -412,7 +410,7 @@ impl<'d> Machine<'d> {
         };
         let numbers = |place: usize| {
             let number = |value: &Value<'_>| if let Value::Int(number) = value { Some(*number) } else { None };
-            let all = Some(&self.arena.sequences[place]).filter(|all| all.len() <= MAX_AXES)?;
+            let all = Some(&self.arena.sequences[place]).filter(|all| all.len() <= PICKLE_AXES)?;
             all.iter().map(number).collect::<Option<Vec<i64>>>()
         };
         let storage = self.arena.storages[storage];

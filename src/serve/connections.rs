@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::bounds::REQUEST_HEADER_BYTES;
 use axum::Router;
 use axum::extract::{ConnectInfo, Request};
 use hyper::body::Incoming;
@@ -21,9 +22,6 @@ use tower::ServiceExt;
 const AFTER_ERROR: Duration = Duration::from_millis(50);
 /// For the errors of requests that are cut.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Bytes of a request's line and headers.
-const HEADER_BYTES: usize = 64 << 10;
-
 /// Limits of connections.
 #[derive(Debug, Clone, Copy)]
 pub struct ConnectionLimits {
@@ -112,7 +110,7 @@ async fn answer(
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(limits.header_time)
-        .max_header_size(HEADER_BYTES)
+        .max_header_size(REQUEST_HEADER_BYTES)
         .serve_connection(TokioIo::new(Box::pin(stream)), service);
     // An error is the client's: it went away, sent no HTTP, or took too long.
     let _ = watcher.watch(connection).await;

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use super::by_load::{AtLoad, ByLoad};
-use super::sparse_tree::{MAX_NODES, SparseTree, TreeError, TreeFileError};
+use super::sparse_tree::{SparseTree, TreeError, TreeFileError};
+use crate::bounds::TREE_NODES;
 use crate::formats::tree::{DynamicTree, TreeFile, TreeOfSequences};
 
 /// What a drafter fills at each step.
@@ -96,9 +97,9 @@ fn check(limits: DynamicTree) -> Result<(), TreeError> {
     let DynamicTree { nodes, depth, top_k } = limits;
     match [("nodes", nodes), ("levels", depth), ("guesses of a node (top_k)", top_k)]
         .into_iter()
-        .find(|(_, size)| *size == 0 || *size > MAX_NODES)
+        .find(|(_, size)| *size == 0 || *size > TREE_NODES)
     {
-        Some((what, asked)) => Err(TreeError::BadDynamic { what, asked, most: MAX_NODES }),
+        Some((what, asked)) => Err(TreeError::BadDynamic { what, asked, most: TREE_NODES }),
         None => Ok(()),
     }
 }

@@ -8,7 +8,8 @@ use std::collections::BinaryHeap;
 
 use super::path_counts::{PathCounts, PathNode};
 use super::replay::{Replay, starts};
-use super::sparse_tree::{MAX_NODES, SparseTree, TreeError};
+use super::sparse_tree::{SparseTree, TreeError};
+use crate::bounds::TREE_NODES;
 use crate::formats::calibration::RankTrace;
 
 /// How often texts are replayed to find where steps start. Trees repeat, or change only in their last nodes, long before that.
@@ -18,7 +19,7 @@ const MAX_ROUNDS: usize = 6;
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SearchError {
     /// Zero nodes, or more than one pass can verify.
-    #[error("a tree of {asked} nodes was asked for; expected 1 to {MAX_NODES}")]
+    #[error("a tree of {asked} nodes was asked for; expected 1 to {TREE_NODES}")]
     BadNodes { asked: usize },
     /// More nodes than the heads' guesses can fill.
     #[error(
@@ -164,7 +165,7 @@ fn grow(candidates: &mut BinaryHeap<Candidate>, counts: &PathCounts, parent: &Ca
 }
 
 fn check(accuracies: &[Vec<f64>], nodes: usize) -> Result<(), SearchError> {
-    if nodes == 0 || nodes > MAX_NODES {
+    if nodes == 0 || nodes > TREE_NODES {
         return Err(SearchError::BadNodes { asked: nodes });
     }
     for (head, guesses) in accuracies.iter().enumerate() {

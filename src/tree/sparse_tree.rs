@@ -6,11 +6,9 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use crate::bounds::TREE_NODES;
 use crate::formats::FormatError;
 use crate::formats::tree::TreeFile;
-
-/// Largest number of nodes. One verification pass computes all of them, and gains vanish long before this.
-pub const MAX_NODES: usize = 1024;
 
 /// Choices that do not form a tree, or a tree that does not fit the heads.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -27,8 +25,8 @@ pub enum TreeError {
     /// A path is listed twice.
     #[error("tree choice {choice:?} is listed twice; each path may stand once")]
     Duplicate { choice: Vec<usize> },
-    /// More than [`MAX_NODES`] nodes.
-    #[error("the tree has {nodes} nodes; at most {MAX_NODES} can be verified in one pass")]
+    /// More than [`TREE_NODES`] nodes.
+    #[error("the tree has {nodes} nodes; at most {TREE_NODES} can be verified in one pass")]
     TooManyNodes { nodes: usize },
     /// A level beyond the last head.
     #[error(
@@ -97,7 +95,7 @@ impl SparseTree {
     pub fn new(choices: Vec<Vec<usize>>) -> Result<Self, TreeError> {
         match choices.len() {
             0 => return Err(TreeError::Empty),
-            nodes if nodes > MAX_NODES => return Err(TreeError::TooManyNodes { nodes }),
+            nodes if nodes > TREE_NODES => return Err(TreeError::TooManyNodes { nodes }),
             _ if choices.iter().any(Vec::is_empty) => return Err(TreeError::ListedRoot),
             _ => {}
         }
@@ -122,7 +120,7 @@ impl SparseTree {
     /// If the nodes are in another order, or too many.
     pub fn of_parents(parents: &[usize]) -> Self {
         let is_sorted = parents.is_sorted() && parents.iter().zip(1..).all(|(&parent, node)| parent < node);
-        assert!(is_sorted && parents.len() <= MAX_NODES, "at most {MAX_NODES} nodes by depth, then parent");
+        assert!(is_sorted && parents.len() <= TREE_NODES, "at most {TREE_NODES} nodes by depth, then parent");
         let mut nodes = vec![Node { path: vec![], parent: None, children: 1..1 }];
         for (at, &parent) in (1..).zip(parents) {
             let siblings = &mut nodes[parent].children;
@@ -152,7 +150,7 @@ impl SparseTree {
             Some(*size)
         });
         let nodes = level_sizes.fold(0usize, usize::saturating_add);
-        if nodes > MAX_NODES {
+        if nodes > TREE_NODES {
             return Err(TreeError::TooManyNodes { nodes });
         }
         let mut choices = Vec::with_capacity(nodes);
@@ -382,8 +380,8 @@ mod tests {
             orphan.to_string(),
             "tree choice [1, 0] has no parent [1]; every prefix of a choice must be a choice"
         );
-        let wide = SparseTree::new((0..=MAX_NODES).map(|child| vec![child]).collect()).unwrap_err();
-        assert_eq!(wide, TreeError::TooManyNodes { nodes: MAX_NODES + 1 });
+        let wide = SparseTree::new((0..=TREE_NODES).map(|child| vec![child]).collect()).unwrap_err();
+        assert_eq!(wide, TreeError::TooManyNodes { nodes: TREE_NODES + 1 });
     }
 
     #[test]

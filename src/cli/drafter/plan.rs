@@ -4,12 +4,13 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use super::spec::{DrafterName, DrafterSpec};
+use crate::bounds::TREE_NODES;
 use crate::cli::UsageError;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::formats::run_folder::{self, TREE};
 use crate::tree::by_load::ByLoad;
 use crate::tree::guess_tree::GuessTree;
-use crate::tree::sparse_tree::{MAX_NODES, TreeFileError};
+use crate::tree::sparse_tree::TreeFileError;
 
 /// Prefix of a `--tree` value that is not a file.
 const DYNAMIC: &str = "dynamic:";
@@ -55,9 +56,9 @@ impl PlannedTree {
                 .map_err(|source| TreeFileError::Tree { path: flag.to_owned(), source })?;
             return Ok(Self::Of(tree, by_load));
         };
-        let bad = || format!("--tree {DYNAMIC}{nodes}: expected a number of nodes, from 1 to {MAX_NODES}");
+        let bad = || format!("--tree {DYNAMIC}{nodes}: expected a number of nodes, from 1 to {TREE_NODES}");
         match nodes.parse::<NonZeroUsize>() {
-            Ok(nodes) if nodes.get() <= MAX_NODES => Ok(Self::Dynamic { nodes }),
+            Ok(nodes) if nodes.get() <= TREE_NODES => Ok(Self::Dynamic { nodes }),
             _ => Err(UsageError(bad()).into()),
         }
     }

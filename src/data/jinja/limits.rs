@@ -1,17 +1,15 @@
 //! Jinja's functions that take a width, with a limit: a template that asks for more memory than there is ends as an error.
 
+use crate::bounds::TEMPLATE_WIDTH;
 use minijinja::value::{Kwargs, Rest, StringInput, Value, ValueOrKwargs};
 use minijinja::{Error, ErrorKind, State, filters};
 use minijinja_contrib::pycompat;
 
-/// Columns that a template may indent or pad by.
-const WIDEST: usize = 1000;
-
 pub(super) fn check(width: usize) -> Result<(), Error> {
-    if width <= WIDEST {
+    if width <= TEMPLATE_WIDTH {
         return Ok(());
     }
-    Err(Error::new(ErrorKind::InvalidOperation, format!("expected a width of at most {WIDEST}, got {width}")))
+    Err(Error::new(ErrorKind::InvalidOperation, format!("expected a width of at most {TEMPLATE_WIDTH}, got {width}")))
 }
 
 /// Jinja's `indent`.

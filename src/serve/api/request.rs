@@ -9,26 +9,12 @@ use super::error::ApiError;
 use super::fields::{Fields, is_empty_object};
 use super::messages::{messages, tools};
 use super::prompt::{ClientPrompt, prompts};
+use crate::bounds::{
+    REQUEST_LOGPROBS, REQUEST_SAMPLES, REQUEST_STOP_BYTES, REQUEST_STOPS, REQUEST_TEXTS, REQUEST_TOKENS,
+};
 use crate::data::chat_template::TemplateInputs;
 use crate::engine::sample::Sampling;
 use crate::numbers::{Finite, NonNegative, Positive, Probability};
-
-/// Most texts for each prompt.
-const MAX_SAMPLES: usize = 16;
-
-/// Most texts for all prompts of a request.
-const MAX_TEXTS: usize = 128;
-
-const MAX_STOPS: usize = 16;
-
-/// Each text holds the stop strings, and looks for them at each step.
-const MAX_STOP_BYTES: usize = 1000;
-
-/// Most of the most probable tokens that are shown at a place.
-const MAX_LOGPROBS: usize = 20;
-
-/// More than any context; a sum with a prompt's length cannot overflow.
-const MAX_TOKENS: usize = 1 << 31;
 
 /// Fields of OpenAI's chat that ask for what this server has not.
 const NOT_SERVED: [&str; 9] = [
@@ -123,8 +109,8 @@ impl TextRequest {
         fields.without_effect("suffix", |_| false)?;
         fields.without_effect("echo", |value| value == false)?;
         let request = Self {
-            logprobs: fields.whole("logprobs", 0..=MAX_LOGPROBS)?,
-            max_new_tokens: fields.whole("max_tokens", 1..=MAX_TOKENS)?,
+            logprobs: fields.whole("logprobs", 0..=REQUEST_LOGPROBS)?,
+            max_new_tokens: fields.whole("max_tokens", 1..=REQUEST_TOKENS)?,
             ..Self::common(Endpoint::Completions, prompts, &mut fields)?
         };
         fields.without_effect("best_of", |value| value.as_u64() == Some(request.samples.get() as u64))?;
@@ -186,7 +172,7 @@ fn texts_only(fields: &mut Fields) -> Result<(), ApiError> {
 
 fn chat_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
     let wanted = fields.flag("logprobs")?;
-    let top = fields.whole("top_logprobs", 0..=MAX_LOGPROBS)?;
+    let top = fields.whole("top_logprobs", 0..=REQUEST_LOGPROBS)?;
     if top.is_some() && !wanted {
         return Err(ApiError::invalid("top_logprobs", "goes only with logprobs: true"));
     }
@@ -195,8 +181,8 @@ fn chat_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
 
 /// `max_tokens` is the old name.
 fn chat_length(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
-    let new = fields.whole("max_completion_tokens", 1..=MAX_TOKENS)?;
-    let old = fields.whole("max_tokens", 1..=MAX_TOKENS)?;
+    let new = fields.whole("max_completion_tokens", 1..=REQUEST_TOKENS)?;
+    let old = fields.whole("max_tokens", 1..=REQUEST_TOKENS)?;
     match (new, old) {
         (Some(new), Some(old)) if new != old => {
             Err(ApiError::invalid("max_tokens", format!("{old}, but max_completion_tokens is {new}; give one of them")))
@@ -206,10 +192,10 @@ fn chat_length(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
 }
 
 fn samples(prompts: usize, fields: &mut Fields) -> Result<NonZeroUsize, ApiError> {
-    let samples = fields.whole("n", 1..=MAX_SAMPLES)?.and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN);
+    let samples = fields.whole("n", 1..=REQUEST_SAMPLES)?.and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN);
     let texts = prompts * samples.get();
-    if texts > MAX_TEXTS {
-        let problem = format!("{prompts} prompts with n = {samples} ask for {texts} texts; at most {MAX_TEXTS}");
+    if texts > REQUEST_TEXTS {
+        let problem = format!("{prompts} prompts with n = {samples} ask for {texts} texts; at most {REQUEST_TEXTS}");
         return Err(ApiError::invalid("prompt", problem));
     }
     Ok(samples)
@@ -239,12 +225,12 @@ fn repetition_penalty(fields: &mut Fields) -> Result<Positive, ApiError> {
 
 fn stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
     let text = |value: &Value| {
-        let text = value.as_str().filter(|text| (1..=MAX_STOP_BYTES).contains(&text.len()))?;
+        let text = value.as_str().filter(|text| (1..=REQUEST_STOP_BYTES).contains(&text.len()))?;
         Some(text.to_owned())
     };
-    let expected = format!("a string of 1 to {MAX_STOP_BYTES} bytes, or a list of at most {MAX_STOPS} of them");
+    let expected = format!("a string of 1 to {REQUEST_STOP_BYTES} bytes, or a list of at most {REQUEST_STOPS} of them");
     let stop = fields.read("stop", &expected, |value| match value.as_array() {
-        Some(list) if list.len() > MAX_STOPS => None,
+        Some(list) if list.len() > REQUEST_STOPS => None,
         Some(list) => list.iter().map(text).collect(),
         None => text(value).map(|one| vec![one]),
     })?;

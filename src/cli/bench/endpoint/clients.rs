@@ -11,6 +11,7 @@ use ureq::Response;
 use super::super::load::flags::LoadLevel;
 use super::super::load::timeline::{AnsweredRequest, LevelRun, RequestTimeline};
 use super::stream;
+use crate::bounds::STREAM_BYTES;
 use crate::http::EndpointError;
 use crate::http::backoff::pause;
 use crate::http::endpoint::{EndpointClient, EndpointRequest};
@@ -105,7 +106,7 @@ fn streamed(
         "the server answered with {}, not with a stream (text/event-stream)",
         client.clean(&kind)
     );
-    let answer = stream::read(&mut BufReader::new(response.into_reader()), stream::LONGEST_STREAM, timeline, stop);
+    let answer = stream::read(&mut BufReader::new(response.into_reader()), STREAM_BYTES, timeline, stop);
     answer.map_err(|why| anyhow::anyhow!("{}", client.clean(&format!("{why:#}"))))
 }
 

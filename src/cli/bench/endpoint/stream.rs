@@ -9,11 +9,9 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::super::load::timeline::{AnsweredRequest, RequestTimeline, TokenCounts};
+use crate::bounds::STREAM_BYTES;
 
 const DONE: &[u8] = b"[DONE]";
-/// Bytes of a stream; a chunk of one token has some 300.
-pub(super) const LONGEST_STREAM: u64 = 256 << 20;
-
 #[derive(Debug, Deserialize)]
 struct AnswerChunk {
     choices: Option<Vec<ChunkChoice>>,
@@ -131,7 +129,7 @@ mod tests {
 
     fn result(stream: &str) -> anyhow::Result<LoadResult> {
         let timeline = RequestTimeline::begin(Instant::now());
-        let answered = vec![read(&mut stream.as_bytes(), LONGEST_STREAM, timeline, &AtomicBool::new(false))?];
+        let answered = vec![read(&mut stream.as_bytes(), STREAM_BYTES, timeline, &AtomicBool::new(false))?];
         let source = LoadSource::Server { endpoint: String::new(), model: String::new() };
         Ok(LevelRun { answered, ..LevelRun::default() }.result(1, source))
     }
@@ -160,7 +158,7 @@ mod tests {
             format!("event: x\ndata: {USAGE}\n\ndata: [DONE]\n\n"),
         ];
         let timeline = RequestTimeline::begin(Instant::now());
-        let answered = read(&mut all.concat().as_bytes(), LONGEST_STREAM, timeline, &AtomicBool::new(false)).unwrap();
+        let answered = read(&mut all.concat().as_bytes(), STREAM_BYTES, timeline, &AtomicBool::new(false)).unwrap();
         assert_eq!(answered.arrivals(), 3);
     }
 
@@ -180,12 +178,8 @@ mod tests {
         assert!(error("data: [DONE]\n\n").contains("stream_options.include_usage"));
         assert!(error("data: {\"error\":{\"message\":\"too hot\"}}\n\n").contains("error in the stream: too hot"));
         assert!(error("data: nonsense\n\n").contains("not one of the API"));
-        let stopped = read(
-            &mut &b"data: x\n"[..],
-            LONGEST_STREAM,
-            RequestTimeline::begin(Instant::now()),
-            &AtomicBool::new(true),
-        );
+        let stopped =
+            read(&mut &b"data: x\n"[..], STREAM_BYTES, RequestTimeline::begin(Instant::now()), &AtomicBool::new(true));
         assert!(stopped.is_err_and(|why| why.to_string() == "interrupted"));
     }
 }
