@@ -7,6 +7,7 @@ use std::path::Path;
 use anyhow::Context;
 
 use super::{CommonFlags, UsageError, print_line};
+use crate::bounds::TREE_NODES;
 use crate::files;
 use crate::formats::calibration::Calibration;
 use crate::formats::tree::TreeFile;
@@ -14,7 +15,7 @@ use crate::plural::counted;
 use crate::tree::drawing;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::{self, SearchError, SearchedTree};
-use crate::tree::sparse_tree::{MAX_NODES, SparseTree};
+use crate::tree::sparse_tree::SparseTree;
 
 mod args;
 mod machine;
@@ -100,7 +101,7 @@ fn of_size(args: &TreeArgs, calibration: &Calibration) -> anyhow::Result<(GuessT
         let SearchedTree { tree, expected_tokens_per_step } = calibration.best_tree(nodes, calibration.heads.len())?;
         return Ok(file_of(GuessTree::Static(tree), expected_tokens_per_step));
     }
-    if nodes > MAX_NODES {
+    if nodes > TREE_NODES {
         return Err(SearchError::BadNodes { asked: nodes }.into());
     }
     let of_depth = |depth: usize| calibration.dynamic_tree(nodes, depth);

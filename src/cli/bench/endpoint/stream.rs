@@ -9,7 +9,6 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::super::load::timeline::{AnsweredRequest, RequestTimeline, TokenCounts};
-use crate::bounds::STREAM_BYTES;
 
 const DONE: &[u8] = b"[DONE]";
 #[derive(Debug, Deserialize)]
@@ -124,6 +123,7 @@ pub(super) fn read(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bounds::STREAM_BYTES;
     use crate::cli::bench::load::timeline::LevelRun;
     use crate::formats::load::{LoadResult, LoadSource};
 
