@@ -89,7 +89,7 @@ fn products(criterion: &mut Criterion) {
         let mut matrix = |&shape: &[usize; 2]| Matrix::new(&weights(shape), number, shape, &mut arena);
         let Some(matrices) = shapes.iter().map(&mut matrix).collect::<Option<Vec<_>>>() else { return };
         let mut group = criterion.benchmark_group(format!("products/{number:?}"));
-        for n in [1, 2, 4, 8, 16, 32, 64] {
+        for n in [1, 2, 4, 8, 16, 32, 64, 128, 512] {
             let (x, mut y) = (vec![0.5; n * widest(1)], vec![0.0; n * widest(0)]);
             group.bench_with_input(BenchmarkId::from_parameter(n), &(), |b, ()| {
                 b.iter(|| {

@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use super::Number;
 use super::arena::{Arena, ArenaLines};
-use super::lanes::{LANES, Lanes, VectorLine, bytes_of, with_lanes};
+use super::lanes::{Instructions, LANES, Lanes, VectorLine, bytes_of, with_lanes};
 use super::outputs::{Outputs, share};
 use super::team::Team;
 
@@ -19,6 +19,10 @@ use super::team::Team;
 const TOGETHER: usize = 4;
 /// Rows of weights between those that are read and those that are fetched, into the second cache: nearer ones come too late.
 const AHEAD: usize = TOGETHER;
+/// Blocks of x from which on the weights of several outputs are multiplied by one block after another: few blocks wait for weights, many for x.
+const MANY_BLOCKS: usize = 8;
+/// Lines of weights that stay in the second cache meanwhile.
+const GROUP_LINES: usize = 2 << 10;
 /// Most rows of x that are multiplied together ([`Lanes::BLOCK_ROWS`]).
 const BLOCK_ROWS: usize = 6;
 
@@ -51,13 +55,24 @@ impl DotWeights {
 
     /// The first outputs of rows `x_ni` `[N, I]`, to `y_no` `[N, outputs]`.
     pub(super) fn multiply(&self, outputs: usize, x_ni: &[f32], y_no: &mut [f32], team: &Team) {
+        let instructions = Instructions::detected().expect("a matrix was made before, so the CPU has the kernels");
+        self.multiply_with(instructions, outputs, (x_ni, y_no), team);
+    }
+
+    fn multiply_with(
+        &self,
+        instructions: Instructions,
+        outputs: usize,
+        (x_ni, y_no): (&[f32], &mut [f32]),
+        team: &Team,
+    ) {
         let lines = outputs.next_multiple_of(TOGETHER) * self.row_lines;
         let passes = (x_ni.len() / self.inputs).div_ceil(4);
         let y = Outputs::new(y_no, outputs);
-        let x = with_lanes!(lanes => PackedActivations::new(lanes, x_ni, self));
+        let x = with_lanes!(instructions, lanes => PackedActivations::new(lanes, x_ni, self));
         share([outputs, LANES], [lines, passes], team, |range| {
             // SAFETY: parts write to different outputs.
-            with_lanes!(lanes => unsafe {
+            with_lanes!(instructions, lanes => unsafe {
                 match self.number {
                     Number::Float32 => self.outputs_of::<_, false>(lanes, range.clone(), &x, &y),
                     Number::BFloat16 => self.outputs_of::<_, true>(lanes, range.clone(), &x, &y),
@@ -66,7 +81,7 @@ impl DotWeights {
         });
     }
 
-    /// Some outputs of all rows of x, 4 after 4: their weights stay in the first cache for all rows.
+    /// Some outputs of all rows of x.
     ///
     /// # Safety
     /// Nobody else reads or writes these columns of `y`.
@@ -78,9 +93,38 @@ impl DotWeights {
         x: &PackedActivations,
         y: &Outputs<'_>,
     ) {
+        if x.blocks.len() < MANY_BLOCKS {
+            // SAFETY: the caller's promise.
+            return unsafe { self.four_by_four::<L, BF16>(lanes, range, x, y) };
+        }
+        let group = (GROUP_LINES / self.row_lines / TOGETHER * TOGETHER).max(TOGETHER);
+        for first in range.clone().step_by(group) {
+            for block in &x.blocks {
+                let x_lines = &x.lines[block.lines.clone()];
+                for o in (first..range.end.min(first + group)).step_by(TOGETHER) {
+                    let w = self.four(o);
+                    let sums = block_dots::<L, BF16, 0>(lanes, block.rows, w, x_lines, w.as_ptr().cast());
+                    // SAFETY: the caller's promise.
+                    unsafe { write_block(y, block, o..range.end.min(o + TOGETHER), &sums) };
+                }
+            }
+        }
+    }
+
+    /// Some outputs of few rows of x, 4 after 4: their weights stay in the first cache for all rows, and the next ones are fetched.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes these columns of `y`.
+    #[inline(always)]
+    unsafe fn four_by_four<L: Lanes, const BF16: bool>(
+        &self,
+        lanes: L,
+        range: Range<usize>,
+        x: &PackedActivations,
+        y: &Outputs<'_>,
+    ) {
         let fetch = TOGETHER.div_ceil(x.blocks.len());
         for o in range.clone().step_by(TOGETHER) {
-            let outputs = TOGETHER.min(range.end - o);
             let (w, mut fetched) = (self.four(o), 0);
             for block in &x.blocks {
                 let lines = &x.lines[block.lines.clone()];
@@ -93,10 +137,8 @@ impl DotWeights {
                     1 => block_dots::<L, BF16, 1>(lanes, block.rows, w, lines, next),
                     _ => block_dots::<L, BF16, 0>(lanes, block.rows, w, lines, next),
                 };
-                for r in 0..block.rows {
-                    // SAFETY: these columns are the caller's.
-                    unsafe { y.write(block.first + r, o, &sums[r * TOGETHER..][..outputs]) };
-                }
+                // SAFETY: the caller's promise.
+                unsafe { write_block(y, block, o..range.end.min(o + TOGETHER), &sums) };
             }
         }
     }
@@ -105,6 +147,18 @@ impl DotWeights {
     fn four(&self, output: usize) -> &[[VectorLine; TOGETHER]] {
         let (fours, _) = self.lines.as_chunks();
         &fours[output / TOGETHER * self.row_lines..][..self.row_lines]
+    }
+}
+
+/// Writes up to 4 outputs of a block of x.
+///
+/// # Safety
+/// Nobody else reads or writes these columns of `y`.
+#[inline(always)]
+unsafe fn write_block(y: &Outputs<'_>, block: &Block, outputs: Range<usize>, sums: &BlockSums) {
+    for r in 0..block.rows {
+        // SAFETY: the caller's promise.
+        unsafe { y.write(block.first + r, outputs.start, &sums[r * TOGETHER..][..outputs.len()]) };
     }
 }
 
@@ -148,10 +202,9 @@ fn dots<L: Lanes, const BF16: bool, const FETCH: usize, const R: usize, const T:
     next: *const VectorLine,
 ) -> BlockSums {
     let mut all = [[lanes.all(0.0); TOGETHER]; R];
-    let (x, _) = x.as_chunks::<R>();
     for first in (0..TOGETHER).step_by(T) {
         let mut sums = [[lanes.all(0.0); T]; R];
-        for (k, (w_t, x_r)) in w.iter().zip(x).enumerate() {
+        for (k, (w_t, x_r)) in w.iter().zip(x.chunks_exact(R * x_lines::<L>(BF16))).enumerate() {
             for part in 0..if first == 0 { FETCH } else { 0 } {
                 // SAFETY: any address may be fetched; nothing is read.
                 #[allow(unused_unsafe, reason = "safe in newer versions of Rust than the oldest that builds this")]
@@ -159,11 +212,7 @@ fn dots<L: Lanes, const BF16: bool, const FETCH: usize, const R: usize, const T:
                     _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(part * w.len() + k).cast());
                 }
             }
-            for r in 0..R {
-                for t in 0..T {
-                    sums[r][t] = lanes.add_product::<BF16>(sums[r][t], &w_t[first + t], &x_r[r]);
-                }
-            }
+            lanes.add_products::<BF16, R, T>(&mut sums, &w_t[first..first + T], x_r);
         }
         for (all, sums) in all.iter_mut().zip(sums) {
             all[first..][..T].copy_from_slice(&sums);
@@ -194,12 +243,13 @@ impl PackedActivations {
     #[inline(always)]
     fn new<L: Lanes>(lanes: L, x_ni: &[f32], weights: &DotWeights) -> Self {
         let rows = x_ni.len() / weights.inputs;
-        let mut packed = Self { lines: vec![VectorLine::ZERO; rows * weights.row_lines], blocks: vec![] };
+        let of_row = weights.row_lines * x_lines::<L>(weights.number == Number::BFloat16);
+        let mut packed = Self { lines: vec![VectorLine::ZERO; rows * of_row], blocks: vec![] };
         let blocks = rows.div_ceil(L::BLOCK_ROWS);
         let mut first = 0;
         for block in 0..blocks {
             let rows = rows / blocks + usize::from(block < rows % blocks);
-            let block = Block { first, rows, lines: first * weights.row_lines..(first + rows) * weights.row_lines };
+            let block = Block { first, rows, lines: first * of_row..(first + rows) * of_row };
             packed.fill(lanes, &block, &x_ni[first * weights.inputs..(first + rows) * weights.inputs], weights);
             packed.blocks.push(block);
             first += rows;
@@ -209,15 +259,58 @@ impl PackedActivations {
 
     #[inline(always)]
     fn fill<L: Lanes>(&mut self, lanes: L, block: &Block, x_ri: &[f32], weights: &DotWeights) {
+        let is_bfloat16 = weights.number == Number::BFloat16;
         let numbers = size_of::<VectorLine>() / weights.number.bytes();
-        let lines = &mut self.lines[block.lines.clone()];
         for (r, x_i) in x_ri.chunks_exact(weights.inputs).enumerate() {
-            for (k, x) in x_i.chunks(numbers).enumerate() {
-                let line = &mut lines[k * block.rows + r];
-                match (weights.number, x.first_chunk::<32>()) {
-                    (Number::BFloat16, Some(x)) => *line = lanes.bfloat16(x),
-                    _ => weights.number.write(x, bytes_of(std::slice::from_mut(line))),
+            let lines = self.lines[block.lines.clone()].chunks_exact_mut(x_lines::<L>(is_bfloat16));
+            for (x, line) in x_i.chunks(numbers).zip(lines.skip(r).step_by(block.rows)) {
+                match (is_bfloat16, x.first_chunk()) {
+                    (false, _) => weights.number.write(x, &mut bytes_of(line)[..size_of_val(x)]),
+                    (true, Some(x)) => lanes.write_bfloat16_x(x, line),
+                    (true, None) => {
+                        let mut whole = [0.0; 32];
+                        whole[..x.len()].copy_from_slice(x);
+                        lanes.write_bfloat16_x(&whole, line);
+                    }
                 }
+            }
+        }
+    }
+}
+
+/// Lines of a row of x for a line of weights.
+#[inline(always)]
+const fn x_lines<L: Lanes>(is_bfloat16: bool) -> usize {
+    if is_bfloat16 { L::BFLOAT16_X_LINES } else { 1 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// In float32 to the bit. In bfloat16 AVX-512 adds two products before it rounds, and what is nearly 0 is 0.
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+    fn all_vectors_compute_the_same_products() {
+        let [outputs, inputs, rows] = [70, 147, 40];
+        let number_at = |i: usize| ((i * 7919 + 13) % 2003) as f32 / 2000.0 - 0.5;
+        let x: Vec<f32> = (0..rows * inputs).map(|i| number_at(i * 31)).collect();
+        let w: Vec<f32> = (0..outputs * inputs).map(number_at).collect();
+        for (number, limit) in [(Number::Float32, 0.0), (Number::BFloat16, 1e-5)] {
+            let mut bytes = vec![0; w.len() * number.bytes()];
+            number.write(&w, &mut bytes);
+            let weights = DotWeights::new(&bytes, number, [outputs, inputs], &mut Arena::default());
+            let each: Vec<Vec<f32>> = Instructions::all_detected()
+                .into_iter()
+                .flatten()
+                .map(|instructions| {
+                    let mut y = vec![f32::NAN; rows * outputs];
+                    weights.multiply_with(instructions, outputs, (&x, &mut y), &Team::new(2));
+                    y
+                })
+                .collect();
+            for (a, b) in each.iter().flat_map(|other| other.iter().zip(&each[0])) {
+                assert!((a - b).abs() <= limit, "{number:?}: {a}, {b}");
             }
         }
     }

@@ -20,17 +20,27 @@ pub(super) enum Instructions {
 impl Instructions {
     /// The fastest that this CPU has.
     pub(super) fn detected() -> Option<Self> {
-        Avx512::detected().map(Self::Avx512).or_else(|| Avx2::detected().map(Self::Avx2))
+        Self::all_detected().into_iter().flatten().next()
+    }
+
+    /// All that this CPU has, the fastest first.
+    pub(super) fn all_detected() -> [Option<Self>; 2] {
+        [Avx512::detected().map(Self::Avx512), Avx2::detected().map(Self::Avx2)]
     }
 }
 
-/// Runs a kernel with the vectors of this CPU: `with_lanes!(lanes => kernel(lanes, …))`. Everything that the kernel calls has to be inlined
-/// (`#[inline(always)]`): only then is it compiled for these instructions.
+/// Runs a kernel with the vectors of this CPU: `with_lanes!(lanes => kernel(lanes, …))`, or with those of given [`Instructions`]. Everything that
+/// the kernel calls has to be inlined (`#[inline(always)]`): only then is it compiled for these instructions.
 macro_rules! with_lanes {
     ($lanes:ident => $kernel:expr) => {
-        match $crate::cpu::lanes::Instructions::detected()
-            .expect("a matrix was made before, so the CPU has the kernels")
-        {
+        with_lanes!(
+            $crate::cpu::lanes::Instructions::detected()
+                .expect("a matrix was made before, so the CPU has the kernels"),
+            $lanes => $kernel
+        )
+    };
+    ($instructions:expr, $lanes:ident => $kernel:expr) => {
+        match $instructions {
             $crate::cpu::lanes::Instructions::Avx512($lanes) => $lanes.run(
                 #[inline(always)]
                 || $kernel,
@@ -53,12 +63,8 @@ mod tests {
         ($lanes:ident => $vector:expr) => {{
             let mut found: Vec<[f32; LANES]> = vec![];
             let mut out = [0.0; LANES];
-            if let Some($lanes) = Avx512::detected() {
-                $lanes.run(|| $lanes.store(&mut out, $vector));
-                found.push(out);
-            }
-            if let Some($lanes) = Avx2::detected() {
-                $lanes.run(|| $lanes.store(&mut out, $vector));
+            for instructions in Instructions::all_detected().into_iter().flatten() {
+                with_lanes!(instructions, $lanes => $lanes.store(&mut out, $vector));
                 found.push(out);
             }
             assert!(!found.is_empty());

@@ -114,12 +114,15 @@ mod tests {
         equals_float64(Number::BFloat16, |w, shape, arena| MatrixLayout::Tiles(TileWeights::new(w, shape, arena)));
     }
 
+    /// More than the blocks of rows from which on weights are read in another order.
+    const ROWS: usize = 61;
+
     fn equals_float64(number: Number, layout: impl Fn(&[u8], [usize; 2], &mut Arena) -> MatrixLayout) {
         let (team, mut arena) = (Team::new(2), Arena::default());
         for (outputs, inputs) in [(1, 1), (3, 5), (16, 64), (50, 172), (67, 33), (1030, 130)] {
             let (w, w_read) = stored(&random(outputs * inputs, 1), number);
             let matrix = Matrix { layout: layout(&w, [outputs, inputs], &mut arena), outputs, inputs };
-            let x = random(35 * inputs, 2);
+            let x = random(ROWS * inputs, 2);
             let expected = oracle(&w_read, &stored(&x, number).1, inputs);
             let rows = |x: &[f32]| {
                 let mut y = vec![f32::NAN; x.len() / inputs * outputs];
@@ -130,11 +133,11 @@ mod tests {
             for (y, expected) in one_by_one.iter().zip(&expected) {
                 assert!((f64::from(*y) - expected).abs() < 1e-5, "{number:?} {outputs}x{inputs}: {y}, {expected}");
             }
-            for n in [2, 3, 4, 7, 11, 16, 17, 35] {
+            for n in [2, 3, 4, 7, 11, 16, 17, 35, ROWS] {
                 assert_eq!(rows(&x[..n * inputs]), one_by_one[..n * outputs], "{number:?}, {n} rows");
             }
             let some = outputs.div_ceil(2);
-            let mut y = vec![f32::NAN; 35 * some];
+            let mut y = vec![f32::NAN; ROWS * some];
             matrix.multiply_first(some, &x, &mut y, &team);
             for (y, all) in y.chunks_exact(some).zip(one_by_one.chunks_exact(outputs)) {
                 assert_eq!(y, &all[..some], "{number:?}, {some} of {outputs} outputs");

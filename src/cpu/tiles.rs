@@ -118,7 +118,8 @@ impl TiledActivations {
             for (k, x) in x_i.chunks(LINE_INPUTS).enumerate() {
                 let line = &mut lines[first + k * block_rows];
                 match x.first_chunk() {
-                    Some(x) => *line = with_lanes!(lanes => lanes.bfloat16(x)),
+                    // One line: AMX is used with AVX-512 only.
+                    Some(x) => with_lanes!(lanes => lanes.write_bfloat16_x(x, std::slice::from_mut(line))),
                     None => Number::BFloat16.write(x, bytes_of(std::slice::from_mut(line))),
                 }
             }

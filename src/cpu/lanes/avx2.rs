@@ -71,12 +71,12 @@ fn scaled(v: __m256, powers: __m256) -> __m256 {
     _mm256_mul_ps(_mm256_mul_ps(v, power_of_two(first)), power_of_two(_mm256_sub_epi32(n, first)))
 }
 
-/// The bfloat16 numbers of even places in 32 bytes, and those of odd places.
+/// The bfloat16 numbers of even or of odd places in 32 bytes.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn even_and_odd(line: __m256i) -> [__m256; 2] {
-    let odd = _mm256_and_si256(line, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()));
-    [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(line)), _mm256_castsi256_ps(odd)]
+fn even_or_odd(line: __m256i, odd: bool) -> __m256 {
+    let odd_places = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
+    _mm256_castsi256_ps(if odd { _mm256_and_si256(line, odd_places) } else { _mm256_slli_epi32::<16>(line) })
 }
 
 /// 8 bfloat16 numbers as float32.
@@ -89,14 +89,6 @@ unsafe fn widened(first: *const __m128i) -> __m256 {
     // SAFETY: the caller's promise.
     let bits = unsafe { _mm_loadu_si128(first) };
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
-}
-
-/// `sum` and the products of 16 bfloat16 numbers, of which two neighbours are added in a lane.
-#[inline]
-#[target_feature(enable = "avx2,fma")]
-fn add_product_of_bfloat16(sum: __m256, a: __m256i, b: __m256i) -> __m256 {
-    let ([a_even, a_odd], [b_even, b_odd]) = (even_and_odd(a), even_and_odd(b));
-    _mm256_fmadd_ps(a_odd, b_odd, _mm256_fmadd_ps(a_even, b_even, sum))
 }
 
 // SAFETY of all blocks: `self` says that the CPU has the instructions. What else a block needs stands beside it.
@@ -260,23 +252,50 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn add_product<const BF16: bool>(self, sum: Pair, a: &VectorLine, b: &VectorLine) -> Pair {
-        // SAFETY: a line is 64 aligned bytes, and any bytes are numbers.
-        unsafe {
-            if !BF16 {
-                let (a, b) = (&*a.0.as_ptr().cast::<Pair>(), &*b.0.as_ptr().cast::<Pair>());
-                return [_mm256_fmadd_ps(a[0], b[0], sum[0]), _mm256_fmadd_ps(a[1], b[1], sum[1])];
+    fn add_products<const BF16: bool, const R: usize, const T: usize>(
+        self,
+        sums: &mut [[Pair; T]; R],
+        w: &[VectorLine],
+        x: &[VectorLine],
+    ) {
+        for half in 0..2 {
+            for odd in 0..if BF16 { 2 } else { 1 } {
+                let w: [__m256; T] = array::from_fn(|t| {
+                    // SAFETY: see above.
+                    if BF16 { unsafe { even_or_odd(bits(&w[t])[half], odd == 1) } } else { floats(&w[t])[half] }
+                });
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let x = floats(&x[if BF16 { 2 * r + odd } else { r }])[half];
+                    for (sum, w) in sums.iter_mut().zip(w) {
+                        // SAFETY: see above.
+                        sum[half] = unsafe { _mm256_fmadd_ps(w, x, sum[half]) };
+                    }
+                }
             }
-            let (a, b) = (&*a.0.as_ptr().cast::<[__m256i; 2]>(), &*b.0.as_ptr().cast::<[__m256i; 2]>());
-            [add_product_of_bfloat16(sum[0], a[0], b[0]), add_product_of_bfloat16(sum[1], a[1], b[1])]
         }
     }
 
+    /// The numbers of even places, then those of odd places, as float32: so a row is taken apart once, not for each output.
+    const BFLOAT16_X_LINES: usize = 2;
+
     #[inline(always)]
-    fn bfloat16(self, x: &[f32; 32]) -> VectorLine {
-        let mut line = VectorLine::ZERO;
-        let (numbers, _) = bytes_of(std::slice::from_mut(&mut line)).as_chunks_mut::<2>();
-        numbers.iter_mut().zip(x).for_each(|(to, &x)| *to = bf16::from_f32(x).to_ne_bytes());
-        line
+    fn write_bfloat16_x(self, x: &[f32; 32], lines: &mut [VectorLine]) {
+        for (odd, line) in lines.iter_mut().enumerate() {
+            let (numbers, _) = bytes_of(std::slice::from_mut(line)).as_chunks_mut::<4>();
+            let of_place = x.iter().skip(odd).step_by(2);
+            numbers.iter_mut().zip(of_place).for_each(|(to, &x)| *to = bf16::from_f32(x).to_f32().to_ne_bytes());
+        }
     }
+}
+
+#[inline(always)]
+fn floats(line: &VectorLine) -> &Pair {
+    // SAFETY: a line is 64 aligned bytes, and any bytes are numbers.
+    unsafe { &*line.0.as_ptr().cast() }
+}
+
+#[inline(always)]
+fn bits(line: &VectorLine) -> &[__m256i; 2] {
+    // SAFETY: a line is 64 aligned bytes.
+    unsafe { &*line.0.as_ptr().cast() }
 }

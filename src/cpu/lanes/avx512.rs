@@ -179,6 +179,29 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn add_products<const BF16: bool, const R: usize, const T: usize>(
+        self,
+        sums: &mut [[__m512; T]; R],
+        w: &[VectorLine],
+        x: &[VectorLine],
+    ) {
+        for (sums, x) in sums.iter_mut().zip(x) {
+            for (sum, w) in sums.iter_mut().zip(w) {
+                *sum = self.add_product::<BF16>(*sum, w, x);
+            }
+        }
+    }
+
+    const BFLOAT16_X_LINES: usize = 1;
+
+    #[inline(always)]
+    fn write_bfloat16_x(self, x: &[f32; 32], lines: &mut [VectorLine]) {
+        lines[0] = self.bfloat16(x);
+    }
+}
+
+impl Avx512 {
+    #[inline(always)]
     fn add_product<const BF16: bool>(self, sum: __m512, a: &VectorLine, b: &VectorLine) -> __m512 {
         // SAFETY: a line is 64 aligned bytes, and any bytes are numbers.
         unsafe {
@@ -191,6 +214,7 @@ impl Lanes for Avx512 {
         }
     }
 
+    /// A line of numbers rounded to bfloat16.
     #[inline(always)]
     fn bfloat16(self, x: &[f32; 32]) -> VectorLine {
         let (low, high) = x.split_at(LANES);

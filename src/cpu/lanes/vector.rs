@@ -78,11 +78,20 @@ pub(in crate::cpu) trait Lanes: Copy {
     /// The numbers are in the plane.
     unsafe fn numbers_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> Self::Vector;
 
-    /// `sum` and the products of two lines of float32 numbers, or of bfloat16 numbers, of which two neighbours are added in a lane.
-    fn add_product<const BF16: bool>(self, sum: Self::Vector, a: &VectorLine, b: &VectorLine) -> Self::Vector;
+    /// Adds the products of `R` rows of x and `T` rows of weights, a line of each row of weights, to `sums`. In bfloat16 a lane has two neighbours:
+    /// the product of the first is added, then that of the second.
+    fn add_products<const BF16: bool, const R: usize, const T: usize>(
+        self,
+        sums: &mut [[Self::Vector; T]; R],
+        w: &[VectorLine],
+        x: &[VectorLine],
+    );
 
-    /// A line of numbers rounded to bfloat16.
-    fn bfloat16(self, x: &[f32; 32]) -> VectorLine;
+    /// Lines of a row of x for a line of bfloat16 weights.
+    const BFLOAT16_X_LINES: usize;
+
+    /// Numbers of x, rounded to bfloat16, as [`Lanes::add_products`] reads them: [`Lanes::BFLOAT16_X_LINES`] lines.
+    fn write_bfloat16_x(self, x: &[f32; 32], lines: &mut [VectorLine]);
 
     /// e^x, within 2 units in the last place, NaN of NaN (a polynomial of degree 6 on half a power of two, as in Cephes).
     #[inline(always)]

@@ -110,8 +110,8 @@ fn each_text_is_the_one_that_is_decoded_alone() {
             let size = NonZeroUsize::new(rng.random_range(1..=count)).unwrap();
             let pieces = NonZeroUsize::new(rng.random_range(1..100)).unwrap();
             let engine = Box::new(CpuEngine::new(&llama).expect("kernels"));
-            // Some 10 blocks of 32 tokens.
-            let prefixes = 10 * 32 * 2 * llama.config.num_hidden_layers * llama.config.key_value_size() as usize * 4;
+            // Some 20 blocks of 16 tokens.
+            let prefixes = 20 * 16 * 2 * llama.config.num_hidden_layers * llama.config.key_value_size() as usize * 4;
             let mut batch =
                 SequenceBatch::new(engine, drafter, size).with_prompt_tokens(pieces).with_prefix_cache(prefixes);
             let texts = visit(&mut batch, &visits);
@@ -157,9 +157,9 @@ fn a_text_counts_the_tokens_of_its_prompt_that_were_not_computed() {
             ended.into_iter().map(|(_, text): Ended| text.unwrap().cached).collect()
         };
         assert_eq!(cached(0..1), [0]);
-        // Whole blocks of 32, and never a prompt's last token.
-        assert_eq!(cached(1..5), [64, 64, 32, 0], "{together:?}");
-        assert_eq!(batch.reused_tokens(), 160);
+        // Whole blocks of 16, and never a prompt's last token.
+        assert_eq!(cached(1..5), [64, 64, 48, 0], "{together:?}");
+        assert_eq!(batch.reused_tokens(), 176);
     }
 }
 
