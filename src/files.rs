@@ -229,12 +229,17 @@ pub fn put_back(path: &Path) -> io::Result<()> {
     sync_folder(parent(path))
 }
 
-/// Whether there is a file. Unlike [`Path::is_file`], an error of the disk is an error, and no absence.
+/// Whether there is a file. Unlike with [`Path::is_file`], an error of the disk, a pipe and a device are errors, and no absence.
 ///
 /// # Errors
-/// The disk's own.
+/// The disk's own, or as [`open_regular`].
 pub fn is_file(path: &Path) -> Result<bool, FileError> {
-    Ok(found(path)?.is_some_and(|found| found.is_file()))
+    match found(path)? {
+        Some(found) if !found.is_file() && !found.is_dir() => {
+            Err(failed("read", path)(io::Error::new(io::ErrorKind::InvalidInput, NotRegular(kind(&found)))))
+        }
+        found => Ok(found.is_some_and(|found| found.is_file())),
+    }
 }
 
 /// Whether there is a folder, as [`is_file`].
@@ -250,6 +255,69 @@ fn found(path: &Path) -> Result<Option<fs::Metadata>, FileError> {
         Err(error) if [io::ErrorKind::NotFound, io::ErrorKind::NotADirectory].contains(&error.kind()) => Ok(None),
         found => found.map(Some).map_err(failed("look for", path)),
     }
+}
+
+/// What is no file to read from: it could wait for ever, or never end.
+#[derive(Debug, thiserror::Error)]
+#[error("it is a {_0}; expected a regular file")]
+struct NotRegular(&'static str);
+
+/// Opens a file for reading. A pipe, a socket or a device is refused at once.
+///
+/// # Errors
+/// The I/O error; that it is no regular file.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    check_regular(path)?; // before opening it: opening a pipe waits for its writer
+    File::open(path)
+}
+
+/// Checks that there is a regular file.
+///
+/// # Errors
+/// As [`open_regular`].
+pub fn check_regular(path: &Path) -> io::Result<()> {
+    let found = fs::metadata(path)?;
+    match () {
+        () if found.is_file() => Ok(()),
+        () if found.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
+        () => Err(io::Error::new(io::ErrorKind::InvalidInput, NotRegular(kind(&found)))),
+    }
+}
+
+/// As [`fs::read`], of a regular file.
+///
+/// # Errors
+/// As [`open_regular`].
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let (mut file, mut bytes) = (open_regular(path)?, Vec::new());
+    file.read_to_end(&mut bytes)?; // reserves the file's size first
+    Ok(bytes)
+}
+
+/// As [`fs::read_to_string`], of a regular file.
+///
+/// # Errors
+/// As [`open_regular`].
+pub fn read_text(path: &Path) -> io::Result<String> {
+    let (mut file, mut text) = (open_regular(path)?, String::new());
+    file.read_to_string(&mut text)?;
+    Ok(text)
+}
+
+#[cfg(unix)]
+fn kind(found: &fs::Metadata) -> &'static str {
+    use std::os::unix::fs::FileTypeExt;
+    let kind = found.file_type();
+    match () {
+        () if kind.is_fifo() => "pipe",
+        () if kind.is_socket() => "socket",
+        () => "device",
+    }
+}
+
+#[cfg(not(unix))]
+fn kind(_: &fs::Metadata) -> &'static str {
+    "device"
 }
 
 /// Makes a folder and those above it. Also the names of those that were not there are on the disk when this returns.
@@ -269,7 +337,7 @@ pub fn make_folders(folder: &Path) -> io::Result<()> {
 /// The I/O error.
 pub fn sha256(path: &Path) -> io::Result<String> {
     let mut hasher = Sha256::new();
-    let mut file = File::open(path)?;
+    let mut file = open_regular(path)?;
     let mut buffer = vec![0; 1 << 20];
     loop {
         match file.read(&mut buffer)? {
@@ -396,6 +464,34 @@ pub fn lock_file(file: &File) -> bool {
 pub fn lock_folder(folder: &Path) -> io::Result<Option<FolderLock>> {
     let file = open_folder(folder)?;
     Ok(file.as_ref().is_none_or(lock_file).then_some(FolderLock { _file: file }))
+}
+
+/// A folder that was open: tells whether its path still names it.
+#[derive(Debug)]
+pub struct OpenFolder {
+    path: PathBuf,
+    file: Option<File>,
+}
+
+impl OpenFolder {
+    /// # Errors
+    /// The I/O error.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        Ok(Self { path: path.to_owned(), file: open_folder(path)? })
+    }
+
+    /// Whether it is still there under its name: neither removed nor moved away, and no other one in its place.
+    ///
+    /// # Errors
+    /// The I/O error.
+    pub fn is_there(&self) -> io::Result<bool> {
+        let Some(file) = &self.file else { return Ok(true) };
+        match fs::metadata(&self.path) {
+            Ok(now) => Ok(inode(&now) == inode(&file.metadata()?)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
 }
 
 /// The lock of a folder.
@@ -539,6 +635,39 @@ mod tests {
         assert_eq!(found, [(true, false), (false, false), (false, false), (false, true)]);
         let error = is_file(&endless).unwrap_err().to_string();
         assert!(error.starts_with(&format!("cannot look for {}", endless.display())), "{error}");
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_folder_that_is_removed_moved_or_replaced_is_no_longer_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, away) = (dir.path().join("run"), dir.path().join("away"));
+        make_folders(&path).unwrap();
+        let open = OpenFolder::open(&path).unwrap();
+        assert!(open.is_there().unwrap());
+        fs::rename(&path, &away).unwrap();
+        assert!(!open.is_there().unwrap());
+        make_folders(&path).unwrap();
+        assert!(!open.is_there().unwrap(), "another one has its name");
+        fs::remove_dir(&path).unwrap();
+        fs::rename(&away, &path).unwrap();
+        assert!(open.is_there().unwrap());
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn only_a_regular_file_is_opened_for_reading() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, pipe) = (dir.path().join("file"), dir.path().join("pipe"));
+        write_synced(&file, |out| out.write_all(b"text")).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        assert_eq!((read(&file).unwrap().as_slice(), read_text(&file).unwrap().as_str()), (&b"text"[..], "text"));
+        let refused = |path: &Path| open_regular(path).unwrap_err().to_string();
+        assert_eq!(refused(&pipe), "it is a pipe; expected a regular file");
+        assert_eq!(refused(Path::new("/dev/zero")), "it is a device; expected a regular file");
+        assert_eq!(sha256(&pipe).unwrap_err().to_string(), refused(&pipe));
+        assert_eq!(open_regular(dir.path()).unwrap_err().kind(), io::ErrorKind::IsADirectory);
+        assert_eq!(open_regular(&file.join("below")).unwrap_err().kind(), io::ErrorKind::NotADirectory);
     }
 
     #[test]

@@ -453,9 +453,9 @@ fn trees_and_prompts_that_cannot_be_used() {
         ),
         (
             |small| small.write("tree.json", "[[0], [0, 0], [0, 0, 0]]"),
-            &["tree choice [0, 0, 0] needs 3 heads, but there are 2"],
+            &["tree.json: tree choice [0, 0, 0] needs 3 heads, but there are 2"],
         ),
-        (|small| small.write("tree.json", "[[0], [48]]"), &["tree choice [48] asks for guess 48"]),
+        (|small| small.write("tree.json", "[[0], [48]]"), &["tree.json: tree choice [48] asks for guess 48"]),
         (|small| small.write("tree.json", "[]"), &["tree.json: the tree has no choices"]),
         (|small| small.write("tree.json", "{\"choices\": 3}"), &["tree.json is no tree file"]),
         (

@@ -140,13 +140,29 @@ fn a_full_context_ends_the_answer_and_a_turn_that_does_not_fit_is_dropped() {
     let long = "abc".repeat(30);
     let lines = format!("ab\nba\n/reset\n{long}\nab\n");
     let (stdout, stderr) = said(&world, &["--json"], &lines);
-    let answers: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-    assert_eq!(answers.len(), 2, "of four turns, two have no room: {stderr}");
+    let objects: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let is_dropped = |object: &Value| object["error"].as_str().is_some_and(|why| why.starts_with("the prompt has "));
+    assert_eq!(objects.iter().map(is_dropped).collect::<Vec<_>>(), [false, true, true, false], "{stderr}");
+    let answers = [&objects[0], &objects[3]];
     assert_eq!((&answers[0]["finish_reason"], &answers[0]["new_ids"]), (&json!("length"), &answers[1]["new_ids"]));
     assert_eq!(ids(&answers[0]["prompt_ids"]).len() + ids(&answers[0]["new_ids"]).len(), 64);
     assert!(stderr.contains("the conversation fills the backbone's context of 64 tokens; /reset starts a new one"));
     assert_eq!(stderr.matches("error: the prompt has ").count(), 2, "{stderr}");
     assert_eq!(stderr.matches("this turn was dropped").count(), 2, "{stderr}");
+}
+
+/// A program that writes lines and reads objects must not lose count.
+#[test]
+fn every_line_to_answer_has_one_object_also_what_is_no_text() {
+    let world = with_template();
+    let lines: Vec<u8> = [&b"ab\n"[..], b"a\xff\xfeb\n", b"/rest\n", b"/reset\n", b"ba"].concat();
+    let output = world.medusa(&[&CHAT[..], &["--json"]].concat()).write_stdin(lines).assert().success();
+    let stdout = String::from_utf8(output.get_output().stdout.clone()).expect("UTF-8");
+    let objects: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let why = |object: &Value| object["error"].as_str().map(|why| why.split(':').next().unwrap_or_default().to_owned());
+    let expected = [None, Some("the line is not UTF-8"), Some("no command /rest; /help lists the commands"), None];
+    assert_eq!(objects.iter().map(why).collect::<Vec<_>>(), expected.map(|why| why.map(str::to_owned)));
+    assert!(objects.iter().all(|object| object["error"].is_string() || object["new_ids"].is_array()));
 }
 
 /// A running conversation.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Args;
+use serde_json::json;
 
 use self::conversation::ChatHistory;
 use self::input::{Input, InputLines};
@@ -117,6 +118,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
                 common.say("(press Ctrl-C again or Ctrl-D to exit)");
                 was_cleared = true;
             }
+            Input::NotText(why) => chat.drop_turn(&why)?,
             Input::Line(line) => {
                 was_cleared = false;
                 if chat.hear(&line)?.is_break() {
@@ -192,7 +194,10 @@ impl Chat<'_> {
             }
             ChatCommand::Plain => self.common.say(self.toggle()),
             ChatCommand::Help => self.common.say(HELP),
-            ChatCommand::Unknown(word) => self.common.say(format_args!("no command {word}; /help lists the commands")),
+            ChatCommand::Unknown(word) => {
+                let why = format!("no command {word}; /help lists the commands");
+                if self.common.json { print_json(&json!({"error": why}))? } else { self.common.say(why) }
+            }
             ChatCommand::Words(words) if words.trim().is_empty() && self.conversation.has_turns() => {}
             ChatCommand::Words(words) => self.turn(words)?,
         }
@@ -216,12 +221,18 @@ impl Chat<'_> {
                 return Err(error.context(format!("answer {}", self.answers + 1)));
             }
             Err(error) if error.is::<TextError>() || error.is::<PromptError>() => {
-                report(&error);
-                self.common.say("this turn was dropped; /reset starts a new conversation");
+                self.drop_turn(&error)?;
             }
             other => other?,
         }
         if terminated() { Err(left()) } else { Ok(()) }
+    }
+
+    /// Tells why a turn has no answer. With --json that is its object, so that each line of the user has one.
+    fn drop_turn(&self, why: &anyhow::Error) -> anyhow::Result<()> {
+        report(why);
+        self.common.say("this turn was dropped; /reset starts a new conversation");
+        if self.common.json { print_json(&json!({"error": format!("{why:#}")})) } else { Ok(()) }
     }
 
     fn answer(&mut self, words: &str) -> anyhow::Result<()> {

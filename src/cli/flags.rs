@@ -7,6 +7,7 @@ use std::num::NonZeroUsize;
 use clap::Args;
 use console::Term;
 
+use super::print::visible;
 use super::{threads, wrap};
 use crate::dtype::Dtype;
 use crate::torch::DeviceChoice;
@@ -45,7 +46,7 @@ impl CommonFlags {
     /// Prints a line to stderr, unless `--quiet`.
     pub fn say(&self, line: impl Display) {
         if !self.quiet {
-            Self::print(line);
+            Self::print(visible(&line.to_string()));
         }
     }
 

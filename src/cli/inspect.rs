@@ -15,7 +15,7 @@ use crate::draft::medusa::heads::HEADS_FILE;
 use crate::draft::medusa::heads::import::{self, HeadsFile};
 use crate::draft::medusa::heads::layout::HeadsLayout;
 use crate::dtype::Dtype;
-use crate::files::failed;
+use crate::files::{self, check_regular, failed};
 use crate::formats::bench::BenchHeadline;
 use crate::formats::calibration::Calibration;
 use crate::formats::calibration_share::{CalibratedWork, CalibrationShare};
@@ -129,7 +129,8 @@ pub fn run(args: &InspectArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
     let contents = if path.is_dir() {
         folder(path)?
-    } else if path.is_file() {
+    } else if path.exists() {
+        check_regular(path).map_err(failed("read", path))?;
         file(path)?
     } else {
         return Err(UsageError(format!("{} does not exist", path.display())).into());
@@ -198,7 +199,7 @@ fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
 }
 
 fn json(path: &Path) -> anyhow::Result<Contents> {
-    let text = std::fs::read_to_string(path).map_err(failed("read", path))?;
+    let text = files::read_text(path).map_err(failed("read", path))?;
     // The first result of a sweep determines the kind; the kind's own reader checks the rest.
     let value = Value::deserialize(&mut serde_json::Deserializer::from_str(&text))
         .map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;

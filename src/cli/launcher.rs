@@ -65,6 +65,7 @@ fn start_libtorch(name: &str, common: &CommonFlags) -> u8 {
 }
 
 fn exec(name: &str, common: &CommonFlags) -> anyhow::Result<Infallible> {
+    threads::check_environment()?;
     let program = program(name)?;
     anyhow::ensure!(
         !same_build::is_started_by_launcher(),

@@ -6,6 +6,7 @@
 //! Results go to stdout, messages to stderr. Exit status: 0 success; 1 failure: a damaged file, an unreachable Hub, a full disk; 2 a wrong
 //! command line or recipe, also if it names a path that does not exist; 130 interrupted.
 
+use std::env;
 use std::path::PathBuf;
 
 use clap::parser::ValueSource;
@@ -234,6 +235,10 @@ fn medusa_arguments() -> (CommonFlags, Verb) {
 
 /// Parses the command line, or exits like clap: 0 after help, 2 for an invalid command line.
 fn parse<P: CommandFactory + FromArgMatches>() -> (P, ArgMatches) {
+    if let Some(argument) = env::args_os().find(|argument| argument.to_str().is_none()) {
+        let why = format!("{argument:?} is not UTF-8, as recipes, logs and results are; rename the file");
+        refuse(&P::command().error(clap::error::ErrorKind::InvalidUtf8, why));
+    }
     let matches = unused_flags::hide(P::command()).try_get_matches();
     let matches = matches.unwrap_or_else(|error| refuse(&error));
     let parsed = P::from_arg_matches(&matches).unwrap_or_else(|error| refuse(&error.format(&mut P::command())));
@@ -247,7 +252,8 @@ fn with_typed_flags(common: CommonFlags, matches: &ArgMatches) -> CommonFlags {
 
 /// Installs signal handlers, runs a verb and reports its error. Returns the exit status.
 fn finish_without_libtorch(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> u8 {
-    let ready = threads::limit_tokenisers(common.threads).and_then(|()| signals::watch());
+    let ready = threads::check_environment().map_err(anyhow::Error::from);
+    let ready = ready.and_then(|()| threads::limit_tokenisers(common.threads)).and_then(|()| signals::watch());
     match ready.and_then(|()| verb()) {
         Ok(()) => SUCCESS,
         Err(error) if error.is::<Interrupted>() => {

@@ -119,8 +119,13 @@ impl Verb {
             "--prompts" => path == Path::new(STDIN),
             _ => false,
         };
-        let mut inputs = self.inputs().into_iter().filter_map(|(flag, path)| Some((flag, path?)));
-        match inputs.find(|(flag, path)| !path.exists() && !is_elsewhere(flag, path)) {
+        let inputs = || self.inputs().into_iter().filter_map(|(flag, path)| Some((flag, path?)));
+        // The shell hands keys over in pipes: `--api-key-file <(…)`.
+        for (flag, path) in inputs().filter(|(flag, path)| *flag != "--api-key-file" && path.exists() && !path.is_dir())
+        {
+            files::check_regular(path).map_err(|why| UsageError(format!("{flag} {}: {why}", path.display())))?;
+        }
+        match inputs().find(|(flag, path)| !path.exists() && !is_elsewhere(flag, path)) {
             Some((flag, path)) => Err(UsageError(format!("{flag} {} does not exist", path.display()))),
             None => check_data(if let Verb::Calibrate(_) = self { "--data: " } else { "" }, self.data()),
         }

@@ -8,6 +8,19 @@ use serde::Serialize;
 
 use super::wrap;
 
+/// A text whose control characters are visible: a name or a key from a file must not give a terminal commands. Each stays one character
+/// wide.
+pub(super) fn visible(text: &str) -> String {
+    let visible = |c: char| match c {
+        '\n' | '\t' => c,
+        '\u{0}'..='\u{1f}' => char::from_u32(0x2400 + c as u32).unwrap_or(char::REPLACEMENT_CHARACTER),
+        '\u{7f}' => '\u{2421}',
+        '\u{80}'..='\u{9f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => char::REPLACEMENT_CHARACTER,
+        _ => c,
+    };
+    text.chars().map(visible).collect()
+}
+
 /// Bytes in MiB.
 pub fn mebibytes(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
@@ -58,7 +71,7 @@ pub(super) struct StdoutClosed;
 /// # Errors
 /// If stdout cannot be written.
 pub(super) fn print_text(text: impl Display) -> anyhow::Result<()> {
-    print_line(wrap::wrapped(&text.to_string(), wrap::columns(&Term::stdout())))
+    print_line(wrap::wrapped(&visible(&text.to_string()), wrap::columns(&Term::stdout())))
 }
 
 /// Prints a result as one line of JSON to stdout.
@@ -67,4 +80,18 @@ pub(super) fn print_text(text: impl Display) -> anyhow::Result<()> {
 /// If stdout cannot be written.
 pub fn print_json(object: &impl Serialize) -> anyhow::Result<()> {
     print_line(serde_json::to_string(object)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_are_shown_and_nothing_else_is_changed() {
+        assert_eq!(visible("a\x1b[31mb\r\x07\x7f"), "a␛[31mb␍␇␡");
+        assert_eq!(visible("\u{9b}31m\u{202e}x"), "\u{fffd}31m\u{fffd}x");
+        for text in ["a\n\tb", "größe €, 日本 🐙"] {
+            assert_eq!(visible(text), text);
+        }
+    }
 }

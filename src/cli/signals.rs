@@ -1,12 +1,12 @@
-//! Ctrl-C and SIGTERM: the first asks a verb to stop, the second ends the process; while a run may save a checkpoint, only a second Ctrl-C does.
+//! Ctrl-C, SIGTERM and SIGHUP: the first asks a verb to stop, the second ends the process; while a run may save a checkpoint, only a second
+//! Ctrl-C does. SIGHUP, which the end of a terminal or of a connection sends, counts as SIGTERM, unless nohup makes the program ignore it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-#[cfg(unix)]
-use std::{io, thread};
+use std::{fs, io, thread};
 
 use signal_hook::SigId;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
 use super::exit::INTERRUPTED;
 
@@ -18,7 +18,7 @@ pub fn interrupted() -> &'static AtomicBool {
     stop()
 }
 
-/// As [`interrupted`], but SIGTERM never ends the process: service managers and schedulers send it to all processes of a run, and the one that
+/// As [`interrupted`], but SIGTERM or SIGHUP never ends the process: service managers and schedulers send it to all processes of a run, and the one that
 /// started the others passes it on, so that one request to stop comes as several signals.
 pub fn interrupted_to_save() -> &'static AtomicBool {
     ARM_SIGTERM.get().into_iter().flatten().for_each(|&id| {
@@ -33,16 +33,16 @@ fn stop() -> &'static Arc<AtomicBool> {
     STOP.get_or_init(|| Arc::new(AtomicBool::new(true)))
 }
 
-/// As [`stop`], for SIGTERM.
+/// As [`stop`], for SIGTERM and SIGHUP.
 fn sigterm_ends() -> &'static Arc<AtomicBool> {
     static SIGTERM_ENDS: OnceLock<Arc<AtomicBool>> = OnceLock::new();
     SIGTERM_ENDS.get_or_init(|| Arc::new(AtomicBool::new(true)))
 }
 
 /// What sets [`sigterm_ends`] at a signal.
-static ARM_SIGTERM: OnceLock<[SigId; 2]> = OnceLock::new();
+static ARM_SIGTERM: OnceLock<Vec<SigId>> = OnceLock::new();
 
-/// Whether SIGTERM arrived: then even a program that continues after Ctrl-C ends.
+/// Whether SIGTERM or SIGHUP arrived: then even a program that continues after Ctrl-C ends.
 pub(super) fn terminated() -> bool {
     terminate().load(Ordering::Relaxed)
 }
@@ -52,15 +52,36 @@ fn terminate() -> &'static Arc<AtomicBool> {
     TERMINATE.get_or_init(Arc::default)
 }
 
+/// Installs the handlers, also one that does nothing for SIGXFSZ: a file that reaches `ulimit -f` is then an error of the call that writes it.
 pub(super) fn watch() -> anyhow::Result<()> {
-    signal_hook::flag::register(SIGTERM, Arc::clone(terminate()))?;
-    for (signal, ends) in [(SIGINT, stop()), (SIGTERM, sigterm_ends())] {
+    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
+    let ending = ending_signals();
+    for &signal in &ending {
+        let ends = if signal == SIGINT { stop() } else { sigterm_ends() };
+        if signal != SIGINT {
+            signal_hook::flag::register(signal, Arc::clone(terminate()))?;
+        }
         signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED.into(), Arc::clone(ends))?;
         signal_hook::flag::register(signal, Arc::clone(stop()))?;
     }
-    let arm = |signal| signal_hook::flag::register(signal, Arc::clone(sigterm_ends()));
-    let _ = ARM_SIGTERM.set([arm(SIGINT)?, arm(SIGTERM)?]); // set before only if the handlers are installed twice
+    let arm = |&signal: &i32| signal_hook::flag::register(signal, Arc::clone(sigterm_ends()));
+    let _ = ARM_SIGTERM.set(ending.iter().map(arm).collect::<io::Result<_>>()?); // set before only if the handlers are installed twice
     Ok(())
+}
+
+fn ending_signals() -> Vec<i32> {
+    let all = [SIGINT, SIGTERM, SIGHUP].into_iter();
+    all.filter(|&signal| {
+        signal != SIGHUP || !is_ignored(&fs::read_to_string("/proc/self/status").unwrap_or_default(), SIGHUP)
+    })
+    .collect()
+}
+
+/// Whether a process, of which this is `/proc/PID/status`, was started with a signal ignored.
+fn is_ignored(status: &str, signal: i32) -> bool {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
 /// Runs `restore` before a signal ends the program, while `is_on`: on a thread, because a handler may do next to nothing. Meanwhile
@@ -70,7 +91,7 @@ pub(super) fn watch() -> anyhow::Result<()> {
 /// If the handlers cannot be installed.
 #[cfg(unix)]
 pub(super) fn before_the_end(is_on: Arc<AtomicBool>, restore: impl Fn() + Send + 'static) -> io::Result<()> {
-    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
+    let mut signals = signal_hook::iterator::Signals::new(ending_signals())?;
     thread::spawn(move || {
         for _ in signals.forever() {
             if is_on.load(Ordering::Relaxed) {
@@ -80,4 +101,17 @@ pub(super) fn before_the_end(is_on: Arc<AtomicBool>, restore: impl Fn() + Send +
         }
     });
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_that_nohup_ignores_is_known() {
+        let status = |mask: &str| format!("Name:\tmedusa\nSigBlk:\t0000000000000001\nSigIgn:\t{mask}\nSigCgt:\t0\n");
+        assert!(is_ignored(&status("0000000000001001"), SIGHUP));
+        assert!(!is_ignored(&status("0000000000001000"), SIGHUP));
+        assert!(!is_ignored("", SIGHUP) && !is_ignored(&status("x"), SIGHUP));
+    }
 }

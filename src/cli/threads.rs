@@ -5,6 +5,7 @@ use std::num::NonZeroUsize;
 
 use anyhow::Context;
 
+use super::UsageError;
 use super::numbers::above_zero;
 use crate::cpu::team::Team;
 
@@ -32,6 +33,29 @@ pub(super) fn environment(threads: Option<NonZeroUsize>) -> Vec<(&'static str, S
 
 /// No machine has more cores; the threads that tokenise are all started at once.
 const MOST_THREADS: usize = 1024;
+
+/// Variables that tell how many threads a library starts. None of them checks it.
+const COUNTS: [&str; 3] = [COUNT, "MKL_NUM_THREADS", "RAYON_NUM_THREADS"];
+
+/// Refuses a variable with more threads than any machine runs: the libraries abort where the system refuses a thread.
+///
+/// # Errors
+/// [`UsageError`] names the variable.
+pub(super) fn check_environment() -> Result<(), UsageError> {
+    check_counts(|name| env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+}
+
+fn check_counts(variable: impl Fn(&str) -> Option<String>) -> Result<(), UsageError> {
+    for name in COUNTS {
+        let Some(value) = variable(name) else { continue };
+        // What is no number they ignore; OMP_NUM_THREADS may be a list, one number a level.
+        let numbers = value.split(',').filter_map(|number| number.trim().parse::<u128>().ok());
+        if numbers.max().is_some_and(|most| most > MOST_THREADS as u128) {
+            return Err(UsageError(format!("{name}={value}: expected at most {MOST_THREADS} threads")));
+        }
+    }
+    Ok(())
+}
 
 /// Parses `--threads`.
 pub(super) fn count(text: &str) -> Result<NonZeroUsize, String> {
@@ -66,6 +90,20 @@ mod tests {
         let variables = environment(NonZeroUsize::new(3));
         assert!(variables.contains(&(COUNT, "3".to_owned())));
         assert!(environment(None).iter().all(|(name, _)| *name != COUNT));
+    }
+
+    #[test]
+    fn variables_with_more_threads_than_any_machine_has_are_refused() {
+        let refused = |name: &'static str, value: &'static str| {
+            check_counts(|asked| (asked == name).then(|| value.to_owned())).err().map(|error| error.to_string())
+        };
+        let many = refused("OMP_NUM_THREADS", "100000").expect("too many");
+        assert_eq!(many, "OMP_NUM_THREADS=100000: expected at most 1024 threads");
+        for value in ["4,100000", "99999999999999999999"] {
+            assert!(refused("OMP_NUM_THREADS", value).is_some(), "{value}");
+        }
+        assert!(refused("RAYON_NUM_THREADS", "4096").is_some());
+        assert_eq!(["8", "4,2", "", "many"].map(|value| refused("OMP_NUM_THREADS", value)), [const { None }; 4]);
     }
 
     #[test]

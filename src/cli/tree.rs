@@ -98,7 +98,9 @@ fn write(
 fn of_size(args: &TreeArgs, calibration: &Calibration) -> anyhow::Result<(GuessTree, TreeFile)> {
     let nodes = args.nodes.map_or(0, NonZeroUsize::get);
     if !args.dynamic {
-        let SearchedTree { tree, expected_tokens_per_step } = calibration.best_tree(nodes, calibration.heads.len())?;
+        let found = calibration.best_tree(nodes, calibration.heads.len());
+        let SearchedTree { tree, expected_tokens_per_step } =
+            found.with_context(|| format!("no tree from {}", args.calibration.display()))?;
         return Ok(file_of(GuessTree::Static(tree), expected_tokens_per_step));
     }
     if nodes > TREE_NODES {

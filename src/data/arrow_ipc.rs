@@ -12,6 +12,7 @@ use super::column_names::ColumnNames;
 use super::columns;
 use super::opened::CountedFile;
 use super::rows::{RowError, RowLocation, RowProblem};
+use crate::files;
 use crate::panics;
 
 /// A batch may be a whole file: it is handed on in slices of so many rows, and fewer where they are large.
@@ -63,7 +64,7 @@ impl ArrowBatches {
         path: &Path,
         names: Option<&ColumnNames>,
     ) -> Result<Self, RowError> {
-        let schema = || Ok(StreamReader::try_new_buffered(File::open(path)?, None)?.schema());
+        let schema = || Ok(StreamReader::try_new_buffered(files::open_regular(path)?, None)?.schema());
         let wanted =
             columns::wanted(&*told(path, schema)?, names).map_err(|problem| RowLocation::file(path).error(problem))?;
         let reader = told(path, || StreamReader::try_new(bytes, Some(wanted)))?;

@@ -75,7 +75,7 @@ impl TokenCache {
         let Some(path) = self.files_of(key)?.pop() else {
             return Ok(CacheEntry::Nothing);
         };
-        let file = match File::open(&path) {
+        let file = match files::open_regular(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(CacheEntry::Nothing), // replaced by another process
             opened => opened.map_err(|source| CacheError::Unreadable { path: path.clone(), source })?,
         };
@@ -137,7 +137,7 @@ impl TokenCache {
     pub fn sha256_of(&self, path: &Path) -> io::Result<String> {
         let Some(stamp) = files::stamp(path)? else { return files::sha256(path) };
         let (name, memo) = self.memo(&stamp);
-        if let Some(sha256) = fs::read_to_string(&memo).ok().and_then(|text| remembered(&text)) {
+        if let Some(sha256) = files::read_text(&memo).ok().and_then(|text| remembered(&text)) {
             return Ok(sha256);
         }
         let sha256 = files::sha256(path)?;
@@ -169,7 +169,7 @@ impl TokenCache {
         for path in self.paths()?.into_iter().filter(partial) {
             // One that is gone, or that the disk cannot lock, is left to its owner; so is one of another user. The lock is held until the
             // name is gone: whoever waits for it in `create` must not find the file there.
-            let Ok(file) = File::open(&path) else { continue };
+            let Ok(file) = files::open_regular(&path) else { continue };
             if file.try_lock().is_ok() {
                 let _ = fs::remove_file(&path);
             }
@@ -222,13 +222,13 @@ impl Drop for NewFile {
 pub fn check_file(path: &Path) -> Option<Result<(), CacheDamage>> {
     let stem = path.file_stem()?.to_str()?;
     if path.extension()? == "sha256" {
-        let text = fs::read_to_string(path).unwrap_or_default();
+        let text = files::read_text(path).unwrap_or_default();
         let is_right =
             || remembered(&text).map(drop).ok_or(CacheDamage("no remembered hash, or a damaged one".to_owned()));
         return (stem.len() == 32).then(is_right);
     }
     let (_, footer) = stem.rsplit_once('-').filter(|(_, footer)| footer.len() == 32)?;
-    let opened = File::open(path).map_err(Fault::Io);
+    let opened = files::open_regular(path).map_err(Fault::Io);
     let opened = opened.and_then(|file| TokenFile::open(Medium::new(file), path, Some(footer)));
     Some(opened.and_then(|whole| whole.file.check()).map_err(|fault| CacheDamage(fault.to_string())))
 }

@@ -18,11 +18,11 @@ use super::reading;
 use super::report::{BadRows, CacheUse, DataFile, FileSummary, LeftOutRow, LoadReport, Tokenised};
 use super::rows::{IGNORE, ReadRow, RowForm, TokenRow};
 use super::settings::{LoadSettings, ReadProgress};
-use super::source::{SourceError, matches};
+use super::source::{SourceError, check_name, matches};
 use super::store::RowStore;
 use super::token_file::{TokenFileWriter, Whole};
-use crate::files;
 use crate::files::checksums::ListedFiles;
+use crate::files::{self, check_regular, failed};
 use crate::formats::captured_states::{CapturedError, CapturedFile, StateSizes};
 use crate::formats::provenance::StampedFiles;
 use crate::plural::counted;
@@ -320,12 +320,14 @@ pub fn find(entry: &str) -> Result<Vec<PathBuf>, SourceError> {
         let pattern = format!("{}/**/*.safetensors", glob::Pattern::escape(entry.trim_end_matches('/')));
         matches(&pattern)?
     } else if path.exists() {
+        check_regular(path).map_err(failed("read", path))?;
         vec![path.to_owned()]
     } else if entry.contains(['*', '?', '[']) {
         matches(entry)?
     } else {
         return Err(SourceError::Missing { path: path.to_owned() });
     };
+    paths.iter().try_for_each(|path| check_name(path))?;
     paths.sort_by_cached_key(|path| by_number(path));
     Ok(paths)
 }

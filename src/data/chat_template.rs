@@ -1,8 +1,8 @@
 //! Renders conversations to text with the backbone's own chat template or another, as transformers does. Knows nothing of tokens.
 
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::{fs, io};
 
 use minijinja::value::{Serde, Value};
 use minijinja::{Environment, ErrorKind, context};
@@ -232,7 +232,7 @@ impl ChatTemplate {
     fn of_file(path: &Path, folder: &Path) -> Result<Self, TemplateError> {
         let special = special_tokens(folder)?;
         let unreadable = |source| TemplateError::Read { path: path.to_owned(), source };
-        Self::parse(&fs::read_to_string(path).map_err(unreadable)?, special, path.display().to_string())
+        Self::parse(&files::read_text(path).map_err(unreadable)?, special, path.display().to_string())
     }
 
     /// The template of a recipe, with the special tokens of the backbone in `folder`; `None` for the choice of the

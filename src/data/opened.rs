@@ -58,7 +58,7 @@ pub(super) struct UnpackedText {
 
 impl Opened {
     pub(super) fn open(path: &Path) -> Result<Self, SourceError> {
-        let open = || File::open(path).map_err(files::failed("read", path));
+        let open = || files::open_regular(path).map_err(files::failed("read", path));
         let start = start_of(&mut open()?).map_err(files::failed("read", path))?;
         match start.as_slice() {
             [b'P', b'A', b'R', b'1', ..] => Ok(Self::Parquet(open()?)),

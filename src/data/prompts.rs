@@ -1,6 +1,5 @@
 //! Prompt files: raw text, token ids, conversations, or MT-bench's turns.
 
-use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
@@ -159,7 +158,7 @@ impl PromptFile {
                 let mut bytes = Vec::new();
                 (PathBuf::from("stdin"), io::stdin().lock().read_to_end(&mut bytes).map(|_| bytes))
             }
-            false => (path.to_owned(), fs::read(path)),
+            false => (path.to_owned(), files::read(path)),
         };
         match bytes {
             Ok(bytes) => Ok(Self { name, bytes }),

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::files::{FileError, failed};
+use crate::files::{FileError, check_regular, failed};
 
 /// Why a list of data files cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +38,9 @@ pub enum SourceError {
     /// A pattern without a file.
     #[error("the pattern {pattern:?} matches no file")]
     NoMatch { pattern: String },
+    /// A name that is no text.
+    #[error("the name of {} ({path:?}) is not UTF-8, as the files about a run are; rename it", path.display())]
+    Name { path: PathBuf },
     /// An invalid pattern.
     #[error("{pattern:?} is no valid pattern: {source}")]
     BadPattern {
@@ -135,6 +138,7 @@ pub fn find(patterns: &[String]) -> Result<FoundFiles, SourceError> {
             found.files.extend(files);
             found.texts_left_out.extend(texts_left_out);
         } else if path.exists() {
+            check_regular(path).map_err(failed("read", path))?;
             found.files.push(path.to_owned()); // also a name that looks like a pattern
         } else if pattern.contains(['*', '?', '[']) {
             found.files.extend(matches(pattern)?);
@@ -142,7 +146,13 @@ pub fn find(patterns: &[String]) -> Result<FoundFiles, SourceError> {
             return Err(SourceError::Missing { path: path.to_owned() });
         }
     }
+    found.files.iter().try_for_each(|path| check_name(path))?;
     Ok(found)
+}
+
+/// Refuses a name that the files about a run could not hold.
+pub(super) fn check_name(path: &Path) -> Result<(), SourceError> {
+    if path.to_str().is_some() { Ok(()) } else { Err(SourceError::Name { path: path.to_owned() }) }
 }
 
 /// The data files of a folder, without those of its folders. Texts count where there is nothing else: beside rows they are notes.
@@ -254,11 +264,12 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     #[expect(clippy::disallowed_methods, reason = "a file of a test")]
-    fn a_name_that_is_not_utf_8_is_a_name() {
+    fn a_name_that_is_not_utf_8_is_told() {
         use std::os::unix::ffi::OsStrExt;
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(std::ffi::OsStr::from_bytes(b"caf\xe9.jsonl"));
         fs::write(&path, "{}").unwrap();
-        assert_eq!(find(&[dir.path().display().to_string()]).unwrap().files, [path]);
+        let refused = find(&[dir.path().display().to_string()]).unwrap_err().to_string();
+        assert!(refused.contains("caf\\xE9.jsonl\") is not UTF-8"), "{refused}");
     }
 }

@@ -1,7 +1,7 @@
 //! What the shares in a folder make together: which of them are whole, unfinished or missing, and whether a conversation is there twice.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -17,6 +17,7 @@ use super::journal::Journal;
 use super::output;
 use super::provenance::{NOT_COMPARED, are_alike};
 use super::refused_file;
+use crate::files;
 use crate::formats::provenance::DistillProvenance;
 use crate::formats::share::Share;
 
@@ -179,7 +180,7 @@ pub fn is_next_shard(folder: &Path, name: &str) -> bool {
 
 /// The column `index` of a shard.
 fn indices(path: &Path) -> Result<Vec<i64>, DistillError> {
-    let file = File::open(path).map_err(|source| DistillError::Io { path: path.into(), source })?;
+    let file = files::open_regular(path).map_err(|source| DistillError::Io { path: path.into(), source })?;
     let bad = |problem: String| DistillError::Shard { path: path.into(), problem };
     let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(|why| bad(why.to_string()))?;
     let only = ProjectionMask::columns(builder.parquet_schema(), ["index"]);

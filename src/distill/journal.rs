@@ -43,14 +43,14 @@ impl Journal {
 
     /// Damaged lines of a journal, also the last one, unless it is only cut off.
     pub(super) fn damaged(path: &Path) -> Result<usize, DistillError> {
-        let cut_off = usize::from(!fs::read(path).is_ok_and(|bytes| bytes.is_empty() || bytes.ends_with(b"\n")));
+        let cut_off = usize::from(!files::read(path).is_ok_and(|bytes| bytes.is_empty() || bytes.ends_with(b"\n")));
         let damaged = Self::lines(path)?.iter().filter(|line| line.is_none()).count();
         Ok(damaged.saturating_sub(cut_off))
     }
 
     /// All lines, `None` for a damaged one.
     fn lines(path: &Path) -> Result<Vec<Option<Finished>>, DistillError> {
-        match fs::read(path) {
+        match files::read(path) {
             Ok(bytes) => Ok(bytes.split_inclusive(|&byte| byte == b'\n').map(parse).collect()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(vec![]),
             Err(source) => Err(DistillError::Io { path: path.into(), source }),

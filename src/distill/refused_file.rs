@@ -1,7 +1,6 @@
 //! refused.jsonl: the refused questions of finished shards, one line each. Until a shard is whole they are in the journal with its
 //! conversations.
 
-use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
@@ -50,7 +49,7 @@ pub(super) fn write<'r>(path: &Path, refused: impl Iterator<Item = &'r RefusedQu
 
 /// The questions of refused.jsonl; none if there is no such file.
 pub(super) fn read(path: &Path) -> Result<Vec<RefusedQuestion>, DistillError> {
-    let text = match fs::read_to_string(path) {
+    let text = match files::read_text(path) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
         Err(source) => return Err(DistillError::Io { path: path.into(), source }),
@@ -74,6 +73,8 @@ pub(super) fn read(path: &Path) -> Result<Vec<RefusedQuestion>, DistillError> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

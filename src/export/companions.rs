@@ -1,6 +1,5 @@
 //! The files of a run that accompany exported heads: recipe, calibration, tree and bench.
 
-use std::fs;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
@@ -9,7 +8,7 @@ use super::request::ExportRequest;
 use super::trained::Trained;
 use super::write;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
-use crate::files::{is_file, sha256, write_synced};
+use crate::files::{self, is_file, sha256, write_synced};
 use crate::formats::FormatError;
 use crate::formats::bench::{self, BenchHeadline};
 use crate::formats::calibration::Calibration;
@@ -74,7 +73,7 @@ impl Companions {
             bench => Ok(bench),
         };
         let recipe =
-            |path: &Path| fs::read_to_string(path).map(|text| published(&text)).map_err(|error| error.to_string());
+            |path: &Path| files::read_text(path).map(|text| published(&text)).map_err(|error| error.to_string());
         let exported = beside.join(RECIPE); // heads exported earlier have it in their folder
         let exported = is_file(&exported)?.then_some(exported);
         let run = places[1].as_ref().map(|run| run.join(RECIPE)).or(exported);

@@ -1,6 +1,5 @@
 //! What a run recorded about the training of its heads. Every export keeps it, so that exported heads are served as they were trained.
 
-use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +9,7 @@ use super::error::ExportError;
 use super::trained::Trained;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::import::folder_of;
-use crate::files::write_synced;
+use crate::files::{self, write_synced};
 use crate::formats::heads_config::{BACKBONE_FINGERPRINT, CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE, PublishedHeadsConfig};
 
 /// The keys for config.json. Merging an adapter leaves no weights to quantise as in training, so `quantization` is left out.
@@ -32,7 +31,7 @@ pub(super) fn keys(trained: &Trained) -> Map<String, Value> {
 pub(super) fn write_template(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
     let file = template_file(trained);
     if let Some(path) = &file {
-        let text = fs::read_to_string(path).map_err(|source| ExportError::Io { path: path.clone(), source })?;
+        let text = files::read_text(path).map_err(|source| ExportError::Io { path: path.clone(), source })?;
         save(folder.join(file_name(trained)), &text)?;
     }
     if !trained.format.holds_backbone() || ChatTemplate::load(folder)?.is_some() {

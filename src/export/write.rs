@@ -1,6 +1,5 @@
 //! Writes the files of each layout.
 
-use std::fs;
 use std::io::{self, Write as _};
 use std::path::Path;
 
@@ -14,7 +13,7 @@ use super::trained::Trained;
 use crate::draft::medusa::heads::import::{HYDRA_LM_HEAD_PT, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
 use crate::draft::medusa::heads::token_map::TOKEN_MAP;
-use crate::files::{write_json, write_synced};
+use crate::files::{self, write_json, write_synced};
 use crate::formats::heads_config::{SHARED_W2, TRAINING};
 use crate::model::folder::{Additions, save_folder_with};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
@@ -85,7 +84,7 @@ fn adapter(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
 /// Copies a file and syncs it.
 pub(super) fn copy(from: &Path, to: &Path) -> Result<(), ExportError> {
     let io = |path: &Path, source| ExportError::Io { path: path.into(), source };
-    let mut source = fs::File::open(from).map_err(|e| io(from, e))?;
+    let mut source = files::open_regular(from).map_err(|e| io(from, e))?;
     write_synced(to, |out| io::copy(&mut source, out).and_then(|_| out.flush())).map_err(|e| io(to, e))
 }
 

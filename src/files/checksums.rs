@@ -197,7 +197,7 @@ pub fn seal(folder: &Path, left_out: &[&str]) -> Result<(), FileError> {
 /// [`ChecksumError::Line`], or an error of reading.
 pub fn read_list(path: &Path) -> Result<BTreeMap<String, String>, ChecksumError> {
     let damaged = |line: usize| ChecksumError::Line { path: path.to_owned(), line };
-    let bytes = fs::read(path).map_err(failed("read", path))?;
+    let bytes = super::read(path).map_err(failed("read", path))?;
     let text = String::from_utf8(bytes).map_err(|_| damaged(1))?;
     if !text.is_empty() && !text.ends_with('\n') {
         return Err(damaged(text.lines().count()));

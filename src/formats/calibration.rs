@@ -9,6 +9,8 @@ use super::error::{self, FormatError};
 use super::sealed::{CHECKSUM, sealed};
 use super::share::Share;
 
+pub(super) mod check;
+
 const WHAT: &str = "calibration";
 const EXPECTED: &str = "is no calibration; expected {\"heads\":[{\"counts\":…,\"total\":…,\"accuracy\":…}], …} as `medusa calibrate` writes it";
 
@@ -105,10 +107,11 @@ impl Calibration {
         let mut calibration: Self =
             error::read(path, WHAT, EXPECTED).map_err(|error| of_share(path).unwrap_or(error))?;
         calibration.other.shift_remove(CHECKSUM);
-        match calibration.heads.iter().position(|head| head.total == 0) {
-            Some(at) => Err(FormatError::NoTargets { path: path.into(), head: at + 1 }),
-            None => Ok(calibration),
+        if let Some(at) = calibration.heads.iter().position(|head| head.total == 0) {
+            return Err(FormatError::NoTargets { path: path.into(), head: at + 1 });
         }
+        check::calibration(&calibration).map_err(|misfit| FormatError::misfit(path, misfit))?;
+        Ok(calibration)
     }
 
     /// Writes `calibration.json` atomically.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::calibration::{DynamicTrace, JointPath, RankTrace};
+use super::calibration::{DynamicTrace, JointPath, RankTrace, check};
 use super::error::{self, FormatError};
 use super::sealed::sealed;
 use super::share::Share;
@@ -75,7 +75,9 @@ impl CalibrationShare {
     /// # Errors
     /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
-        error::read(path, WHAT, EXPECTED)
+        let share = error::read(path, WHAT, EXPECTED)?;
+        check::share(&share).map_err(|misfit| FormatError::misfit(path, misfit))?;
+        Ok(share)
     }
 
     /// Writes a share atomically.

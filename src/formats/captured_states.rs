@@ -16,7 +16,7 @@ use safetensors::Dtype as StoredDtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::dtype::Dtype;
-use crate::files::{FileError, failed};
+use crate::files::{self, FileError, failed};
 use crate::plural::counted;
 
 const STATES: &str = "hidden_states";
@@ -124,7 +124,7 @@ impl CapturedFile {
     /// # Errors
     /// [`CapturedError`].
     pub fn open(path: &Path, sizes: StateSizes) -> Result<Self, CapturedError> {
-        let mut file = File::open(path).map_err(failed("read", path))?;
+        let mut file = files::open_regular(path).map_err(failed("read", path))?;
         let of_disk = file.metadata().map_err(failed("read", path))?;
         let (header, data_at) = header(&mut file, path, of_disk.len())?;
         let expected = data_at + header.data_len() as u64;
@@ -235,7 +235,7 @@ impl CapturedFile {
 
     /// Reads from the file, which must still be the one whose header was read when that is done.
     fn read(&self, read: impl FnOnce(&File) -> io::Result<()>) -> Result<(), CapturedError> {
-        let file = File::open(&self.path).map_err(failed("read", &self.path))?;
+        let file = files::open_regular(&self.path).map_err(failed("read", &self.path))?;
         let done = read(&file);
         let now = file.metadata().map_err(failed("read", &self.path))?;
         let in_words = |bytes: u64, modified: i128| format!("{bytes} bytes of {}", time(modified));

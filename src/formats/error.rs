@@ -1,11 +1,11 @@
 //! Errors of reading and writing, and the functions that read and write all formats except the appended ones.
 
-use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
+use super::calibration::check::Misfit;
 use super::sealed::{self, Broken};
 use super::share::Share;
 use crate::files;
@@ -56,12 +56,21 @@ pub enum FormatError {
     /// A part of the file that a command needs.
     #[error("{} is share {share} of a calibration; merge all shares: medusa calibrate --merge FILE… --out calibration.json", path.display())]
     IsShare { path: PathBuf, share: Share },
+    /// Numbers that cannot all be right.
+    #[error("{}: {key}: expected {expected}, got {got}; the file is damaged: {remedy}", path.display())]
+    Misfit { path: PathBuf, key: String, expected: String, got: String, remedy: &'static str },
     /// A measurement that is not above 0.
     #[error("{}: {what} is {value}; expected a number above 0; remove the file to measure anew", path.display())]
     Damaged { path: PathBuf, what: &'static str, value: f64 },
     /// The latencies were measured under other conditions.
     #[error("{} was measured with {what} {measured}, not with {asked}; give another --latency FILE to measure that", path.display())]
     OtherConditions { path: PathBuf, what: &'static str, measured: String, asked: String },
+}
+
+impl FormatError {
+    pub(super) fn misfit(path: &Path, Misfit { key, expected, got }: Misfit) -> Self {
+        Self::Misfit { path: path.to_owned(), key, expected, got, remedy: "measure it anew with `medusa calibrate`" }
+    }
 }
 
 /// Reads JSON, and checks its checksum if it has one; `what` and `expected` are parts of the error.
@@ -81,7 +90,7 @@ pub(super) fn read_by<T>(
     parse: impl FnOnce(&str) -> serde_json::Result<T>,
 ) -> Result<T, FormatError> {
     let io = |source| FormatError::Io { action: "read", what, path: path.to_owned(), source };
-    let text = fs::read_to_string(path).map_err(io)?;
+    let text = files::read_text(path).map_err(io)?;
     sealed::check(&text).map_err(|Broken { expected, got }| FormatError::Changed {
         path: path.to_owned(),
         expected,

@@ -111,10 +111,44 @@ impl Latency {
         let plain =
             several.iter().flat_map(|of| [("sequences", of.sequences as f64), ("plain_step_ms", of.plain_step_ms)]);
         let mut numbers = [("plain_step_ms", latency.plain_step_ms)].into_iter().chain(plain).chain(sizes);
-        match numbers.find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
-            Some((what, value)) => Err(FormatError::Damaged { path: path.to_owned(), what, value }),
+        if let Some((what, value)) = numbers.find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
+            return Err(FormatError::Damaged { path: path.to_owned(), what, value });
+        }
+        match latency.misfit() {
+            Some((key, expected, got)) => Err(FormatError::Misfit {
+                path: path.to_owned(),
+                key: key.to_owned(),
+                expected,
+                got,
+                remedy: "remove it to measure anew",
+            }),
             None => Ok(latency),
         }
+    }
+
+    /// The first number that does not fit the others, what would, and what it is.
+    fn misfit(&self) -> Option<(&'static str, String, String)> {
+        if let Some(busy) = self.busy_cores.filter(|busy| !(busy.is_finite() && *busy >= 0.0)) {
+            return Some(("busy_cores", "a number of at least 0".to_owned(), busy.to_string()));
+        }
+        let several = self.by_sequences.iter().map(|of| &of.steps);
+        for steps in [&self.steps].into_iter().chain(several) {
+            for (at, step) in steps.iter().enumerate() {
+                if step.depth > step.nodes {
+                    return Some(("depth", format!("at most the {} nodes", step.nodes), step.depth.to_string()));
+                }
+                let is_same = |other: &StepTime| {
+                    (other.nodes, other.depth, other.dynamic) == (step.nodes, step.depth, step.dynamic)
+                };
+                if steps[..at].iter().any(is_same) {
+                    let got = format!("{} nodes of {} levels twice", step.nodes, step.depth);
+                    return Some(("steps", "each tree once".to_owned(), got));
+                }
+            }
+        }
+        let counts: Vec<usize> = self.by_sequences.iter().map(|of| of.sequences).collect();
+        (!counts.is_sorted_by(|one, next| one < next))
+            .then(|| ("by_sequences", "ascending numbers of sequences".to_owned(), format!("{counts:?}")))
     }
 
     /// Writes `latency.json` atomically.
@@ -257,6 +291,13 @@ mod tests {
         let negative = complaint(&text.replace("4.0", "-4.0"));
         assert!(negative.contains("latency.json: step_ms is -4; expected a number above 0"), "{negative}");
         assert!(complaint(&text.replace("\"nodes\":8", "\"nodes\":0")).contains("nodes is 0"));
+        let deep = complaint(&text.replace("\"depth\":3", "\"depth\":9"));
+        assert!(
+            deep.contains("latency.json: depth: expected at most the 8 nodes, got 9; the file is damaged"),
+            "{deep}"
+        );
+        let twice = text.replace("\"nodes\":8,\"depth\":3", "\"nodes\":1,\"depth\":1");
+        assert!(complaint(&twice).contains("steps: expected each tree once, got 1 nodes of 1 levels twice"));
         assert!(complaint(&text[..40]).contains("latency.json holds no latencies"));
         assert!(complaint("[[0]]").contains("holds no latencies"));
     }

@@ -1,18 +1,23 @@
 //! `metrics.jsonl`: one line per logged training step or evaluation; the run may still be writing it.
 
-use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::files::{FileError, failed};
+use crate::files::{self, FileError, failed};
 
 /// Why metrics.jsonl cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum MetricsError {
     #[error(transparent)]
     File(#[from] FileError),
+    /// The run's folder was removed or moved while the run wrote to it.
+    #[error(
+        "{} was removed, moved or replaced while the run wrote to it, so the run ends here; put it back and use --resume, or train in another folder",
+        run.display()
+    )]
+    FolderGone { run: PathBuf },
     /// A malformed line.
     #[error("{}, line {line}: {source}", path.display())]
     Line {
@@ -182,7 +187,7 @@ impl MetricsFile {
     /// # Errors
     /// [`MetricsError`], with the line.
     pub fn read(path: &Path) -> Result<Self, MetricsError> {
-        let bytes = match fs::read(path) {
+        let bytes = match files::read(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
             read => read.map_err(failed("read", path))?,
         };
@@ -200,7 +205,7 @@ impl MetricsFile {
     /// As [`MetricsFile::read`], but skips malformed lines and returns nothing for an unreadable file: for an overview.
     pub fn read_what_is_whole(path: &Path) -> Self {
         let line = |text: &[u8]| MetricsLine::parse(text).ok().map(|line| (text.to_owned(), line));
-        Self { lines: texts(&fs::read(path).unwrap_or_default()).filter_map(line).collect(), torn: false }
+        Self { lines: texts(&files::read(path).unwrap_or_default()).filter_map(line).collect(), torn: false }
     }
 }
 

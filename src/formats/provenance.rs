@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use super::error::{self, FormatError};
 use super::run_folder::{PROVENANCE, RECIPE};
 use super::sealed::{CHECKSUM, sealed};
+use crate::files;
 
 const WHAT: &str = "provenance";
 const OF_A_RUN: &str = "is no provenance of a run; expected what medusa-train writes";
@@ -124,7 +125,7 @@ impl Provenance {
         let kept = Self::entries(&run.join(PROVENANCE)).ok().and_then(|mut keys| keys.remove("recipe"));
         match kept {
             Some(Value::String(recipe)) => Some(recipe),
-            _ => std::fs::read_to_string(run.join(RECIPE)).ok(),
+            _ => files::read_text(&run.join(RECIPE)).ok(),
         }
     }
 

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use super::HubError;
 use super::id::{Repo, RepoKind, is_safe};
-use crate::files::write_atomic;
+use crate::files::{self, write_atomic};
 
 #[derive(Debug, Clone)]
 pub(super) struct Cache {
@@ -58,7 +58,7 @@ impl Cache {
 
     /// The commit of a revision when it was last looked up.
     pub(super) fn commit(&self, repo: &Repo, revision: &str) -> Option<String> {
-        let of_ref = || Some(fs::read_to_string(self.repo(repo).join("refs").join(revision)).ok()?.trim().to_owned());
+        let of_ref = || Some(files::read_text(&self.repo(repo).join("refs").join(revision)).ok()?.trim().to_owned());
         let known =
             if is_commit(revision) { Some(revision.to_owned()) } else { of_ref().filter(|commit| is_commit(commit)) };
         known.filter(|commit| self.snapshot(repo, commit).is_dir())
@@ -89,7 +89,7 @@ impl Cache {
 
     /// The names of all files of a commit, if they were saved. An unreadable list counts as missing.
     pub(super) fn listed(&self, repo: &Repo, commit: &str) -> Option<Vec<String>> {
-        let names: Vec<String> = serde_json::from_slice(&fs::read(self.list_path(repo, commit)).ok()?).ok()?;
+        let names: Vec<String> = serde_json::from_slice(&files::read(&self.list_path(repo, commit)).ok()?).ok()?;
         names.iter().all(|name| is_safe(name)).then_some(names)
     }
 

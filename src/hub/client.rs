@@ -17,6 +17,7 @@ use super::id::{Repo, RepoKind};
 use super::token::Token;
 use super::{HubError, Observer, TransferEvent};
 use crate::bounds::{QUOTED_CHARACTERS, RESPONSE_BYTES};
+use crate::files;
 use crate::http::connection::{proxy, trusted};
 
 const TRIES: u32 = 5;
@@ -220,7 +221,7 @@ impl<'o> Client<'o> {
             Body::Lines(bytes) => request.set("Content-Type", "application/x-ndjson").send_bytes(bytes),
             Body::Part { path, offset, length } => {
                 let part = || -> io::Result<File> {
-                    let mut file = File::open(path)?;
+                    let mut file = files::open_regular(path)?;
                     file.seek(SeekFrom::Start(offset))?;
                     Ok(file)
                 };

@@ -232,7 +232,7 @@ pub(super) fn hash_like(hash: &str, path: &Path) -> io::Result<String> {
     if is_sha256(hash) {
         return files::sha256(path);
     }
-    let file = File::open(path)?;
+    let file = files::open_regular(path)?;
     git_hash(file.metadata()?.len(), file)
 }
 

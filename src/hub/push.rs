@@ -2,7 +2,7 @@
 //! stay on the Hub, so that repeating an interrupted push uploads only the rest.
 
 use std::collections::HashMap;
-use std::fs::{self, File};
+use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -111,7 +111,7 @@ impl<'l> Addition<'l> {
 
     /// A file in the commit itself.
     fn inline(file: &'l Local) -> Result<Self, HubError> {
-        let bytes = fs::read(&file.path).map_err(HubError::io("read", &file.path))?;
+        let bytes = files::read(&file.path).map_err(HubError::io("read", &file.path))?;
         let hash = git_hash(bytes.len() as u64, &bytes[..]).map_err(HubError::io("read", &file.path))?;
         let value = json!({"content": STANDARD.encode(bytes), "path": file.name, "encoding": "base64"});
         Ok(Self { file, hash, line: json!({"key": "file", "value": value}).to_string() })
@@ -334,7 +334,9 @@ fn scan(folder: &Path) -> Result<(Vec<Local>, Vec<String>), HubError> {
 
 fn start(path: &Path) -> Result<Vec<u8>, HubError> {
     let mut bytes = Vec::new();
-    File::open(path).and_then(|file| file.take(SAMPLE).read_to_end(&mut bytes)).map_err(HubError::io("read", path))?;
+    files::open_regular(path)
+        .and_then(|file| file.take(SAMPLE).read_to_end(&mut bytes))
+        .map_err(HubError::io("read", path))?;
     Ok(bytes)
 }
 

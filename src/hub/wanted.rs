@@ -9,6 +9,7 @@ use serde::Deserialize;
 use super::HubError;
 use super::id::{DataPart, Id};
 use crate::data::source;
+use crate::files;
 use crate::model::config::LlamaConfig;
 use crate::model::folder::COMPANIONS;
 use crate::model::loading::OutputPart;
@@ -138,7 +139,7 @@ fn of_backbone(name: &str) -> bool {
 
 fn shards(id: &Id, folder: &Path, index: &str, names: &[String], tensors: &[&str]) -> Result<Vec<String>, HubError> {
     let path = folder.join(index);
-    let bytes = std::fs::read(&path).map_err(HubError::io("read", &path))?;
+    let bytes = files::read(&path).map_err(HubError::io("read", &path))?;
     let read: WeightsIndex =
         serde_json::from_slice(&bytes).map_err(|error| HubError::io("read", &path)(error.into()))?;
     let is_needed = |tensor: &String| tensors.is_empty() || tensors.contains(&tensor.as_str());

@@ -16,7 +16,7 @@ mod keys;
 mod rotary;
 
 pub use error::ConfigError;
-use error::bad;
+use error::{bad, within};
 use family::Family;
 pub use family::{FamilyTraits, LayerTraits};
 use keys::{ConfigKeys, GenerationKeys, ModelType, OneOrMany, read_json};
@@ -220,9 +220,7 @@ impl LlamaConfig {
             let expected = format!("a divisor of num_attention_heads = {}", self.num_attention_heads);
             return Err(bad(path, "num_key_value_heads", expected, self.num_key_value_heads));
         }
-        if !(self.rms_norm_eps >= 0.0 && self.rms_norm_eps.is_finite()) {
-            return Err(bad(path, "rms_norm_eps", "a number of at least 0", self.rms_norm_eps));
-        }
+        within(path, "rms_norm_eps", self.rms_norm_eps, 0.0..=1.0)?;
         if self.head_dim % 2 != 0 {
             return Err(bad(path, "head_dim", "an even number (rotary embeddings turn pairs)", self.head_dim));
         }

@@ -2,13 +2,12 @@
 
 // R rank, O outputs, I inputs
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::files::{FileError, failed, write_json};
+use crate::files::{self, FileError, failed, write_json};
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -86,7 +85,7 @@ struct PeftConfig {
 
 impl PeftConfig {
     fn read(path: &Path) -> Result<Self, PeftError> {
-        let text = fs::read(path).map_err(failed("read", path))?;
+        let text = files::read(path).map_err(failed("read", path))?;
         let config: Self =
             serde_json::from_slice(&text).map_err(|source| PeftError::Json { path: path.into(), source })?;
         config.check(path).map(|()| config)

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::dtype::Dtype;
+use crate::files;
 use crate::model::block_spec::names;
 use crate::model::weights::{WeightFiles, WeightsError};
 
@@ -18,7 +19,7 @@ pub fn stored_dtype(folder: &Path) -> Result<Option<Dtype>, WeightsError> {
 }
 
 fn of_config(folder: &Path) -> Option<Dtype> {
-    let config: Value = serde_json::from_slice(&std::fs::read(folder.join("config.json")).ok()?).ok()?;
+    let config: Value = serde_json::from_slice(&files::read(&folder.join("config.json")).ok()?).ok()?;
     ["dtype", "torch_dtype"].iter().find_map(|key| config[key].as_str())?.parse().ok()
 }
 

@@ -4,7 +4,7 @@ use super::Recipe;
 use super::mistakes::Findings;
 use super::stage::Stage;
 use crate::data::long_rows::LongRows;
-use crate::draft::medusa::heads::HeadsConfig;
+use crate::draft::medusa::heads::{HeadsConfig, MOST_HEADS, MOST_LAYERS};
 use crate::dtype::Dtype;
 use crate::numbers::Fraction;
 use crate::plural::counted;
@@ -28,10 +28,24 @@ impl Recipe {
         self.check_float64(findings);
         self.check_best(findings);
         self.check_batch(findings);
+        self.check_sizes_of_heads(findings);
         if self.heads.init_from.is_none() || findings.text().key("heads.medusa_num_heads").is_some() {
             self.check_lengths(findings);
         }
         self.check_warmup(findings);
+    }
+
+    /// More would be a slip: their memory could not even be planned.
+    fn check_sizes_of_heads(&self, findings: &mut Findings<'_>) {
+        let HeadsConfig { medusa_num_heads, medusa_num_layers, .. } = self.heads;
+        for (key, count, most) in [
+            ("heads.medusa_num_heads", medusa_num_heads, MOST_HEADS),
+            ("heads.medusa_num_layers", medusa_num_layers, MOST_LAYERS),
+        ] {
+            if count.get() > most {
+                findings.clash(key, count, format!("at most {most}"));
+            }
+        }
     }
 
     /// The rows per optimizer step must not overflow.

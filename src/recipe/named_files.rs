@@ -1,5 +1,6 @@
 //! Checks of a recipe against the files that it names: the backbone's config, data, templates, and weights to start from.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use tch::Device;
@@ -10,6 +11,7 @@ use crate::data::chat_template::TemplateChoice;
 use crate::data::{captured, source};
 use crate::draft::medusa::heads::{HEADS_FILE, HeadsConfig, import};
 use crate::dtype::Dtype;
+use crate::files;
 use crate::model::config::LlamaConfig;
 use crate::model::lora::modules_of;
 use crate::model::peft::ADAPTER_FILE;
@@ -106,6 +108,24 @@ impl Recipe {
         }
     }
 
+    /// The run's folder can be made: nothing above it is a file.
+    fn check_output_dir(&self, findings: &mut Findings<'_>) {
+        let (key, path) = ("train.output_dir", &self.train.output_dir);
+        if !findings.are_as_written(&[key]) {
+            return;
+        }
+        let file = path.ancestors().find(|place| place.exists() && !place.is_dir());
+        let expected = match file {
+            Some(file) if file == path => "a folder, but this is a file".to_owned(),
+            Some(file) => format!("a folder, but {} above it is a file", file.display()),
+            None if path.as_os_str().is_empty() || path.as_os_str().as_encoded_bytes().contains(&0) => {
+                "the name of a folder".to_owned()
+            }
+            None => return,
+        };
+        findings.clash(key, format!("{:?}", path.display().to_string()), expected);
+    }
+
     /// Checks that data, template and weights to start from exist; the recipe must have local paths.
     pub(super) fn check_files(&self, findings: &mut Findings<'_>) {
         for (key, patterns) in [("data.train", &self.data.train), ("data.validation", &self.data.validation)] {
@@ -119,6 +139,7 @@ impl Recipe {
             let key = "data.hidden_states";
             findings.add(findings.text().value(key), Mistake::Files { key, error });
         }
+        self.check_output_dir(findings);
         if let TemplateChoice::File(path) = &self.data.chat_template {
             let hint = "give the path of a Jinja template, or the name of a built-in one";
             check_exists(findings, "data.chat_template", path, hint);
@@ -137,9 +158,13 @@ impl Recipe {
 }
 
 fn check_exists(findings: &mut Findings<'_>, key: &'static str, path: &Path, hint: &'static str) {
-    if !path.is_file() {
-        findings.add(findings.text().value(key), Mistake::Missing { key, path: path.to_owned(), hint });
-    }
+    let Err(error) = files::check_regular(path) else { return };
+    let is_absent = [ErrorKind::NotFound, ErrorKind::NotADirectory, ErrorKind::IsADirectory].contains(&error.kind());
+    let mistake = match is_absent {
+        true => Mistake::Missing { key, path: path.to_owned(), hint },
+        false => Mistake::Files { key, error: files::failed("read", path)(error).into() },
+    };
+    findings.add(findings.text().value(key), mistake);
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::located::LocatedToml;
 use super::mistakes::Findings;
 use super::{LoadedRecipe, Recipe, RecipeError};
 use crate::data::DataConfig;
-use crate::files::failed;
+use crate::files::{self, failed};
 use crate::formats::provenance::Provenance;
 use crate::formats::run_folder::{RECIPE, is_run};
 use crate::hub::Observer;
@@ -46,7 +46,7 @@ impl WrittenRecipe {
     /// # Errors
     /// [`RecipeError`] with all mistakes and their positions in the file.
     pub fn read(path: &Path) -> Result<Self, RecipeError> {
-        let text = std::fs::read_to_string(path).map_err(failed("read the recipe", path))?;
+        let text = files::read_text(path).map_err(failed("read the recipe", path))?;
         Self::parse(path, text)
     }
 

@@ -1,6 +1,5 @@
 //! Reads a run's folder: the files of training, and later measurements.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -60,7 +59,7 @@ impl Run {
         check_is_run(path)?;
         let there = |name: &str| Some(path.join(name)).filter(|file| file.is_file());
         let recipe = path.join(RECIPE);
-        let recipe = fs::read_to_string(&recipe).map_err(failed("read", &recipe))?;
+        let recipe = files::read_text(&recipe).map_err(failed("read", &recipe))?;
         let mut run = Self {
             path: path.to_owned(),
             recipe: RecipeText::new(&recipe),

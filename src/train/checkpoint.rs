@@ -11,7 +11,7 @@ use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::heads::{HEADS_FILE, Heads};
 use crate::files::checksums::{self, ChecksumError};
-use crate::files::{FileError, NewFolder, failed, is_partial, remove_folder, write_json, write_synced};
+use crate::files::{self, FileError, NewFolder, failed, is_partial, remove_folder, write_json, write_synced};
 use crate::formats::best::BestEvaluation;
 use crate::formats::heads_config::{CHAT_TEMPLATE, HeadsFolderConfig};
 use crate::formats::run_folder;
@@ -84,7 +84,7 @@ struct SavedState {
 impl SavedState {
     fn read(checkpoint: &Path) -> Result<Self, CheckpointError> {
         let path = checkpoint.join(STATE_FILE);
-        let text = fs::read(&path).map_err(failed("read", &path))?;
+        let text = files::read(&path).map_err(failed("read", &path))?;
         serde_json::from_slice(&text).map_err(|source| CheckpointError::State { path, source })
     }
 }

@@ -5,7 +5,7 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use crate::draft::medusa::fused_loss::TOP;
-use crate::files::{failed, write_atomic};
+use crate::files::{OpenFolder, failed, write_atomic};
 use crate::formats::metrics::{MetricsError, MetricsFile, MetricsLine, MetricsSplit};
 use crate::formats::run_folder::{METRICS, TENSORBOARD};
 use crate::train::step::StepMetrics;
@@ -72,6 +72,8 @@ impl MetricsLine {
 /// Both logs of a run.
 #[derive(Debug)]
 pub struct RunLog {
+    run: PathBuf,
+    folder: OpenFolder,
     path: PathBuf,
     lines: File,
     events: EventFile,
@@ -92,7 +94,8 @@ impl RunLog {
         let lines = OpenOptions::new().append(true).open(&path).map_err(failed("write", &path))?;
         let mut events = EventFile::create(&run.join(TENSORBOARD))?;
         kept.iter().try_for_each(|(_, line)| events.append(line.step, &line.curves()))?;
-        Ok(Self { path, lines, events })
+        let folder = OpenFolder::open(run).map_err(failed("open", run))?;
+        Ok(Self { run: run.to_owned(), folder, path, lines, events })
     }
 
     /// Syncs all lines to disk. Call it before a checkpoint: a run resumed from there needs the lines up to it.
@@ -100,8 +103,17 @@ impl RunLog {
     /// # Errors
     /// [`MetricsError`].
     pub fn sync(&self) -> Result<(), MetricsError> {
+        self.check_folder()?;
         self.lines.sync_all().map_err(failed("write", &self.path))?;
         self.events.sync()
+    }
+
+    /// What is written into a folder that was removed is lost, and a checkpoint would make another folder, without recipe and provenance.
+    fn check_folder(&self) -> Result<(), MetricsError> {
+        match self.folder.is_there().map_err(failed("look for", &self.run))? {
+            true => Ok(()),
+            false => Err(MetricsError::FolderGone { run: self.run.clone() }),
+        }
     }
 
     /// Appends a line to both logs.
@@ -109,6 +121,7 @@ impl RunLog {
     /// # Errors
     /// [`MetricsError`].
     pub fn append(&mut self, line: &MetricsLine) -> Result<(), MetricsError> {
+        self.check_folder()?;
         line.append_to(&mut self.lines).map_err(failed("write", &self.path))?;
         self.events.append(line.step, &line.curves())
     }

@@ -13,7 +13,7 @@ use crate::data::chat_template::TemplateChoice;
 use crate::data::{DataFile, LoadReport, tokenize};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::files::{
-    FolderLock, failed, holder, in_words, lock_folder, make_folders, parent, put_back, sha256, sync_folder,
+    self, FolderLock, failed, holder, in_words, lock_folder, make_folders, parent, put_back, sha256, sync_folder,
     write_atomic,
 };
 use crate::formats::provenance::{HashedFile, Provenance};
@@ -149,7 +149,7 @@ impl<'r> RunFolder<'r> {
     fn resume(&self, run: &Path, now: &Provenance) -> Result<FoundRun, TrainError> {
         let another = |why| TrainError::OutputTaken { path: run.into(), why };
         let recipe = run.join(RECIPE);
-        let written = fs::read_to_string(&recipe).map_err(failed("read", &recipe))?;
+        let written = files::read_text(&recipe).map_err(failed("read", &recipe))?;
         let mut begun = Provenance::load(&run.join(PROVENANCE))?;
         let before = self.resolved(begun.recipe.as_ref().unwrap_or(&written));
         let changes = RecipeChanges::between(&before, &self.plan.resolved_recipe).map_err(|difference| {
@@ -185,7 +185,7 @@ impl<'r> RunFolder<'r> {
             libtorch: LIBTORCH_VERSION.into(),
             device: self.device_names.clone(),
             threads: tch::get_num_threads(),
-            command: std::env::args().collect(),
+            command: std::env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect(),
             started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
             backbone: self.plan.snapshot.clone(),
             sources: self.plan.sources.clone(),

@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use protobuf::CodedOutputStream;
 
-use crate::files::{FileError, failed, parent, sync_folder};
+use crate::files::{self, FileError, failed, parent, sync_folder};
 use crate::formats::metrics::MetricsError;
 
 /// Numbers of the fields that are written.
@@ -104,7 +104,7 @@ pub struct DamagedRecord(usize);
 /// # Errors
 /// The disk's own; inside, the first damaged record.
 pub fn check(path: &Path) -> Result<Result<(), DamagedRecord>, FileError> {
-    let bytes = fs::read(path).map_err(failed("read", path))?;
+    let bytes = files::read(path).map_err(failed("read", path))?;
     let (mut rest, mut number) = (bytes.as_slice(), 0);
     while !rest.is_empty() {
         number += 1;

@@ -14,9 +14,11 @@ use crate::cli::CommonFlags;
 const PROMPT: &str = "> ";
 
 /// Input at the prompt.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(super) enum Input {
     Line(String),
+    /// A line that is not UTF-8.
+    NotText(anyhow::Error),
     /// Ctrl-C: the line is cleared.
     Cleared,
     /// Ctrl-D, or the end of a file.
@@ -83,10 +85,17 @@ impl InputLines {
                 if *is_typed {
                     let _ = write!(io::stderr(), "{PROMPT}"); // the prompt is only a convenience
                 }
-                let mut line = String::new();
-                let bytes = io::stdin().lock().read_line(&mut line).context("cannot read stdin")?;
-                let line = line.strip_suffix('\n').unwrap_or(&line);
-                Ok(if bytes == 0 { Input::End } else { Input::Line(line.trim_end_matches('\r').into()) })
+                let mut line = Vec::new();
+                io::stdin().lock().read_until(b'\n', &mut line).context("cannot read stdin")?;
+                if line.is_empty() {
+                    return Ok(Input::End);
+                }
+                Ok(match String::from_utf8(line) {
+                    Ok(line) => Input::Line(line.strip_suffix('\n').unwrap_or(&line).trim_end_matches('\r').to_owned()),
+                    Err(error) => {
+                        Input::NotText(anyhow::Error::from(error.utf8_error()).context("the line is not UTF-8"))
+                    }
+                })
             }
         }
     }

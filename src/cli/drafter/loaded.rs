@@ -44,7 +44,7 @@ impl DrafterPlan {
     pub fn load(self, target: Target, common: &CommonFlags) -> anyhow::Result<LoadedDrafter> {
         let Self { spec, heads, models, tree, draft_tokens } = self;
         let draft_tree = match &tree {
-            Some(PlannedTree::Of(tree, _)) if heads.is_none() => tree.clone(),
+            Some(PlannedTree::Of { tree, .. }) if heads.is_none() => tree.clone(),
             Some(PlannedTree::Dynamic { nodes }) if heads.is_none() => {
                 GuessTree::Dynamic(DynamicTree { nodes: nodes.get(), depth: DRAFT_LEVELS, top_k: DYNAMIC_TOP_K })
             }
@@ -53,13 +53,14 @@ impl DrafterPlan {
         let load = |folder: &PathBuf| DraftModel::load(folder, draft_tree.clone(), target, common);
         let models = models.iter().map(load).collect::<anyhow::Result<_>>()?;
         let by_load = match &tree {
-            Some(PlannedTree::Of(_, by_load)) if heads.is_some() => Some(by_load.clone()),
+            Some(PlannedTree::Of { by_load, .. }) if heads.is_some() => Some(by_load.clone()),
             _ => None,
         };
         let heads = heads.map(|path| -> anyhow::Result<_> {
             let heads = load_heads(&path, target.backbone, common)?.for_decoding();
+            tree.iter().try_for_each(|tree| tree.check_fits(heads.num_heads(), heads.draft_vocab_size()))?;
             let tree = match tree {
-                Some(PlannedTree::Of(tree, _)) => tree,
+                Some(PlannedTree::Of { tree, .. }) => tree,
                 Some(PlannedTree::Dynamic { nodes }) => GuessTree::Dynamic(limits(nodes, &heads)),
                 None => GuessTree::Static(chain_of(&heads, common)?),
             };

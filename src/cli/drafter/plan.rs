@@ -34,7 +34,7 @@ pub struct DrafterPlan {
 #[derive(Debug, Clone)]
 pub enum PlannedTree {
     /// Of a file, and those for several texts at a time.
-    Of(GuessTree, ByLoad<GuessTree>),
+    Of { path: PathBuf, tree: GuessTree, by_load: ByLoad<GuessTree> },
     /// `dynamic:N`: chosen at each step from the guesses of all heads.
     Dynamic { nodes: NonZeroUsize },
 }
@@ -54,13 +54,24 @@ impl PlannedTree {
             let (tree, file) = GuessTree::load(flag)?;
             let by_load = GuessTree::by_load(tree.clone(), &file)
                 .map_err(|source| TreeFileError::Tree { path: flag.to_owned(), source })?;
-            return Ok(Self::Of(tree, by_load));
+            return Ok(Self::Of { path: flag.to_owned(), tree, by_load });
         };
         let bad = || format!("--tree {DYNAMIC}{nodes}: expected a number of nodes, from 1 to {TREE_NODES}");
         match nodes.parse::<NonZeroUsize>() {
             Ok(nodes) if nodes.get() <= TREE_NODES => Ok(Self::Dynamic { nodes }),
             _ => Err(UsageError(bad()).into()),
         }
+    }
+
+    /// Checks that `num_heads` heads with `top_k` guesses each can fill a file's trees.
+    ///
+    /// # Errors
+    /// [`TreeFileError`] names the file.
+    pub fn check_fits(&self, num_heads: usize, top_k: usize) -> Result<(), TreeFileError> {
+        let Self::Of { path, tree, by_load } = self else { return Ok(()) };
+        let of_several = by_load.choices().iter().filter_map(|choice| choice.tree.as_ref());
+        let fits = [tree].into_iter().chain(of_several).try_for_each(|tree| tree.check_fits(num_heads, top_k));
+        fits.map_err(|source| TreeFileError::Tree { path: path.clone(), source })
     }
 }
 

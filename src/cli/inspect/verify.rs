@@ -146,7 +146,7 @@ fn of_kind(file: &Path, name: &str) -> anyhow::Result<FileState> {
 }
 
 fn sealed_json(file: &Path) -> anyhow::Result<FileState> {
-    let bytes = fs::read(file).map_err(failed("read", file))?;
+    let bytes = files::read(file).map_err(failed("read", file))?;
     let Ok(text) = String::from_utf8(bytes) else { return Ok(FileState::damaged("it is no text")) };
     let state = match sealed::check(&text) {
         Err(Broken { expected, got }) => FileState::compared(&expected, &got),
@@ -163,7 +163,7 @@ fn sealed_json(file: &Path) -> anyhow::Result<FileState> {
 
 /// A run's recipe.toml is also in its provenance.
 fn recipe(file: &Path) -> anyhow::Result<FileState> {
-    let text = fs::read(file).map_err(failed("read", file))?;
+    let text = files::read(file).map_err(failed("read", file))?;
     let kept = Provenance::entries(&file.with_file_name(PROVENANCE)).ok().and_then(|mut keys| keys.remove("recipe"));
     Ok(match kept.as_ref().and_then(serde_json::Value::as_str) {
         None => FileState::Unrecorded { why: None },

@@ -1,13 +1,13 @@
 //! The JSON files beside a tokenizer: tokenizer_config.json, special_tokens_map.json and added_tokens.json.
 
+use std::io;
 use std::path::{Path, PathBuf};
-use std::{fs, io};
 
 use serde_json::Value;
 use tokenizers::AddedToken;
 
 use super::error::TokenizeError;
-use crate::files::failed;
+use crate::files::{self, failed};
 
 /// `bos_token` and its like, by name.
 #[derive(Debug, Clone, Default)]
@@ -175,7 +175,7 @@ impl TokenizerConfig {
 /// # Errors
 /// A file that cannot be read.
 pub(in crate::data) fn read_json(path: &Path) -> Result<Option<Value>, TokenizeError> {
-    let bytes = match fs::read(path) {
+    let bytes = match files::read(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         read => read.map_err(failed("read", path))?,
     };

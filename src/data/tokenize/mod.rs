@@ -9,7 +9,6 @@ mod sentencepiece;
 mod tiktoken;
 mod vocabulary;
 
-use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -67,7 +66,7 @@ impl TextTokenizer {
     }
 
     fn of_json(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
-        let bytes = fs::read(&path).map_err(failed("read", &path))?;
+        let bytes = files::read(&path).map_err(failed("read", &path))?;
         let unusable = |source| TokenizeError::Unusable { path: path.clone(), source };
         let mut tokenizer = of_library(|| Pipeline::from_bytes(&bytes)).map_err(unusable)?;
         // Left in the file by whoever saved it; a row's length is the recipe's business (as in transformers).

@@ -1,7 +1,6 @@
 //! `tokenizer.model` as a tokenizer: SentencePiece's or tiktoken's, with the special tokens of the JSON files beside it.
 
 use std::collections::HashMap;
-use std::fs;
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
@@ -13,7 +12,7 @@ use super::error::TokenizeError;
 use super::pipeline::{Pipeline, TextNormalizer, TokenModel};
 use super::sentencepiece::{SentencePiece, SentencePieceFile, Spacing};
 use super::tiktoken;
-use crate::files::failed;
+use crate::files::{self, failed};
 
 /// What is read of it.
 pub(super) struct ModelFile {
@@ -32,7 +31,7 @@ impl ModelFile {
     /// # Errors
     /// A file that is neither, or broken.
     pub(super) fn read(path: &Path, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
-        let bytes = fs::read(path).map_err(failed("read", path))?;
+        let bytes = files::read(path).map_err(failed("read", path))?;
         if tiktoken::is_tiktoken(&bytes) {
             return Self::of_tiktoken(bytes, path);
         }

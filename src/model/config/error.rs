@@ -1,5 +1,6 @@
 //! What can be wrong with a `config.json`.
 
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use crate::files::FileError;
@@ -28,5 +29,18 @@ pub(super) fn bad(path: &Path, key: &'static str, expected: impl ToString, got: 
 }
 
 pub(super) fn above_zero(path: &Path, key: &'static str, value: f64) -> Result<f64, ConfigError> {
-    if value > 0.0 && value.is_finite() { Ok(value) } else { Err(bad(path, key, "a number above 0", value)) }
+    within(path, key, value, 1e-30..=1e30).map_err(|_| bad(path, key, "a number above 0", value))
+}
+
+/// Refuses a number with which logits are not finite, or the same for every token.
+pub(super) fn within(
+    path: &Path,
+    key: &'static str,
+    value: f64,
+    range: RangeInclusive<f64>,
+) -> Result<f64, ConfigError> {
+    if range.contains(&value) {
+        return Ok(value);
+    }
+    Err(bad(path, key, format!("a number from {} to {}", range.start(), range.end()), value))
 }

@@ -1,11 +1,11 @@
 //! The keys of `config.json` and `generation_config.json` that are read.
 
-use std::fs;
 use std::path::Path;
 
 use serde::{Deserialize, Deserializer};
 
 use super::error::ConfigError;
+use crate::files;
 
 /// The architecture that `config.json` names.
 #[derive(Debug, Deserialize)]
@@ -146,6 +146,6 @@ pub(super) struct GenerationKeys {
 }
 
 pub(super) fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
-    let text = fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
+    let text = files::read_text(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
     serde_json::from_str(&text).map_err(|source| ConfigError::Json { path: path.into(), source })
 }

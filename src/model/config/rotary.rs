@@ -1,8 +1,9 @@
 //! Rotary position embeddings as `config.json` describes them, in the spellings of transformers 4 and 5.
 
+use std::ops::RangeInclusive;
 use std::path::Path;
 
-use super::error::{ConfigError, above_zero, bad};
+use super::error::{ConfigError, above_zero, bad, within};
 use super::family::Family;
 use super::keys::{ConfigKeys, RopeByLayer, RopeKeys};
 use crate::model::block_spec::RopeScaling;
@@ -36,7 +37,7 @@ pub(super) fn resolve(
     let sliding_theta = sliding.and_then(|rope| rope.rope_theta).or(written.rope_local_base_freq);
     let local_theta = family.local_rope_theta.map(|default| sliding_theta.unwrap_or(default));
     for theta in [Some(theta), local_theta].into_iter().flatten() {
-        above_zero(path, "rope_theta", theta)?;
+        within(path, "rope_theta", theta, 1.0..=1e15)?;
     }
     if let Some(kind) = sliding.and_then(RopeKeys::kind).filter(|kind| *kind != "default") {
         return Err(bad(path, "rope_parameters.sliding_attention", "rope_type default", kind));
@@ -59,6 +60,9 @@ fn rotated(path: &Path, head_dim: i64, part: f64) -> Result<i64, ConfigError> {
     }
     Ok(size)
 }
+
+/// Of what divides frequencies, or scales the attention.
+const FACTORS: RangeInclusive<f64> = 1e-3..=1e6;
 
 struct Reader<'c> {
     path: &'c Path,
@@ -101,7 +105,7 @@ impl Reader<'_> {
     }
 
     fn factor(&self) -> Result<f64, ConfigError> {
-        self.need("factor", self.rope.factor)
+        within(self.path, "factor", self.need("factor", self.rope.factor)?, FACTORS)
     }
 
     fn original(&self) -> Option<f64> {
@@ -150,30 +154,38 @@ impl Reader<'_> {
             beta_slow: self.or("beta_slow", self.rope.beta_slow, 1.0)?,
             truncate: self.rope.truncate.unwrap_or(true),
             original_max_position_embeddings: self.original_tokens()?,
-            attention_factor: self.or("attention_factor", self.rope.attention_factor, by_default)?,
+            attention_factor: self.attention_factor(by_default)?,
         })
+    }
+
+    fn attention_factor(&self, default: f64) -> Result<f64, ConfigError> {
+        within(self.path, "attention_factor", self.rope.attention_factor.unwrap_or(default), FACTORS)
     }
 
     fn longrope(&self) -> Result<RopeScaling, ConfigError> {
         let (original, longest) = (self.original_tokens()?, self.written.max_position_embeddings);
         // As transformers 5; version 4 ignores `factor` where the context of pre-training is known.
         let by_context = || self.original().map_or(1.0, |original| longest as f64 / original);
-        let factor = self.rope.factor.unwrap_or_else(by_context);
+        let factor = within(self.path, "factor", self.rope.factor.unwrap_or_else(by_context), FACTORS)?;
         let by_default = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
         Ok(RopeScaling::LongRope {
             short_factor: self.divisors("short_factor", self.rope.short_factor.as_ref())?,
             long_factor: self.divisors("long_factor", self.rope.long_factor.as_ref())?,
             original_max_position_embeddings: original,
             longest,
-            attention_factor: self.or("attention_factor", self.rope.attention_factor, by_default)?,
+            attention_factor: self.attention_factor(by_default)?,
         })
     }
 
     fn divisors(&self, key: &'static str, written: Option<&Vec<f64>>) -> Result<Vec<f64>, ConfigError> {
         let expected = || format!("{} numbers above 0, one per rotated pair", self.size / 2);
         let all = written.ok_or_else(|| bad(self.path, key, expected(), "nothing"))?;
-        if all.len() as i64 != self.size / 2 || all.iter().any(|divisor| *divisor <= 0.0) {
-            return Err(bad(self.path, key, expected(), format!("{} numbers", all.len())));
+        if all.len() as i64 != self.size / 2 || !all.iter().all(|divisor| FACTORS.contains(divisor)) {
+            let odd = all
+                .iter()
+                .find(|divisor| !FACTORS.contains(divisor))
+                .map_or_else(String::new, |odd| format!(", with {odd}"));
+            return Err(bad(self.path, key, expected(), format!("{} numbers{odd}", all.len())));
         }
         Ok(all.clone())
     }

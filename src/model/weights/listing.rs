@@ -1,7 +1,6 @@
 //! Which files hold a folder's weights. Reads indices, and opens no weights.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -77,7 +76,7 @@ impl WeightListing {
     }
 
     fn named_by(index: PathBuf) -> Result<Self, WeightsError> {
-        let text = fs::read_to_string(&index).map_err(failed("read", &index))?;
+        let text = files::read_text(&index).map_err(failed("read", &index))?;
         let ShardIndex { weight_map } =
             serde_json::from_str(&text).map_err(|source| WeightsError::Index { path: index.clone(), source })?;
         if let Some(name) = weight_map.values().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {

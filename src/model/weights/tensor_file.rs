@@ -4,10 +4,10 @@
     reason = "memory maps: the file must not be truncated while the program runs, as with every loader of safetensors"
 )]
 
-use std::fs::File;
 use std::io;
 use std::path::Path;
 
+use crate::files;
 use memmap2::Mmap;
 use safetensors::Dtype;
 use tch::{Kind, Tensor};
@@ -75,7 +75,7 @@ impl StoredTensor {
 /// Maps a whole file, read-only. It is leaked on purpose: tensors are views of it and carry no lifetime. That costs address space, not
 /// memory, and keeps a removed file's disk space until the process ends.
 pub(in crate::model) fn map_file(path: &Path) -> io::Result<&'static Mmap> {
-    let file = File::open(path)?;
+    let file = files::open_regular(path)?;
     // SAFETY: our own writers replace files by renaming and never change one in place.
     Ok(Box::leak(Box::new(unsafe { Mmap::map(&file)? })))
 }

@@ -14,7 +14,7 @@ use super::error::HiddenStatesError;
 use crate::data::IGNORE;
 use crate::data::cache::CacheError;
 use crate::data::pack::{PackedSequence, Sequences};
-use crate::files::hex;
+use crate::files::{self, hex};
 use crate::model::llama::Llama;
 use crate::model::weights;
 use crate::torch::LIBTORCH_VERSION;
@@ -147,7 +147,7 @@ pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
         let modified = metadata.modified()?.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         facts += &format!("{:?} {} bytes, {modified}\n", path.file_name(), metadata.len());
     }
-    Ok([facts.into_bytes(), fs::read(folder.join("config.json"))?].concat())
+    Ok([facts.into_bytes(), files::read(&folder.join("config.json"))?].concat())
 }
 
 /// The file name for a backbone and these rows, each its own sequence.
