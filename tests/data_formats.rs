@@ -3,6 +3,7 @@
 #![expect(clippy::disallowed_methods, reason = "these tests write the files that users would bring")]
 
 use std::fs;
+use std::io::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,6 +11,8 @@ use std::sync::Arc;
 use arrow::array::{Array, ArrayRef, ListArray, RecordBatch, StringArray, StructArray};
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field};
+use arrow::ipc::CompressionType;
+use arrow::ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, TemplateChoice};
 use medusa::data::column_names::ColumnNames;
@@ -17,6 +20,8 @@ use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
 use medusa::data::{self, DropReason, IGNORE, LoadSettings};
 use parquet::arrow::ArrowWriter;
+use parquet::basic::{Compression, GzipLevel, ZstdLevel};
+use parquet::file::properties::WriterProperties;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -408,4 +413,95 @@ fn long_rows_are_split_and_an_older_run_goes_on_as_it_began() {
     fs::remove_dir_all(small.path("run/final")).expect("a folder of a test");
     small.edit("recipe.toml", "max_length = 40", "max_length = 40\nlong_rows = \"split\"");
     small.train(&["--resume"]).failed(1, &["holds another run", "long_rows"]);
+}
+
+/// A file of each packing and of each format of columns, in several codecs.
+fn binary_files(world: &World) -> Vec<(PathBuf, Vec<u8>)> {
+    let text = |row: usize| format!("row {row}: {}", "some words ".repeat(row % 9));
+    let jsonl: String = (0..60).map(|row| json!({"text": text(row)}).to_string() + "\n").collect();
+    let mut packed = flate2::write::GzEncoder::new(vec![], flate2::Compression::default());
+    packed.write_all(jsonl.as_bytes()).expect("memory");
+    world.write("rows.jsonl.gz", packed.finish().expect("memory"));
+    world.write("rows.jsonl.zst", zstd::encode_all(jsonl.as_bytes(), 3).expect("memory"));
+    let column: ArrayRef = Arc::new(StringArray::from_iter_values((0..60).map(text)));
+    let batch = RecordBatch::try_from_iter([("text", column)]).expect("a batch");
+    let codecs = [Compression::SNAPPY, Compression::ZSTD(ZstdLevel::default()), Compression::LZ4_RAW];
+    let codecs = codecs.into_iter().chain([Compression::GZIP(GzipLevel::default()), Compression::UNCOMPRESSED]);
+    let mut names = vec!["rows.jsonl.gz".to_owned(), "rows.jsonl.zst".to_owned()];
+    for (at, codec) in codecs.enumerate() {
+        let file = fs::File::create(world.path(&format!("{at}.parquet"))).expect("a file of a test");
+        let with = WriterProperties::builder().set_compression(codec).build();
+        let mut writer = ArrowWriter::try_new(file, batch.schema(), Some(with)).expect("Parquet");
+        writer.write(&batch).expect("rows");
+        writer.close().expect("a footer");
+        names.push(format!("{at}.parquet"));
+    }
+    for (at, codec) in [None, Some(CompressionType::ZSTD), Some(CompressionType::LZ4_FRAME)].into_iter().enumerate() {
+        let with = || IpcWriteOptions::default().try_with_compression(codec).expect("a codec");
+        let (file, stream) = (format!("file-{at}.arrow"), format!("stream-{at}.arrow"));
+        let create = |name: &str| fs::File::create(world.path(name)).expect("a file of a test");
+        let mut writer = FileWriter::try_new_with_options(create(&file), &batch.schema(), with()).expect("Arrow");
+        writer.write(&batch).and_then(|()| writer.finish()).expect("rows");
+        let mut writer = StreamWriter::try_new_with_options(create(&stream), &batch.schema(), with()).expect("Arrow");
+        writer.write(&batch).and_then(|()| writer.finish()).expect("rows");
+        names.extend([file, stream]);
+    }
+    names.iter().map(|name| (world.path(name), fs::read(world.path(name)).expect("what was written"))).collect()
+}
+
+/// Bytes changed, cut off, left out or doubled, at places that `seed` determines.
+fn damaged(whole: &[u8], seed: u64) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut draw = |below: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below.max(1)
+    };
+    let mut bytes = whole.to_vec();
+    match draw(8) {
+        0 => bytes.truncate(draw(whole.len())),
+        1 => drop(bytes.drain(draw(whole.len())..).take(draw(40)).collect::<Vec<_>>()),
+        2 => {
+            let from = draw(whole.len());
+            let piece = whole[from..(from + draw(40)).min(whole.len())].to_vec();
+            let at = draw(whole.len());
+            drop(bytes.splice(at..at, piece));
+        }
+        _ => (0..=draw(6)).for_each(|_| {
+            // Sizes and counts are where files of columns begin and end.
+            let at = if draw(2) == 0 { draw(whole.len()) } else { whole.len() - 1 - draw(400.min(whole.len())) };
+            bytes[at] = [0, 0x7f, 0x80, 0xff, bytes[at].wrapping_add(1), bytes[at] ^ 1 << draw(8)][draw(6)];
+        }),
+    }
+    bytes
+}
+
+fn random_damage(seeds: std::ops::Range<u64>) {
+    let world = World::new();
+    let (mut refused, mut read) = (0, 0);
+    for (path, whole) in binary_files(&world) {
+        assert_eq!(world.load(&path).expect("rows").len(), 60, "{path:?}");
+        for seed in seeds.clone() {
+            fs::write(&path, damaged(&whole, seed)).expect("a file of a test");
+            match world.load(&path) {
+                Ok(_) => read += 1, // bytes that say nothing of the rows, or other letters in them
+                Err(error) => {
+                    assert!(error.contains("FILE") && !error.contains("panicked"), "{path:?}, seed {seed}: {error}");
+                    refused += 1;
+                }
+            }
+        }
+        fs::remove_file(&path).expect("a file of a test");
+    }
+    assert!(refused > read, "most damages are noticed: {refused} of {}", refused + read);
+}
+
+#[test]
+fn a_damaged_file_is_an_error_that_names_it() {
+    random_damage(0..60);
+}
+
+#[test]
+#[ignore = "minutes: cargo test --test promises a_file_that_is_damaged_anyhow -- --ignored"]
+fn a_file_that_is_damaged_anyhow_is_an_error_that_names_it() {
+    random_damage(60..5_000);
 }

@@ -63,6 +63,7 @@ fn medusa(small: &SmallRun, arguments: &str) -> Ended {
 fn a_pipe_or_device_in_the_place_of_a_file_is_refused_at_once() {
     const GENERATE: &str =
         "generate --backbone backbone --heads heads --tree tree.json --prompts prompts.jsonl --max-new-tokens 2";
+    let mut wrong = vec![];
     for (name, command, status) in [
         ("recipe.toml", "train recipe.toml --check", 2),
         ("rows.jsonl", "train recipe.toml --check", 2),
@@ -70,7 +71,7 @@ fn a_pipe_or_device_in_the_place_of_a_file_is_refused_at_once() {
         ("backbone/model.safetensors", "train recipe.toml", 1),
         ("backbone/tokenizer.json", "train recipe.toml --check", 1),
         ("rows.jsonl", "data rows.jsonl --backbone backbone", 2),
-        ("backbone/config.json", GENERATE, 1),
+        ("backbone/config.json", GENERATE, 2),
         ("backbone/model.safetensors", GENERATE, 1),
         ("backbone/tokenizer.json", GENERATE, 1),
         ("backbone/tokenizer_config.json", GENERATE, 1),
@@ -84,12 +85,13 @@ fn a_pipe_or_device_in_the_place_of_a_file_is_refused_at_once() {
         let small = with_everything();
         pipe(&small.path(name));
         let refused = medusa(&small, command);
-        assert_eq!(refused.status, Some(status), "{name}, {command}: {refused:?}");
-        let error = refused.error();
-        let last = name.rsplit('/').next().expect("a name");
-        let names_it = error.contains(last) && error.contains("it is a pipe; expected a regular file");
-        assert!(names_it || name.starts_with("heads/heads"), "{name}, {command}: {error}");
+        let says_so = refused.stderr.contains(name.trim_start_matches("backbone/"))
+            && refused.stderr.contains("it is a pipe; expected a regular file");
+        if refused.status != Some(status) || !says_so {
+            wrong.push(format!("{name}, {command}: {refused:?}"));
+        }
     }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     let small = with_everything();
     for (command, status) in [
         ("train /dev/zero --check", 2),
@@ -131,11 +133,8 @@ fn a_name_that_is_not_utf_8_is_told() {
     let name = std::ffi::OsStr::from_bytes(b"rows\xff.jsonl");
     fs::create_dir(small.path("rows")).expect("a folder");
     fs::copy(small.path("rows.jsonl"), small.path("rows").join(name)).expect("a copy");
-    for pattern in ["rows", "rows/*.jsonl"] {
-        let recipe = small.read("recipe.toml");
-        small.write("other.toml", recipe.replace("\"rows.jsonl\"", &format!("{pattern:?}")));
-        medusa(&small, "train other.toml --check").failed(2, &["data.train", "rows\\xFF.jsonl", "not UTF-8"]);
-    }
+    small.edit("recipe.toml", "[\"rows.jsonl\"]", "[\"rows\"]");
+    small.train(&["--check"]).failed(2, &["data.train", "rows\\xFF.jsonl", "not UTF-8"]);
     for verb in ["inspect", "export", "train", "data"] {
         let mut command = small.program(env!("CARGO_BIN_EXE_medusa"), &[verb]);
         let told = ended(command.arg(name));
@@ -152,7 +151,7 @@ fn a_folder_that_cannot_be_made_is_told_before_the_training() {
     ] {
         let small = SmallRun::new();
         small.edit("recipe.toml", "output_dir = \"run\"", &format!("output_dir = {folder:?}"));
-        let facts = [&format!("train.output_dir = {folder:?}: expected {expected}")[..], "line 20"];
+        let facts = [&format!("train.output_dir = {folder:?}: expected {expected}")[..], "line 18"];
         small.train(&["--check"]).failed(2, &facts);
     }
 }

@@ -18,6 +18,7 @@ use super::decoding::{DecodingFlags, StopFlags};
 use super::drafter::{DrafterFlags, Drafts};
 use super::engine::EngineFlags;
 use super::numbers::above_zero;
+use super::print::visible;
 use super::progress::Counter;
 use super::prompts::{self, EndedEarly, FitFlags};
 use super::served::ServedFlags;
@@ -197,7 +198,7 @@ impl Answers<'_> {
             let _ = write!(names, ", sample {}", sample + 1); // as above
         }
         let asked = asked(&prompt.input, turn).split_whitespace().collect::<Vec<_>>().join(" ");
-        truncate_str(&format!("[{names}] {asked}"), HEADING, "…").into_owned()
+        truncate_str(&visible(&format!("[{names}] {asked}")), HEADING, "…").into_owned()
     }
 
     /// Each new token beside the likeliest ones. Their texts are those that follow the tokens before them: with the space before a word.

@@ -89,7 +89,7 @@ impl ArrowBatches {
             ArrowReader::Stream(reader) => reader.next().transpose(),
         })?;
         if let Some(batch) = &batch {
-            let bytes = told(path, || bytes_of(batch))?;
+            let bytes = told(path, || Ok(columns::bytes_of(batch)))?;
             self.at_once = columns::rows_at_once(bytes, batch.num_rows() as u64, ROWS_AT_ONCE);
         }
         Ok(batch)
@@ -104,11 +104,6 @@ impl ArrowBatches {
     }
 }
 
-/// Of the columns that were asked for: a block is read as a whole, and their arrays hold all of it.
-fn bytes_of(batch: &RecordBatch) -> Result<u64, ArrowError> {
-    batch.columns().iter().map(|column| Ok(column.to_data().get_slice_memory_size()? as u64)).sum()
-}
-
 fn told<T>(path: &Path, read: impl FnOnce() -> Result<T, ArrowError>) -> Result<T, RowError> {
     let read = panics::of_library(|| read().map_err(|error| error.to_string())).flatten();
     read.map_err(|error| RowLocation::file(path).error(RowProblem::BrokenArrow(error)))
@@ -118,10 +113,32 @@ fn told<T>(path: &Path, read: impl FnOnce() -> Result<T, ArrowError>) -> Result<
 mod tests {
     use std::sync::Arc;
 
-    use arrow::array::{ArrayRef, StringArray};
+    use arrow::array::{ArrayRef, DictionaryArray, Int32Array, StringArray, StringViewBuilder};
     use arrow::ipc::writer::FileWriter;
 
     use super::*;
+
+    /// Stored once, and in each of many rows: gigabytes if a thousand rows came at once.
+    #[test]
+    fn a_text_that_is_stored_once_counts_for_each_of_its_rows() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.arrow");
+        let large = "y".repeat(1 << 20);
+        let keys = Int32Array::from(vec![0; 2000]);
+        let dictionary = DictionaryArray::new(keys, Arc::new(StringArray::from(vec![large.as_str()])));
+        let mut views = StringViewBuilder::new().with_deduplicate_strings();
+        (0..2000).for_each(|_| views.append_value(&large));
+        let texts: [ArrayRef; 2] = [Arc::new(dictionary), Arc::new(views.finish())];
+        for texts in texts {
+            let batch = RecordBatch::try_from_iter([("text", texts)]).unwrap();
+            let mut writer = FileWriter::try_new(File::create(&path).unwrap(), &batch.schema()).unwrap();
+            writer.write(&batch).unwrap();
+            writer.finish().unwrap();
+            assert!(path.metadata().unwrap().len() < 2 << 20);
+            let mut batches = ArrowBatches::of_file(File::open(&path).unwrap(), &path, None).unwrap();
+            assert_eq!(batches.next(&path).unwrap().unwrap().num_rows(), 4);
+        }
+    }
 
     #[test]
     fn columns_that_nobody_asked_for_make_no_slice_smaller() {

@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
-use arrow::array::{Array, ArrayRef, AsArray, LargeListArray, LargeStringArray, RecordBatch, StructArray};
-use arrow::buffer::{NullBuffer, OffsetBuffer, ScalarBuffer};
+use arrow::array::{Array, ArrayData, ArrayRef, AsArray, LargeListArray, LargeStringArray, RecordBatch, StructArray};
+use arrow::buffer::{ArrowNativeType, NullBuffer, OffsetBuffer, ScalarBuffer};
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Field, FieldRef, Int64Type, Schema};
 use arrow::error::ArrowError;
@@ -373,6 +373,41 @@ fn lists(column: &ArrayRef) -> Result<LargeListArray, ArrowError> {
     let values = lists.values().slice(first as usize, (last - first) as usize);
     let offsets: ScalarBuffer<i64> = offsets.iter().map(|offset| offset - first).collect();
     LargeListArray::try_new(item.clone(), OffsetBuffer::new(offsets), values, lists.nulls().cloned())
+}
+
+/// Bytes of a batch once each row has its own texts: one that is stored once for many rows counts for each of them.
+pub(super) fn bytes_of(batch: &RecordBatch) -> u64 {
+    batch.columns().iter().map(|column| full_bytes(&column.to_data())).fold(0, u64::saturating_add)
+}
+
+/// At most so many bytes are in an array when nothing is shared.
+fn full_bytes(array: &ArrayData) -> u64 {
+    let of_each = |longest: u64| longest.saturating_mul(array.len() as u64);
+    match array.data_type() {
+        DataType::Dictionary(_, _) => of_each(array.child_data().first().map_or(0, longest)),
+        DataType::Utf8View | DataType::BinaryView => of_each(longest(array)),
+        _ if array.child_data().is_empty() => array.get_slice_memory_size().map_or(u64::MAX, |bytes| bytes as u64),
+        // A list's own offsets are small beside what they point to.
+        _ => array.child_data().iter().map(full_bytes).fold(0, u64::saturating_add),
+    }
+}
+
+/// Bytes of the longest text of an array.
+fn longest(array: &ArrayData) -> u64 {
+    fn longest_step<T: ArrowNativeType + Into<i64>>(offsets: &[T], length: usize) -> i64 {
+        let steps = offsets.windows(2).take(length).map(|pair| pair[1].into() - pair[0].into());
+        steps.max().unwrap_or(0)
+    }
+    let buffers = array.buffers();
+    match array.data_type() {
+        DataType::Utf8 | DataType::Binary => longest_step(array.buffer::<i32>(0), array.len()).unsigned_abs(),
+        DataType::LargeUtf8 | DataType::LargeBinary => longest_step(array.buffer::<i64>(0), array.len()).unsigned_abs(),
+        DataType::Utf8View | DataType::BinaryView => {
+            let views = buffers.first().map_or(&[][..], |views| views.typed_data::<u128>());
+            views.iter().skip(array.offset()).take(array.len()).map(|view| u64::from(*view as u32)).max().unwrap_or(0)
+        }
+        _ => full_bytes(array),
+    }
 }
 
 /// Rows that are read together: about so many bytes, at most `most` rows, at least one.

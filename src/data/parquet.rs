@@ -2,11 +2,16 @@
 
 use std::fs::File;
 use std::path::Path;
+use std::sync::Arc;
 
 use arrow::array::RecordBatch;
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
+use parquet::basic::Type;
+use parquet::column::page::{Page, PageReader};
+use parquet::errors::ParquetError;
 use parquet::file::metadata::{ColumnChunkMetaData, RowGroupMetaData};
+use parquet::file::serialized_reader::SerializedPageReader;
 
 use super::column_names::ColumnNames;
 use super::columns;
@@ -31,10 +36,13 @@ impl ParquetBatches {
     }
 
     fn of(file: File, names: Option<&ColumnNames>) -> Result<Self, RowProblem> {
+        let pages = Arc::new(file.try_clone().map_err(broken)?);
         let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(broken)?;
         let wanted = ProjectionMask::roots(builder.parquet_schema(), columns::wanted(builder.schema(), names)?);
-        let groups = builder.metadata().row_groups().iter();
-        let at_once = groups.map(|group| rows_at_once(group, &wanted)).min().unwrap_or(ROWS_AT_ONCE);
+        let mut at_once = ROWS_AT_ONCE;
+        for group in builder.metadata().row_groups() {
+            at_once = at_once.min(rows_at_once(&pages, group, &wanted).map_err(broken)?);
+        }
         let rows = u64::try_from(builder.metadata().file_metadata().num_rows()).unwrap_or(0);
         let reader = builder.with_projection(wanted).with_batch_size(at_once).build().map_err(broken)?;
         Ok(Self { reader, rows })
@@ -46,14 +54,37 @@ impl ParquetBatches {
     }
 }
 
-/// By the wanted columns of a row group; texts that are there once for many rows count for each, where the file says how many.
-fn rows_at_once(group: &RowGroupMetaData, wanted: &ProjectionMask) -> usize {
-    let columns = group.columns().iter().enumerate().filter(|(leaf, _)| wanted.leaf_included(*leaf));
-    let bytes = |column: &ColumnChunkMetaData| {
-        column.uncompressed_size().max(column.unencoded_byte_array_data_bytes().unwrap_or(0)).try_into().unwrap_or(0u64)
+/// By the wanted columns of a row group. A text of the dictionary may stand in every row: a few bytes of a file can be gigabytes of rows.
+fn rows_at_once(file: &Arc<File>, group: &RowGroupMetaData, wanted: &ProjectionMask) -> Result<usize, ParquetError> {
+    let rows = group.num_rows().try_into().unwrap_or(0u64);
+    let mut bytes = 0u64;
+    for (_, column) in group.columns().iter().enumerate().filter(|(leaf, _)| wanted.leaf_included(*leaf)) {
+        let stored = column.uncompressed_size().max(column.unencoded_byte_array_data_bytes().unwrap_or(0));
+        let values = rows.max(column.num_values().try_into().unwrap_or(0));
+        let of_dictionary = longest_of_dictionary(file, column, rows)?.saturating_mul(values);
+        bytes = bytes.saturating_add(of_dictionary.max(stored.try_into().unwrap_or(0)));
+    }
+    Ok(columns::rows_at_once(bytes, rows, ROWS_AT_ONCE))
+}
+
+/// Bytes of the longest text in a column's dictionary, which is its first page; 0 without one.
+fn longest_of_dictionary(file: &Arc<File>, column: &ColumnChunkMetaData, rows: u64) -> Result<u64, ParquetError> {
+    if column.column_type() != Type::BYTE_ARRAY {
+        return Ok(0);
+    }
+    let rows = usize::try_from(rows).unwrap_or(usize::MAX);
+    let Some(Page::DictionaryPage { buf, .. }) =
+        SerializedPageReader::new(Arc::clone(file), column, rows, None)?.get_next_page()?
+    else {
+        return Ok(0);
     };
-    let bytes = columns.fold(0, |sum: u64, (_, column)| sum.saturating_add(bytes(column)));
-    columns::rows_at_once(bytes, group.num_rows().try_into().unwrap_or(0), ROWS_AT_ONCE)
+    let (mut rest, mut longest) = (&buf[..], 0);
+    while let Some((length, behind)) = rest.split_first_chunk() {
+        let length = u32::from_le_bytes(*length);
+        longest = longest.max(length);
+        rest = behind.get(length as usize..).unwrap_or_default(); // a damaged one is told when it is read
+    }
+    Ok(longest.into())
 }
 
 fn broken(error: impl std::fmt::Display) -> RowProblem {
@@ -62,10 +93,11 @@ fn broken(error: impl std::fmt::Display) -> RowProblem {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use arrow::array::{ArrayRef, StringArray};
     use parquet::arrow::ArrowWriter;
+    use parquet::basic::{Compression, ZstdLevel};
+    use parquet::file::properties::{EnabledStatistics, WriterProperties};
+    use std::io::{Seek, SeekFrom};
 
     use super::*;
 
@@ -84,6 +116,32 @@ mod tests {
                 batch.num_rows()
             })
             .collect()
+    }
+
+    /// A few kilobytes that say "one megabyte of text" in each of many rows.
+    #[test]
+    fn a_text_that_stands_in_every_row_comes_a_few_rows_at_a_time_whatever_the_file_says() {
+        let texts: ArrayRef = Arc::new(StringArray::from(vec!["y".repeat(1 << 20); 5000]));
+        let batch = RecordBatch::try_from_iter([("text", texts)]).unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        // As writers did before the format had the size of texts without their encoding.
+        let old = WriterProperties::builder()
+            .set_statistics_enabled(EnabledStatistics::None)
+            .set_write_page_header_statistics(false);
+        let old = old
+            .set_compression(Compression::ZSTD(ZstdLevel::default()))
+            .set_dictionary_page_size_limit(1 << 22)
+            .build();
+        let mut writer = ArrowWriter::try_new(file.try_clone().unwrap(), batch.schema(), Some(old)).unwrap();
+        writer.write(&batch).unwrap();
+        let metadata = writer.close().unwrap();
+        assert!(file.seek(SeekFrom::End(0)).unwrap() < 100_000);
+        let pages = Arc::new(file.try_clone().unwrap());
+        let column = metadata.row_group(0).column(0).clone().into_builder().set_unencoded_byte_array_data_bytes(None);
+        let column = column.build().unwrap();
+        assert_eq!(longest_of_dictionary(&pages, &column, 5000).unwrap(), 1 << 20);
+        let mut batches = ParquetBatches::open(file, Path::new("rows.parquet"), None).unwrap();
+        assert_eq!(batches.next(Path::new("rows.parquet")).unwrap().unwrap().num_rows(), 4);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use crate::draft::medusa::fused_loss::TOP;
 use crate::files::{OpenFolder, failed, write_atomic};
@@ -69,11 +70,30 @@ impl MetricsLine {
     }
 }
 
+/// The folder of a run that is going on.
+#[derive(Debug)]
+pub(super) struct LoggedFolder {
+    run: PathBuf,
+    folder: OpenFolder,
+}
+
+impl LoggedFolder {
+    /// What is written into a folder that was removed is lost, and a checkpoint would make another folder, without recipe and provenance.
+    ///
+    /// # Errors
+    /// [`MetricsError::FolderGone`], or the disk's own.
+    pub(super) fn check(&self) -> Result<(), MetricsError> {
+        match self.folder.is_there().map_err(failed("look for", &self.run))? {
+            true => Ok(()),
+            false => Err(MetricsError::FolderGone { run: self.run.clone() }),
+        }
+    }
+}
+
 /// Both logs of a run.
 #[derive(Debug)]
 pub struct RunLog {
-    run: PathBuf,
-    folder: OpenFolder,
+    pub(super) folder: Arc<LoggedFolder>,
     path: PathBuf,
     lines: File,
     events: EventFile,
@@ -95,7 +115,8 @@ impl RunLog {
         let mut events = EventFile::create(&run.join(TENSORBOARD))?;
         kept.iter().try_for_each(|(_, line)| events.append(line.step, &line.curves()))?;
         let folder = OpenFolder::open(run).map_err(failed("open", run))?;
-        Ok(Self { run: run.to_owned(), folder, path, lines, events })
+        let folder = Arc::new(LoggedFolder { run: run.to_owned(), folder });
+        Ok(Self { folder, path, lines, events })
     }
 
     /// Syncs all lines to disk. Call it before a checkpoint: a run resumed from there needs the lines up to it.
@@ -103,17 +124,9 @@ impl RunLog {
     /// # Errors
     /// [`MetricsError`].
     pub fn sync(&self) -> Result<(), MetricsError> {
-        self.check_folder()?;
+        self.folder.check()?;
         self.lines.sync_all().map_err(failed("write", &self.path))?;
         self.events.sync()
-    }
-
-    /// What is written into a folder that was removed is lost, and a checkpoint would make another folder, without recipe and provenance.
-    fn check_folder(&self) -> Result<(), MetricsError> {
-        match self.folder.is_there().map_err(failed("look for", &self.run))? {
-            true => Ok(()),
-            false => Err(MetricsError::FolderGone { run: self.run.clone() }),
-        }
     }
 
     /// Appends a line to both logs.
@@ -121,7 +134,7 @@ impl RunLog {
     /// # Errors
     /// [`MetricsError`].
     pub fn append(&mut self, line: &MetricsLine) -> Result<(), MetricsError> {
-        self.check_folder()?;
+        self.folder.check()?;
         line.append_to(&mut self.lines).map_err(failed("write", &self.path))?;
         self.events.append(line.step, &line.curves())
     }

@@ -1,6 +1,7 @@
 //! The training loop, from the newest checkpoint: steps, evaluations, checkpoints and finally `final/`.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
@@ -128,7 +129,10 @@ impl<'r> TrainingLoop<'r, '_> {
         let share = self.ranks.share();
         let batches = steps.map(|step| checked.batches(step, share));
         let maker = self.backbone.batch_maker(&self.state.heads, MetricsSplit::Train);
-        thread::scope(|scope| self.run_on(maker.feed(scope, batches), interrupted))
+        let folder = self.log.as_ref().map(|log| Arc::clone(&log.folder));
+        let ended = thread::scope(|scope| self.run_on(maker.feed(scope, batches), interrupted));
+        folder.map_or(Ok(()), |folder| folder.check())?; // says more than what failed in a folder that is gone
+        ended
     }
 
     /// Trains on the batches of one step after another.

@@ -499,7 +499,7 @@ pub fn locate(path: &Path) -> Result<PathBuf, HeadsError> {
     if !path.is_dir() {
         return Ok(path.into());
     }
-    let found = CANDIDATES.iter().map(|name| path.join(name)).find(|file| file.is_file());
+    let found = CANDIDATES.iter().map(|name| path.join(name)).find(|file| file.exists() && !file.is_dir());
     found.ok_or_else(|| HeadsError::NoFile { folder: path.into() })
 }
 
