@@ -60,7 +60,15 @@ impl<'o> Hub<'o> {
     /// # Errors
     /// [`HubError::Setting`] for a variable with an invalid value.
     pub fn from_env(tell: Observer<'o>) -> Result<Self, HubError> {
-        let setting = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
+        Self::with_settings(&|name| std::env::var(name).ok(), tell)
+    }
+
+    /// As [`Hub::from_env`], with the values of the variables from elsewhere.
+    ///
+    /// # Errors
+    /// As [`Hub::from_env`].
+    pub fn with_settings(of: &dyn Fn(&str) -> Option<String>, tell: Observer<'o>) -> Result<Self, HubError> {
+        let setting = |name: &str| of(name).filter(|value| !value.trim().is_empty());
         let text = setting("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
         let endpoint = Url::parse(text.trim_end_matches('/'))
             .ok()

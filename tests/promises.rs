@@ -31,6 +31,7 @@ mod embedded_default;
 mod export;
 mod families;
 mod fused;
+mod fuzz_corpus;
 mod gpu_check;
 mod hostile_input;
 mod hub;

@@ -1,0 +1,1 @@
+//! Inputs that once made a reader panic, each by the name of what was wrong.
