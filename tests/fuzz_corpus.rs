@@ -48,14 +48,16 @@ fn read(reader: &Reader, name: &str, input: &[u8]) {
 }
 
 fn setting(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |value| value.parse().unwrap_or_else(|_| panic!("{name}: no number: {value:?}")))
+    std::env::var(name)
+        .map_or(default, |value| value.parse().unwrap_or_else(|_| panic!("{name}: no number: {value:?}")))
 }
 
 #[test]
 fn every_reader_has_a_corpus_and_a_target() {
     let names: BTreeSet<String> = READERS.iter().map(|reader| reader.name.to_owned()).collect();
     let listed = |folder: &str| -> BTreeSet<String> {
-        let entries = fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz").join(folder)).expect("a folder of fuzz/");
+        let entries =
+            fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz").join(folder)).expect("a folder of fuzz/");
         let stem = |path: PathBuf| path.file_stem().expect("a name").to_string_lossy().into_owned();
         entries.map(|entry| stem(entry.expect("an entry").path())).collect()
     };
