@@ -4,9 +4,9 @@
 use std::ops::Range;
 
 use arrow::array::{Array, ArrayData, ArrayRef, AsArray, LargeListArray, LargeStringArray, RecordBatch, StructArray};
-use arrow::buffer::{ArrowNativeType, NullBuffer, OffsetBuffer, ScalarBuffer};
+use arrow::buffer::{NullBuffer, OffsetBuffer, ScalarBuffer};
 use arrow::compute::cast;
-use arrow::datatypes::{DataType, Field, FieldRef, Int64Type, Schema};
+use arrow::datatypes::{ArrowNativeType, DataType, Field, FieldRef, Int64Type, Schema};
 use arrow::error::ArrowError;
 use arrow::util::display::array_value_to_string;
 
