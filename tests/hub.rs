@@ -11,7 +11,7 @@ use serde_json::Value;
 use tch::Device;
 use tempfile::TempDir;
 
-use self::server::{SIGNATURE, Server, TOKEN, Trouble, git_hash, sha256};
+use self::server::{Pages, SIGNATURE, Server, TOKEN, Trouble, git_hash, sha256};
 use super::small_run::{Ended, SmallRun};
 
 mod server;
@@ -506,9 +506,11 @@ fn pages_of_a_list_elsewhere_are_followed_without_the_token_or_refused() {
     ];
     world.refused("org/tiny", &[], &facts);
     let mut state = world.server.state();
-    (state.next_page, state.pages_repeat) = (None, true);
+    (state.next_page, state.pages) = (None, Pages::Repeated);
     drop(state);
     world.refused("org/tiny", &[], &["listing the files of org/tiny", "a next page that was there before"]);
+    world.server.state().pages = Pages::Endless;
+    world.refused("org/tiny", &[], &["listing the files of org/tiny", "more than 1000 pages of files"]);
 }
 
 #[test]

@@ -15,6 +15,8 @@ use super::rows::{RowError, RowLocation, RowProblem};
 use crate::files;
 use crate::panics;
 
+mod claims;
+
 /// A batch may be a whole file: it is handed on in slices of so many rows, and fewer where they are large.
 const ROWS_AT_ONCE: usize = 1024;
 
@@ -41,6 +43,7 @@ impl ArrowBatches {
     pub(super) fn of_file(file: File, path: &Path, names: Option<&ColumnNames>) -> Result<Self, RowError> {
         let open = || {
             let size = file.metadata()?.len();
+            claims::check_file(&file)?;
             let wanted = {
                 let reader = FileReader::try_new_buffered(file.try_clone()?, None)?;
                 columns::wanted(&reader.schema(), names)
@@ -64,7 +67,11 @@ impl ArrowBatches {
         path: &Path,
         names: Option<&ColumnNames>,
     ) -> Result<Self, RowError> {
-        let schema = || Ok(StreamReader::try_new_buffered(files::open_regular(path)?, None)?.schema());
+        let schema = || {
+            let file = files::open_regular(path)?;
+            claims::check_stream(&file)?;
+            Ok(StreamReader::try_new_buffered(file, None)?.schema())
+        };
         let wanted =
             columns::wanted(&*told(path, schema)?, names).map_err(|problem| RowLocation::file(path).error(problem))?;
         let reader = told(path, || StreamReader::try_new(bytes, Some(wanted)))?;
@@ -114,7 +121,9 @@ mod tests {
     use std::sync::Arc;
 
     use arrow::array::{ArrayRef, DictionaryArray, Int32Array, StringArray, StringViewBuilder};
-    use arrow::ipc::writer::FileWriter;
+    use arrow::ipc::CompressionType;
+    use arrow::ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
+    use std::io::Write;
 
     use super::*;
 
@@ -124,10 +133,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows.arrow");
         let large = "y".repeat(1 << 20);
-        let keys = Int32Array::from(vec![0; 2000]);
+        let keys = Int32Array::from(vec![0; 100]);
         let dictionary = DictionaryArray::new(keys, Arc::new(StringArray::from(vec![large.as_str()])));
         let mut views = StringViewBuilder::new().with_deduplicate_strings();
-        (0..2000).for_each(|_| views.append_value(&large));
+        (0..100).for_each(|_| views.append_value(&large));
         let texts: [ArrayRef; 2] = [Arc::new(dictionary), Arc::new(views.finish())];
         for texts in texts {
             let batch = RecordBatch::try_from_iter([("text", texts)]).unwrap();
@@ -137,6 +146,33 @@ mod tests {
             assert!(path.metadata().unwrap().len() < 2 << 20);
             let mut batches = ArrowBatches::of_file(File::open(&path).unwrap(), &path, None).unwrap();
             assert_eq!(batches.next(&path).unwrap().unwrap().num_rows(), 4);
+        }
+    }
+
+    /// A changed byte in what a packed column says of its size.
+    #[test]
+    fn a_block_that_claims_exabytes_is_an_error_and_no_abort() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.arrow");
+        let texts: ArrayRef = Arc::new(StringArray::from(vec!["a few words"; 1000]));
+        let batch = RecordBatch::try_from_iter([("text", texts)]).unwrap();
+        let packed = IpcWriteOptions::default().try_with_compression(Some(CompressionType::ZSTD)).unwrap();
+        let mut file = FileWriter::try_new_with_options(vec![], &batch.schema(), packed.clone()).unwrap();
+        file.write(&batch).unwrap();
+        let mut stream = StreamWriter::try_new_with_options(vec![], &batch.schema(), packed).unwrap();
+        stream.write(&batch).unwrap();
+        let size = 11_000_i64.to_le_bytes();
+        for (is_file, mut bytes) in [(true, file.into_inner().unwrap()), (false, stream.into_inner().unwrap())] {
+            let open = |bytes: &[u8]| {
+                crate::files::write_atomic(&path, |out| out.write_all(bytes)).unwrap();
+                let file = File::open(&path).unwrap();
+                if is_file { claims::check_file(&file) } else { claims::check_stream(&file) }
+            };
+            open(&bytes).unwrap();
+            let at = bytes.windows(8).position(|window| window == size).expect("the texts' size");
+            bytes[at + 7] = 0x40;
+            let refused = open(&bytes).unwrap_err().to_string();
+            assert!(refused.contains("claims to unpack to 46116860184273"), "{refused}");
         }
     }
 

@@ -14,7 +14,7 @@ use crate::files;
 const START: u64 = 4096;
 const BUFFER: usize = 1 << 20;
 /// The first bytes of an Arrow stream's messages.
-const CONTINUATION: [u8; 4] = [0xff; 4];
+pub(super) const CONTINUATION: [u8; 4] = [0xff; 4];
 
 /// A data file.
 #[derive(Debug)]

@@ -93,10 +93,11 @@ fn broken(error: impl std::fmt::Display) -> RowProblem {
 
 #[cfg(test)]
 mod tests {
-    use arrow::array::{ArrayRef, StringArray};
+    use arrow::array::{ArrayRef, DictionaryArray, Int32Array, StringArray};
     use parquet::arrow::ArrowWriter;
+    use parquet::arrow::arrow_writer::ArrowWriterOptions;
     use parquet::basic::{Compression, ZstdLevel};
-    use parquet::file::properties::{EnabledStatistics, WriterProperties};
+    use parquet::file::properties::WriterProperties;
     use std::io::{Seek, SeekFrom};
 
     use super::*;
@@ -121,25 +122,20 @@ mod tests {
     /// A few kilobytes that say "one megabyte of text" in each of many rows.
     #[test]
     fn a_text_that_stands_in_every_row_comes_a_few_rows_at_a_time_whatever_the_file_says() {
-        let texts: ArrayRef = Arc::new(StringArray::from(vec!["y".repeat(1 << 20); 5000]));
+        let text = StringArray::from(vec!["y".repeat(1 << 20)]);
+        let texts: ArrayRef = Arc::new(DictionaryArray::new(Int32Array::from(vec![0; 200]), Arc::new(text)));
         let batch = RecordBatch::try_from_iter([("text", texts)]).unwrap();
         let mut file = tempfile::tempfile().unwrap();
-        // As writers did before the format had the size of texts without their encoding.
-        let old = WriterProperties::builder()
-            .set_statistics_enabled(EnabledStatistics::None)
-            .set_write_page_header_statistics(false);
-        let old = old
-            .set_compression(Compression::ZSTD(ZstdLevel::default()))
-            .set_dictionary_page_size_limit(1 << 22)
-            .build();
-        let mut writer = ArrowWriter::try_new(file.try_clone().unwrap(), batch.schema(), Some(old)).unwrap();
+        let compressed = WriterProperties::builder().set_compression(Compression::ZSTD(ZstdLevel::default())).build();
+        let plain = ArrowWriterOptions::new().with_properties(compressed).with_skip_arrow_metadata(true); // a column of strings
+        let mut writer = ArrowWriter::try_new_with_options(file.try_clone().unwrap(), batch.schema(), plain).unwrap();
         writer.write(&batch).unwrap();
         let metadata = writer.close().unwrap();
         assert!(file.seek(SeekFrom::End(0)).unwrap() < 100_000);
         let pages = Arc::new(file.try_clone().unwrap());
         let column = metadata.row_group(0).column(0).clone().into_builder().set_unencoded_byte_array_data_bytes(None);
         let column = column.build().unwrap();
-        assert_eq!(longest_of_dictionary(&pages, &column, 5000).unwrap(), 1 << 20);
+        assert_eq!(longest_of_dictionary(&pages, &column, 200).unwrap(), 1 << 20);
         let mut batches = ParquetBatches::open(file, Path::new("rows.parquet"), None).unwrap();
         assert_eq!(batches.next(Path::new("rows.parquet")).unwrap().unwrap().num_rows(), 4);
     }

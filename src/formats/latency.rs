@@ -146,9 +146,8 @@ impl Latency {
                 }
             }
         }
-        let counts: Vec<usize> = self.by_sequences.iter().map(|of| of.sequences).collect();
-        (!counts.is_sorted_by(|one, next| one < next))
-            .then(|| ("by_sequences", "ascending numbers of sequences".to_owned(), format!("{counts:?}")))
+        super::twice(self.by_sequences.iter().map(|of| of.sequences))
+            .map(|twice| ("by_sequences", "each number of sequences once".to_owned(), format!("{twice} twice")))
     }
 
     /// Writes `latency.json` atomically.

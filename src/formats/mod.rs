@@ -35,3 +35,9 @@ pub mod share;
 pub mod tree;
 
 pub use error::FormatError;
+
+/// A number that is there twice.
+fn twice(mut numbers: impl Iterator<Item = usize>) -> Option<usize> {
+    let mut seen = std::collections::HashSet::new();
+    numbers.find(|number| !seen.insert(*number))
+}

@@ -93,10 +93,40 @@ impl TreeFile {
         let file = error::read_by(path, WHAT, EXPECTED, parse)?;
         match (file.nodes, file.dynamic.map_or(file.choices.len(), |limits| limits.nodes)) {
             (Some(written), listed) if written != listed => {
-                Err(FormatError::NodeCount { path: path.to_owned(), written, listed })
+                return Err(FormatError::NodeCount { path: path.to_owned(), written, listed });
             }
-            _ => Ok(file),
+            _ => {}
         }
+        match file.misfit() {
+            Some((key, expected, got)) => Err(FormatError::Misfit {
+                path: path.to_owned(),
+                key: key.to_owned(),
+                expected,
+                got,
+                remedy: "write it anew with `medusa tree`",
+            }),
+            None => Ok(file),
+        }
+    }
+
+    /// The first number that the tree cannot have, what it could be, and what it is.
+    fn misfit(&self) -> Option<(&'static str, String, String)> {
+        let depth = self.dynamic.map_or(self.choices.iter().map(Vec::len).max().unwrap_or(0), |limits| limits.depth);
+        let most = 1.0 + depth as f64; // each level and the root's token
+        if let Some(tokens) = self.expected_tokens_per_step.filter(|tokens| !(1.0..=most + 1e-6).contains(tokens)) {
+            return Some((
+                "expected_tokens_per_step",
+                format!("1 to {most} tokens of {depth} levels"),
+                tokens.to_string(),
+            ));
+        }
+        let of_several = self.by_sequences.iter().map(|of| of.expected_tokens_per_second);
+        let mut speeds = self.expected_tokens_per_second.into_iter().chain(of_several);
+        if let Some(speed) = speeds.find(|speed| !(speed.is_finite() && *speed > 0.0)) {
+            return Some(("expected_tokens_per_second", "a number above 0".to_owned(), speed.to_string()));
+        }
+        super::twice(self.by_sequences.iter().map(|of| of.sequences))
+            .map(|twice| ("by_sequences", "each number of sequences once".to_owned(), format!("{twice} twice")))
     }
 
     /// `tree.json` as one line of JSON.
@@ -168,5 +198,35 @@ mod tests {
             named(r#"{"dynamic":{"nodes":1,"depth":1,"top_k":1},"choices":[[0]]}"#).contains("t.json is no tree file")
         );
         assert!(TreeFile::load(&dir.path().join("no.json")).unwrap_err().to_string().contains("cannot read"));
+    }
+
+    #[test]
+    fn numbers_that_the_tree_cannot_have_are_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tree.json");
+        let told = |text: &str| {
+            crate::files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
+            TreeFile::load(&path).err().map(|error| error.to_string())
+        };
+        let of = |numbers: &str| format!("{{\"choices\": [[0], [0, 1]], {numbers}}}");
+        assert_eq!(told(&of("\"expected_tokens_per_step\": 3.0, \"expected_tokens_per_second\": 9")), None);
+        for (numbers, expected) in [
+            (
+                "\"expected_tokens_per_step\": 0.5",
+                "tree.json: expected_tokens_per_step: expected 1 to 3 tokens of 2 levels, got 0.5",
+            ),
+            (
+                "\"expected_tokens_per_step\": 5214135690593349",
+                "got 5214135690593349; the file is damaged: write it anew",
+            ),
+            ("\"expected_tokens_per_second\": -1", "expected_tokens_per_second: expected a number above 0, got -1"),
+            (
+                "\"by_sequences\": [{\"sequences\": 4, \"expected_tokens_per_second\": 1}, {\"sequences\": 4, \"expected_tokens_per_second\": 1}]",
+                "by_sequences: expected each number of sequences once, got 4 twice",
+            ),
+        ] {
+            let told = told(&of(numbers)).unwrap_or_else(|| panic!("{numbers} is accepted"));
+            assert!(told.contains(expected), "{told}");
+        }
     }
 }

@@ -128,6 +128,7 @@ mod tests {
         let of = |sequences, choices: &[&[usize]]| TreeOfSequences {
             sequences,
             choices: choices.iter().map(|path| path.to_vec()).collect(),
+            expected_tokens_per_second: 1.0,
             ..TreeOfSequences::default()
         };
         let by_sequences = vec![of(4, &[&[0]]), of(16, &[])];

@@ -75,6 +75,18 @@ pub(crate) struct Seen {
     pub(crate) range: Option<String>,
 }
 
+/// How the pages of a tree follow each other.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pages {
+    /// As far as there are files.
+    #[default]
+    Whole,
+    /// Each page names itself as the next one.
+    Repeated,
+    /// An empty page follows the last one, and so on.
+    Endless,
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct State {
     /// Key: `models/owner/name` or `datasets/owner/name`.
@@ -84,8 +96,8 @@ pub(crate) struct State {
     parts: HashMap<(String, usize), Vec<u8>>,
     /// Host of further pages of a tree, if not this one: `http://localhost`.
     pub(crate) next_page: Option<&'static str>,
-    /// Whether each page names itself as the next one.
-    pub(crate) pages_repeat: bool,
+    /// How the pages of a tree follow each other.
+    pub(crate) pages: Pages,
     pub(crate) faults: Vec<Fault>,
     pub(crate) seen: Vec<Seen>,
 }
@@ -384,7 +396,7 @@ fn api(
     request: &Request,
     (json, is_user): (&Value, bool),
 ) -> Answer {
-    let (objects, further) = (&state.objects, (state.next_page, state.pages_repeat));
+    let (objects, further) = (&state.objects, (state.next_page, state.pages));
     let repo = state.repos.get_mut(name).expect("it is visible");
     let id = name.split_once('/').expect("a kind").1;
     let info = |repo: &Repo, commit: &str| {
@@ -426,7 +438,7 @@ fn api(
     }
 }
 
-fn page(tree: &Tree, request: &Request, (elsewhere, repeat): (Option<&str>, bool)) -> Answer {
+fn page(tree: &Tree, request: &Request, (elsewhere, pages): (Option<&str>, Pages)) -> Answer {
     let cursor = request.query.split('&').find_map(|pair| pair.strip_prefix("cursor="));
     let from: usize = cursor.map_or(0, |cursor| cursor.parse().expect("a number"));
     let entry = |(path, file): (&String, &Stored)| {
@@ -439,11 +451,11 @@ fn page(tree: &Tree, request: &Request, (elsewhere, repeat): (Option<&str>, bool
     };
     let entries: Vec<Value> = tree.iter().skip(from).take(PAGE).map(entry).collect();
     let mut answer = json_answer(&json!(entries));
-    if from + PAGE < tree.len() {
+    if from + PAGE < tree.len() || pages == Pages::Endless {
         let host = &request.headers["host"];
         let port = host.rsplit(':').next().expect("a port");
         let origin = elsewhere.map_or_else(|| format!("http://{host}"), |origin| format!("{origin}:{port}"));
-        let cursor = if repeat { from } else { from + PAGE };
+        let cursor = if pages == Pages::Repeated { from } else { from + PAGE };
         let address = format!("{origin}{}?recursive=true&cursor={cursor}", request.path);
         let signed = elsewhere.map_or_else(String::new, |_| format!("&X-Signature={SIGNATURE}"));
         let next = format!("<{address}{signed}>; rel=\"next\"");

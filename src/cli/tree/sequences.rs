@@ -1,5 +1,6 @@
 //! `medusa tree --latency --sequences`: times and trees for several texts at a time.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use super::super::decoder::Decoder;
@@ -53,7 +54,8 @@ pub(super) fn measure(
         common.say(format_args!("timing steps of {} at a time", counted(texts, "text")));
         latency::measure_batch((&decoder.backbone, heads), &trees, [context, texts], &|| engine.for_batches(decoder))
     };
-    args.sequences.iter().map(|texts| of_texts(texts.get())).collect()
+    let counts: BTreeSet<usize> = args.sequences.iter().map(|texts| texts.get()).collect();
+    counts.into_iter().map(of_texts).collect()
 }
 
 /// The fastest tree for each number of texts; prints them.
