@@ -32,6 +32,7 @@ mod export;
 mod families;
 mod fused;
 mod gpu_check;
+mod hostile_templates;
 mod hub;
 mod hydra_reference;
 mod init;
