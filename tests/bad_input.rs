@@ -276,7 +276,7 @@ fn a_value_that_cannot_be_used_is_a_wrong_command() {
                     small.write("broken.jinja", "{% for m in messages %}");
                     small.edit("recipe.toml", "max_length = 40", "max_length = 40\nchat_template = \"broken.jinja\"");
                 },
-                &["broken.jinja: the chat template cannot be parsed"],
+                &["broken.jinja: the chat template cannot be used"],
             ),
             (
                 |small| {

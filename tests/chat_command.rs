@@ -38,6 +38,15 @@ fn ids(of: &Value) -> Vec<i64> {
     serde_json::from_value(of.clone()).expect("token ids")
 }
 
+#[test]
+fn a_text_that_cannot_fit_is_dropped_before_it_becomes_tokens() {
+    let world = with_template();
+    let lines = format!("{}\nab\n", "a b ".repeat(2_500_000));
+    let (stdout, stderr) = said(&world, &["--json", "--max-new-tokens", "2"], &lines);
+    assert!(stderr.contains("bytes has more tokens than the context of"), "{stderr}");
+    assert_eq!(stdout.lines().filter(|line| line.contains("\"text\"")).count(), 1, "{stdout}");
+}
+
 /// The line editor has the terminal in raw mode, without echo.
 #[test]
 #[cfg(unix)]

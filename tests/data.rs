@@ -520,6 +520,72 @@ fn a_stream_never_splits_a_character() {
     assert_eq!(tokenizer.decode(&[1, 3, 4, 2], false).unwrap(), "<s> a</s>");
 }
 
+/// The token of a byte.
+fn byte(byte: u8) -> i32 {
+    8 + i32::from(byte)
+}
+
+#[test]
+fn bytes_that_never_become_text_are_told_as_they_come() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = byte_tokenizer(dir.path());
+    for invalid in [[0xff, 0xff, 0xff], [0xe6, 0x97, 0xff], [0x97, 0xe6, 0x97]] {
+        let mut stream = tokenizer.stream();
+        let (mut untold, mut told) = (0, 0); // each push decodes what is not told yet
+        for at in 0..3000 {
+            let piece = stream.push(byte(invalid[at % 3])).unwrap();
+            untold = if piece.is_some() { 0 } else { untold + 1 };
+            told += piece.map_or(0, |piece| piece.chars().count());
+            assert!(untold <= 16, "{invalid:x?}: {untold} tokens after {at}");
+        }
+        assert!(told > 2500, "{invalid:x?}: {told}");
+        assert!(stream.push(4).unwrap().is_some_and(|piece| piece.ends_with('a')), "{invalid:x?}");
+    }
+    let mut stream = tokenizer.stream();
+    let silent = (0..100).filter_map(|_| stream.push(2).unwrap()).count();
+    assert_eq!((silent, stream.push(4).unwrap().as_deref()), (0, Some("a")), "tokens without text");
+}
+
+#[test]
+fn a_text_beyond_any_context_is_not_tokenised() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = "a b ".repeat(1_100_000);
+    let error = byte_tokenizer(dir.path()).encode(&text, true).unwrap_err().to_string();
+    assert!(error.starts_with("a text of 4400000 bytes that begins \"a b a b"), "{error}");
+    assert!(error.ends_with("the most is 4194304; divide it"), "{error}");
+    let path = write(&dir.path().join("rows.jsonl"), &json!({"text": text}).to_string());
+    let tokenizer = byte_tokenizer(dir.path());
+    let error = data::load(&[path], &settings(Some(&tokenizer))).unwrap_err();
+    let said = format!("{:#}", anyhow::Error::from(error));
+    assert!(said.contains("rows.jsonl, line 1") && said.contains("divide it"), "{said}");
+}
+
+#[test]
+fn a_tokenizer_that_makes_texts_grow_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    byte_tokenizer(dir.path());
+    let path = dir.path().join("tokenizer.json");
+    let plain: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let refusal = |part: &str, rules: Vec<Value>| {
+        let mut tokenizer = plain.clone();
+        let list = if part == "decoder" { "decoders" } else { "normalizers" };
+        tokenizer[part] = json!({"type": "Sequence", list: rules});
+        write(&path, &tokenizer.to_string());
+        TextTokenizer::load(dir.path()).unwrap_err().to_string()
+    };
+    let rule = |pattern: Value, content: &str| json!({"type": "Replace", "pattern": pattern, "content": content});
+    let tenfold = || rule(json!({"String": "a"}), &"a".repeat(10));
+    let error = refusal("normalizer", (0..6).map(|_| tenfold()).collect());
+    assert!(
+        error.contains("tokenizer.json: normalizer: its Replace rules may make a text 1000000 times as long"),
+        "{error}"
+    );
+    for part in ["normalizer", "decoder"] {
+        let error = refusal(part, vec![rule(json!({"Regex": ""}), "a")]);
+        assert!(error.contains(&format!("tokenizer.json: {part}: a Replace rule has an empty pattern")), "{error}");
+    }
+}
+
 #[test]
 fn what_follows_a_prompt_keeps_its_space() {
     let dir = tempfile::tempdir().unwrap();
@@ -598,7 +664,7 @@ fn a_chat_template_is_a_string_one_of_several_or_a_file() {
     write(&config, r#"{"chat_template": [{"name": "rag", "template": "no"}]}"#);
     assert!(render().unwrap_err().to_string().contains("one named \"default\""));
     write(&config, r#"{"chat_template": "{% if %}"}"#);
-    assert!(render().unwrap_err().to_string().contains("cannot be parsed"));
+    assert!(render().unwrap_err().to_string().contains("cannot be used"));
     write(&dir.path().join("chat_template.jinja"), "3{{ messages | length }}");
     assert_eq!(render().unwrap(), "31");
 }

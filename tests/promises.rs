@@ -34,6 +34,7 @@ mod fused;
 mod fuzz_corpus;
 mod gpu_check;
 mod hostile_input;
+mod hostile_templates;
 mod hub;
 mod hydra_reference;
 mod init;

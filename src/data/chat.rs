@@ -41,7 +41,7 @@ pub(super) struct ConversationRenderer<'a> {
 /// conversation up to each of them takes time that grows with the square of the turns.
 const RENDERED_ONE_BY_ONE: usize = 16;
 
-/// A template that needs too many steps for fewer turns than this loops; with more, the conversation is to blame.
+/// A template that needs too many steps, or too much memory, for fewer turns than this loops; with more, the conversation is to blame.
 const TURNS_OF_A_TALK: usize = 1000;
 
 const END_OF_THOUGHTS: &str = "</think>";
@@ -64,7 +64,9 @@ impl From<DropReason> for Refused {
 impl From<TemplateError> for Refused {
     fn from(error: TemplateError) -> Self {
         match error {
-            TemplateError::Endless { turns, .. } if turns < TURNS_OF_A_TALK => Self::Template(error),
+            TemplateError::Endless { turns, .. } | TemplateError::TooMuch { turns, .. } if turns < TURNS_OF_A_TALK => {
+                Self::Template(error)
+            }
             other => Self::Conversation(DropReason::TemplateRefuses(other.words())),
         }
     }

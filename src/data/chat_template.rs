@@ -5,15 +5,15 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use minijinja::value::{Serde, Value};
-use minijinja::{Environment, ErrorKind, context};
+use minijinja::{ErrorKind, context};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json, json};
 use sha2::{Digest, Sha256};
 
-use super::jinja::{self, MARKS, TEMPLATE};
+use super::jinja::{self, MARKS, Metered};
 use super::shown::shown;
 use super::tokenize::{SpecialTokens, TokenizeError, read_json, special_tokens};
-use crate::bounds::TEMPLATE_STEPS;
+use crate::bounds::{TEMPLATE_STEPS, TEXT_BYTES};
 use crate::files;
 
 /// Templates that a recipe can name. Each renders what transformers renders with the template that is published with:
@@ -75,6 +75,12 @@ impl Message {
         Self { role: role.into(), content: content.into(), more: Map::new() }
     }
 
+    /// Bytes of it, about.
+    fn size(&self) -> usize {
+        let more: usize = self.more.iter().map(|(key, value)| key.len() + json_size(value)).sum();
+        self.role.len() + self.content.len() + more + OF_VALUE
+    }
+
     /// As transformers passes it. A content of null is among the other keys.
     fn value(&self) -> Value {
         let content = if self.content.is_empty() { self.more.get("content") } else { None };
@@ -83,6 +89,27 @@ impl Message {
         let more = self.more.iter().filter(|(key, _)| *key != "content");
         Value::from_pairs(own.into_iter().chain(more.map(|(key, value)| (key.as_str(), Value::from(Serde(value))))))
     }
+}
+
+impl TemplateInputs {
+    /// Bytes of them, about.
+    fn size(&self) -> usize {
+        let kwargs = self.kwargs.iter().map(|(key, value)| key.len() + json_size(value));
+        self.tools.iter().flatten().map(json_size).chain(kwargs).sum()
+    }
+}
+
+/// Bytes of a value without its text.
+const OF_VALUE: usize = 64;
+
+fn json_size(value: &Json) -> usize {
+    let parts: usize = match value {
+        Json::String(text) => text.len(),
+        Json::Array(items) => items.iter().map(json_size).sum(),
+        Json::Object(pairs) => pairs.iter().map(|(key, value)| key.len() + json_size(value)).sum(),
+        _ => 0,
+    };
+    parts + OF_VALUE
 }
 
 /// Why a chat template cannot be used.
@@ -104,7 +131,10 @@ pub enum TemplateError {
         got: String,
     },
     /// A template that does not parse.
-    #[error("{place}: the chat template cannot be parsed")]
+    #[error(
+        "{place}: the chat template cannot be used; correct it, or set data.chat_template to another one: {} or a .jinja file",
+        TemplateChoice::built_in_names()
+    )]
     Syntax {
         place: String,
         /// Where in it, and why.
@@ -129,6 +159,24 @@ pub enum TemplateError {
         /// How many messages it was given.
         turns: usize,
     },
+    /// A conversation of more tokens than any context.
+    #[error(
+        "a conversation of {turns} turns has {bytes} bytes, and the most that is rendered is {TEXT_BYTES}; divide it"
+    )]
+    TooLong { turns: usize, bytes: usize },
+    /// A template that makes far more than a text of the conversation.
+    #[error(
+        "{place}: the chat template was stopped on a conversation of {turns} turns: {why}. Set data.chat_template to another one: {} or a \
+         .jinja file",
+        TemplateChoice::built_in_names()
+    )]
+    TooMuch {
+        place: String,
+        /// How many messages it was given.
+        turns: usize,
+        /// The bound that it exceeded.
+        why: String,
+    },
 }
 
 impl TemplateError {
@@ -149,7 +197,7 @@ impl TemplateError {
 /// A chat template with a backbone's special tokens.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    template: Metered,
     source: String,
     special: SpecialTokens,
     place: String,
@@ -305,32 +353,37 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         marks: [&str; 2],
     ) -> Result<String, TemplateError> {
-        let failed = |source: minijinja::Error| {
-            let place = self.place.clone();
-            if source.kind() == ErrorKind::OutOfFuel {
-                return TemplateError::Endless { place, turns: messages.len() };
-            }
+        let failed = |source: minijinja::Error, exceeded: Option<String>| {
+            let (place, turns) = (self.place.clone(), messages.len());
             let roles = messages.iter().map(|message| message.role.clone()).collect();
-            TemplateError::Render { place, roles, source }
+            match (source.kind(), exceeded) {
+                (ErrorKind::OutOfFuel, _) => TemplateError::Endless { place, turns },
+                (_, Some(why)) => TemplateError::TooMuch { place, turns, why },
+                _ => TemplateError::Render { place, roles, source },
+            }
         };
+        let input = messages.iter().map(Message::size).sum::<usize>() + inputs.size();
+        if input > TEXT_BYTES {
+            return Err(TemplateError::TooLong { turns: messages.len(), bytes: input });
+        }
         // What transformers passes; it leaves out special tokens that the tokenizer lacks.
         let special = Value::from_pairs(self.special.iter());
         let marks = Value::from_pairs(MARKS.into_iter().zip(marks));
         let kwargs = Value::from(Serde(&inputs.kwargs));
         let messages: Vec<Value> = messages.iter().map(Message::value).collect();
         let own = context! { messages, add_generation_prompt, tools => Serde(&inputs.tools), documents => () };
-        let template = self.environment.get_template(TEMPLATE).map_err(failed)?;
-        jinja::of_library(|| template.render(context! { ..own, ..kwargs, ..special, ..marks })).map_err(failed)
+        let (rendered, exceeded) = self.template.render(context! { ..own, ..kwargs, ..special, ..marks }, input);
+        rendered.map_err(|error| failed(error, exceeded))
     }
 
     fn parse(source: &str, special: SpecialTokens, place: String) -> Result<Self, TemplateError> {
         let broken = |source| TemplateError::Syntax { place: place.clone(), source };
-        let environment = jinja::environment(source).map_err(broken)?;
+        let template = jinja::template(source).map_err(broken)?;
         let marks_generation = jinja::marks_generation(source);
         let sha256 = files::hex(&Sha256::digest(format!("{special:?}\n{source}")));
         let source = source.to_owned();
         let mut template = Self {
-            environment,
+            template,
             source,
             special,
             place,
@@ -340,12 +393,20 @@ impl ChatTemplate {
             takes_tool_results: false,
             takes_calls: false,
         };
-        template.takes_tool_turns = template.shows_tool_turns();
-        [template.takes_calls, template.takes_tool_results] = template.shows_calls_and_results();
+        template.takes_tool_turns = template.shows_tool_turns()?;
+        [template.takes_calls, template.takes_tool_results] = template.shows_calls_and_results()?;
         Ok(template)
     }
 
-    fn shows_calls_and_results(&self) -> [bool; 2] {
+    /// What the template makes of a conversation, which it may refuse.
+    fn tried(&self, messages: &[Message]) -> Result<String, TemplateError> {
+        match self.render(messages, false) {
+            Err(error @ (TemplateError::Endless { .. } | TemplateError::TooMuch { .. })) => Err(error),
+            rendered => Ok(rendered.unwrap_or_default()),
+        }
+    }
+
+    fn shows_calls_and_results(&self) -> Result<[bool; 2], TemplateError> {
         const ID: &str = "abcdefghi"; // Mistral's have nine characters
         const SHOWN: [&str; 2] = ["name_of_the_function", "result_of_the_call"];
         let call = json!([{"id": ID, "type": "function", "function": {"name": SHOWN[0], "arguments": {"a": 1}}}]);
@@ -357,15 +418,15 @@ impl ChatTemplate {
             with(Message::new("tool", SHOWN[1]), json!({"name": SHOWN[0], "tool_call_id": ID})),
             Message::new("assistant", "b"),
         ];
-        let text = self.render(&messages, false).unwrap_or_default();
-        SHOWN.map(|shown| text.contains(shown))
+        let text = self.tried(&messages)?;
+        Ok(SHOWN.map(|shown| text.contains(shown)))
     }
 
-    fn shows_tool_turns(&self) -> bool {
+    fn shows_tool_turns(&self) -> Result<bool, TemplateError> {
         const RESULT: &str = "the result of the tool";
         let turns = [("user", "a"), ("assistant", "b"), ("tool", RESULT), ("assistant", "c")];
         let messages = turns.map(|(role, content)| Message::new(role, content));
-        self.render(&messages, false).is_ok_and(|text| text.contains(RESULT))
+        Ok(self.tried(&messages)?.contains(RESULT))
     }
 }
 

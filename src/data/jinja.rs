@@ -1,6 +1,9 @@
 //! Jinja as transformers sets it up for chat templates. Knows nothing of messages.
 
 mod limits;
+mod meter;
+mod metered;
+mod shape;
 
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -12,11 +15,10 @@ use minijinja::{Environment, ErrorKind};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
-use crate::bounds::TEMPLATE_STEPS;
-use crate::panics;
+pub(super) use metered::Metered;
+use metered::of_library;
 
-/// The environment's one template.
-pub(super) const TEMPLATE: &str = "chat_template";
+use crate::bounds::{QUOTED_CHARACTERS, TEMPLATE_STEPS};
 
 /// Names in the context for what is written before and behind a `{% generation %}` block: nothing, unless they are set.
 pub(super) const MARKS: [&str; 2] = ["generation_starts_here", "generation_ends_here"];
@@ -24,27 +26,21 @@ pub(super) const MARKS: [&str; 2] = ["generation_starts_here", "generation_ends_
 const GENERATION: &str = "generation";
 
 /// Jinja as transformers sets it up, with one template.
-pub(super) fn environment(template: &str) -> Result<Environment<'static>, minijinja::Error> {
+pub(super) fn template(source: &str) -> Result<Metered, minijinja::Error> {
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
+    let source = with_marks(&source.replace("\r\n", "\n").replace('\r', "\n")); // Jinja's newline_sequence
+    of_library(|| shape::check(&source, &syntax))?;
     let mut environment = Environment::new();
-    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_debug(false); // errors of a debug build would show all variables
     environment.set_fuel(Some(TEMPLATE_STEPS));
-    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_unknown_method_callback(limits::method);
-    environment.add_filter("indent", limits::indent);
-    environment.add_filter("format", limits::format);
+    limits::add(&mut environment);
     environment.add_filter("tojson", tojson);
-    environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
+    environment.add_function("raise_exception", |message: &str| -> Result<Value, minijinja::Error> {
+        let message: String = message.chars().take(QUOTED_CHARACTERS).collect();
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
     });
     environment.add_function("strftime_now", |format: &str| strftime(format, seconds_now()));
-    let unix_lines = template.replace("\r\n", "\n").replace('\r', "\n"); // Jinja's newline_sequence
-    of_library(|| environment.add_template_owned(TEMPLATE, with_marks(&unix_lines)))?;
-    Ok(environment)
-}
-
-/// Runs minijinja on a user's template; a panic in it becomes an error.
-pub(super) fn of_library<T>(work: impl FnOnce() -> Result<T, minijinja::Error>) -> Result<T, minijinja::Error> {
-    panics::of_library(work).unwrap_or_else(|panic| Err(minijinja::Error::new(ErrorKind::InvalidOperation, panic)))
+    Metered::new(environment, source, &syntax)
 }
 
 /// `{% generation %}` holds what the assistant says: what it renders stays, between the two marks of the context.
@@ -100,7 +96,11 @@ impl<'s> Pieces<'s> {
             at += found;
             let rest = &self.rest[at..];
             let end = match rest.as_bytes().get(1) {
-                Some(b'%') => return at,
+                Some(b'%')
+                    if !self.raw || rest[2..].trim_start_matches(['-', '+']).trim_start().starts_with("endraw") =>
+                {
+                    return at;
+                }
                 Some(b'#') if !self.raw => rest.find("#}").map(|end| end + 2),
                 Some(b'{') if !self.raw => end_of_code(&rest[2..], "}}").map(|end| end + 4),
                 _ => Some(1),
@@ -126,7 +126,7 @@ impl<'s> Iterator for Pieces<'s> {
             return Some(Piece::Other(&rest[..before]));
         }
         let inner = &rest[2..];
-        let end = if self.raw { inner.find("%}") } else { end_of_code(inner, "%}") };
+        let end = if self.raw { inner.find("%}") } else { end_of_code(inner, "%}") }; // in raw text only the tag that ends it
         let Some(end) = end else {
             self.rest = "";
             return Some(Piece::Other(rest));
@@ -136,7 +136,7 @@ impl<'s> Iterator for Pieces<'s> {
             "raw" => self.raw = true,
             "endraw" => self.raw = false,
             _ if self.raw => {
-                self.rest = inner; // text that looks like a tag
+                self.rest = inner; // such as endrawer
                 return Some(Piece::Other("{%"));
             }
             _ => {}
@@ -172,7 +172,7 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
     options.assert_all_used()?;
     limits::check(indent.unwrap_or_default())?;
     let spaces = " ".repeat(indent.unwrap_or_default());
-    let mut json = Vec::new();
+    let mut json = Limited(Vec::new());
     let pretty = PrettyFormatter::with_indent(spaces.as_bytes());
     let written = match indent {
         Some(_) => value.serialize(&mut Serializer::with_formatter(&mut json, pretty)),
@@ -180,8 +180,22 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
     };
     let failed = |error: String| minijinja::Error::new(ErrorKind::BadSerialization, error);
     written.map_err(|error| failed(error.to_string()))?;
-    let json = String::from_utf8(json).map_err(|error| failed(error.to_string()))?;
+    let json = String::from_utf8(json.0).map_err(|error| failed(error.to_string()))?;
     Ok(if ensure_ascii == Some(true) { in_ascii(&json) } else { json })
+}
+
+/// JSON of a size that the template may make.
+struct Limited(Vec<u8>);
+
+impl io::Write for Limited {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        meter::fits(self.0.len() + bytes.len()).map_err(io::Error::other)?;
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// JSON with escapes for all characters beyond ASCII.
@@ -233,7 +247,7 @@ mod tests {
     use super::*;
 
     fn rendered(source: &str) -> Result<String, minijinja::Error> {
-        environment(source)?.get_template(TEMPLATE)?.render(context! { tools => () })
+        template(source)?.render(context! { tools => () }, 0).0
     }
 
     #[test]
@@ -273,7 +287,7 @@ mod tests {
             "a\n{%- generation -%}\n b \n{%- endgeneration -%}\nc {% generation %}\nd\n{% endgeneration %}\n";
         let marked = |start: &str, end: &str| {
             let context = Value::from_pairs([(MARKS[0], start), (MARKS[1], end)]);
-            environment(template).unwrap().get_template(TEMPLATE).unwrap().render(context).unwrap()
+            super::template(template).unwrap().render(context, 0).0.unwrap()
         };
         assert_eq!(marked("<", ">"), "a<b>c <d\n>");
         assert_eq!((rendered(template).unwrap(), marked("", "")), ("abc d\n".to_owned(), "abc d\n".to_owned()));

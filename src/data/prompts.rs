@@ -49,6 +49,9 @@ pub enum PromptError {
         id: i32,
         vocab_size: usize,
     },
+    /// A text that is refused before it becomes tokens.
+    #[error("a text of {bytes} bytes has more tokens than the context of {context} holds; shorten it")]
+    BeyondContext { bytes: usize, context: usize },
     /// Nothing to decode from.
     #[error("the prompt has no tokens, not even a BOS")]
     NoTokens,

@@ -8,10 +8,6 @@ use super::api::prompt::ClientPrompt;
 use crate::data::chat_template::ChatTemplate;
 use crate::data::tokenize::{TextTokenizer, wide};
 
-/// A text with more bytes than so many times the longest token of each place of the context is refused before it becomes tokens: 4 MB of
-/// short ones take ten seconds and half a gigabyte. More than 1, as a tokenizer may drop blanks and compose letters first.
-const MARGIN: usize = 4;
-
 /// The backbone's words: its tokenizer and chat template.
 #[derive(Debug, Clone)]
 pub struct Prompting {
@@ -45,7 +41,7 @@ impl Prompting {
     }
 
     fn encoded(&self, text: &str, add_special: bool, param: &'static str) -> Result<Vec<i64>, ApiError> {
-        if text.len() / MARGIN / self.tokenizer.longest_token().max(1) >= self.context {
+        if self.tokenizer.is_beyond(text, self.context) {
             return Err(ApiError::TextTooLong { param, bytes: text.len(), context: self.context });
         }
         let ids = self.tokenizer.encode(text, add_special);

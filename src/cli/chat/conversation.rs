@@ -45,7 +45,11 @@ impl<'a> ChatHistory<'a> {
     /// # Errors
     /// An error of the template or the tokenizer.
     pub(super) fn prompt(&self, words: &str) -> Result<Vec<i64>, PromptError> {
-        let Decoder { tokenizer, template, .. } = self.decoder;
+        let Decoder { tokenizer, template, backbone, .. } = self.decoder;
+        let context = usize::try_from(backbone.config.max_position_embeddings).unwrap_or(usize::MAX);
+        if tokenizer.is_beyond(words, context) {
+            return Err(PromptError::BeyondContext { bytes: words.len(), context });
+        }
         match &self.said {
             ChatContext::Turns(turns) => {
                 let turns: Vec<Message> = turns.iter().cloned().chain([Message::new("user", words)]).collect();

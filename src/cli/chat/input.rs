@@ -1,6 +1,6 @@
 //! Lines of input: from a terminal with editing and history, or from a pipe.
 
-use std::io::{self, BufRead, IsTerminal, Write};
+use std::io::{self, BufRead, IsTerminal, Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -9,6 +9,7 @@ use rustyline::error::ReadlineError;
 use rustyline::{Config, DefaultEditor};
 
 use super::restore;
+use crate::bounds::{ROW_BYTES, TEXT_BYTES};
 use crate::cli::CommonFlags;
 
 const PROMPT: &str = "> ";
@@ -85,18 +86,60 @@ impl InputLines {
                 if *is_typed {
                     let _ = write!(io::stderr(), "{PROMPT}"); // the prompt is only a convenience
                 }
-                let mut line = Vec::new();
-                io::stdin().lock().read_until(b'\n', &mut line).context("cannot read stdin")?;
-                if line.is_empty() {
-                    return Ok(Input::End);
-                }
-                Ok(match String::from_utf8(line) {
-                    Ok(line) => Input::Line(line.strip_suffix('\n').unwrap_or(&line).trim_end_matches('\r').to_owned()),
-                    Err(error) => {
-                        Input::NotText(anyhow::Error::from(error.utf8_error()).context("the line is not UTF-8"))
-                    }
-                })
+                let line = read_line(&mut io::stdin().lock()).context("cannot read stdin")?;
+                Ok(line.map_or(Input::End, input_of))
             }
         }
+    }
+}
+
+/// A line with its newline, of which what is beyond all that can be tokenised is left out; `None` at the end.
+///
+/// # Errors
+/// A line that has no end within the bytes that a row may have.
+fn read_line(input: &mut impl BufRead) -> io::Result<Option<Vec<u8>>> {
+    let mut line = Vec::new();
+    input.by_ref().take(TEXT_BYTES as u64 + 1).read_until(b'\n', &mut line)?;
+    let is_cut = line.len() > TEXT_BYTES && !line.ends_with(b"\n");
+    if is_cut {
+        let mut beyond = Vec::new();
+        let mut left = ROW_BYTES - line.len();
+        while !beyond.ends_with(b"\n") {
+            beyond.clear();
+            let read = input.by_ref().take(1 << 16).read_until(b'\n', &mut beyond)?;
+            if read == 0 {
+                break;
+            }
+            left = left.checked_sub(read).ok_or_else(|| {
+                io::Error::new(io::ErrorKind::InvalidData, format!("a line of more than {} MiB", ROW_BYTES >> 20))
+            })?;
+        }
+    }
+    Ok((!line.is_empty()).then_some(line))
+}
+
+fn input_of(line: Vec<u8>) -> Input {
+    if line.len() > TEXT_BYTES {
+        return Input::Line(String::from_utf8_lossy(&line).into_owned()); // its last character may be cut in two
+    }
+    match String::from_utf8(line) {
+        Ok(line) => Input::Line(line.strip_suffix('\n').unwrap_or(&line).trim_end_matches('\r').to_owned()),
+        Err(error) => Input::NotText(anyhow::Error::from(error.utf8_error()).context("the line is not UTF-8")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_without_end_is_an_error_and_a_long_one_is_cut() {
+        let error = read_line(&mut io::BufReader::new(io::repeat(0))).unwrap_err();
+        assert_eq!(error.to_string(), "a line of more than 100 MiB");
+        let text = [vec![b'a'; TEXT_BYTES + 100_000], b"\nb\n".to_vec()].concat();
+        let mut input = text.as_slice();
+        assert_eq!(read_line(&mut input).unwrap().unwrap().len(), TEXT_BYTES + 1);
+        assert_eq!(read_line(&mut input).unwrap().as_deref(), Some(&b"b\n"[..]));
+        assert_eq!(read_line(&mut input).unwrap(), None);
     }
 }

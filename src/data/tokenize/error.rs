@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::sentencepiece::SentencePieceError;
 use super::tiktoken::TiktokenError;
+use crate::bounds::TOKENIZER_GROWTH;
 use crate::files::FileError;
 
 /// Why a tokenizer, or one of its results, cannot be used.
@@ -38,6 +39,32 @@ pub enum TokenizeError {
         path.display()
     )]
     Class { path: PathBuf, class: String, folder: String },
+    /// Rules of tokenizer.json by which a short text becomes a very long one.
+    #[error(
+        "{}: {key}: its Replace rules may make a text {growth} times as long, and up to {TOKENIZER_GROWTH} are accepted; use the tokenizer that was \
+         published with the backbone", path.display()
+    )]
+    Growth {
+        path: PathBuf,
+        /// `normalizer` or `decoder`.
+        key: &'static str,
+        growth: usize,
+    },
+    /// A rule of tokenizer.json that finds its pattern everywhere.
+    #[error("{}: {key}: a Replace rule has an empty pattern; use the tokenizer that was published with the backbone", path.display())]
+    EmptyPattern {
+        path: PathBuf,
+        /// `normalizer` or `decoder`.
+        key: &'static str,
+    },
+    /// A text of more tokens than any context.
+    #[error("a text of {bytes} bytes that begins {start:?} cannot be tokenised: the most is {most}; divide it")]
+    TooLong {
+        /// The first characters.
+        start: String,
+        bytes: usize,
+        most: usize,
+    },
     /// The library failed on a text.
     #[error("{}: cannot tokenise a text that begins {start:?}", path.display())]
     Encode {

@@ -3,6 +3,7 @@
 
 mod config;
 mod error;
+mod growth;
 mod model_file;
 mod pipeline;
 mod sentencepiece;
@@ -11,9 +12,12 @@ mod vocabulary;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use sha2::{Digest, Sha256};
+use tokenizers::Encoding;
 
+use crate::bounds::TEXT_BYTES;
 use crate::files::{self, failed};
 use crate::panics;
 use config::TokenizerConfig;
@@ -32,6 +36,16 @@ const MODEL: &str = "tokenizer.model";
 /// Part of the digest of a tokenizer.model: raise it when the same files would give other ids.
 const MODEL_FORMAT: &str = "tokenizer.model 1";
 
+/// A tokenizer that makes the library panic on this would do so on all texts.
+const PROBE: &str = "Hello, world: 12\n";
+/// A text with more bytes than so many times the longest token of each place of the context is refused before it becomes tokens. More than 1,
+/// as a tokenizer may drop blanks and compose letters first.
+const MARGIN: usize = 4;
+/// A piece of text with more tokens than this is told although its last character may be incomplete.
+const UNTOLD: usize = 16;
+/// Tokens that may hold a character of four bytes.
+const OF_CHARACTER: usize = 4;
+
 /// A backbone's tokenizer.
 #[derive(Debug, Clone)]
 pub struct TextTokenizer {
@@ -41,6 +55,8 @@ pub struct TextTokenizer {
     highest: (String, u32),
     /// Bytes.
     longest: usize,
+    /// How many times as long its normalizer may make a text.
+    growth: usize,
     bos: Option<i32>,
     eos: Option<i32>,
 }
@@ -67,12 +83,14 @@ impl TextTokenizer {
 
     fn of_json(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
         let bytes = files::read(&path).map_err(failed("read", &path))?;
+        let growth = growth::of(&path, &bytes)?;
         let unusable = |source| TokenizeError::Unusable { path: path.clone(), source };
         let mut tokenizer = of_library(|| Pipeline::from_bytes(&bytes)).map_err(unusable)?;
         // Left in the file by whoever saved it; a row's length is the recipe's business (as in transformers).
         tokenizer.with_truncation(None).map_err(unusable)?.with_padding(None);
+        panics::of_library(|| tokenizer.encode_fast(PROBE, false)).map_err(|panic| unusable(panic.into()))?;
         let sha256 = files::hex(&Sha256::digest(&bytes));
-        Ok(Self::of(tokenizer, path, sha256, &config.special_tokens(&[])))
+        Ok(Self { growth, ..Self::of(tokenizer, path, sha256, &config.special_tokens(&[])) })
     }
 
     fn of_model(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
@@ -88,7 +106,7 @@ impl TextTokenizer {
         let vocab = tokenizer.get_vocab(true);
         let longest = vocab.keys().map(String::len).max().unwrap_or_default();
         let highest = vocab.into_iter().max_by_key(|(_, id)| *id).unwrap_or_default();
-        Self { sha256, tokenizer, path, highest, longest, bos, eos }
+        Self { sha256, tokenizer, path, highest, longest, growth: growth::USUAL, bos, eos }
     }
 
     /// Ids of a text; `add_special` adds what the tokenizer puts around one (Llama: BOS before it).
@@ -96,8 +114,7 @@ impl TextTokenizer {
     /// # Errors
     /// The library's own.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<i32>, TokenizeError> {
-        let encode = || self.tokenizer.encode_fast(text, add_special);
-        let encoded = of_library(encode).map_err(|source| self.failed_on(text, source))?;
+        let encoded = self.encoding(text, || self.tokenizer.encode_fast(text, add_special))?;
         Ok(encoded.get_ids().iter().map(|&id| to_i32(id)).collect())
     }
 
@@ -106,8 +123,7 @@ impl TextTokenizer {
     /// # Errors
     /// The library's own.
     pub fn encode_with_places(&self, text: &str) -> Result<(Vec<i32>, Vec<Range<usize>>), TokenizeError> {
-        let encode = || self.tokenizer.encode(text, false);
-        let encoded = of_library(encode).map_err(|source| self.failed_on(text, source))?;
+        let encoded = self.encoding(text, || self.tokenizer.encode(text, false))?;
         let places = encoded.get_offsets().iter().map(|&(start, end)| start..end).collect();
         Ok((encoded.get_ids().iter().map(|&id| to_i32(id)).collect(), places))
     }
@@ -117,8 +133,7 @@ impl TextTokenizer {
     /// # Errors
     /// The library's own.
     pub fn encode_around(&self, text: &str) -> Result<(Vec<i32>, Vec<Range<usize>>), TokenizeError> {
-        let encode = || self.tokenizer.encode(text, true);
-        let encoded = of_library(encode).map_err(|source| self.failed_on(text, source))?;
+        let encoded = self.encoding(text, || self.tokenizer.encode(text, true))?;
         let mut at = 0; // behind the last token of the text
         let place = |((start, end), &is_around): (&(usize, usize), &u32)| -> Range<usize> {
             if is_around != 0 {
@@ -129,6 +144,26 @@ impl TextTokenizer {
         };
         let places = encoded.get_offsets().iter().zip(encoded.get_special_tokens_mask()).map(place).collect();
         Ok((encoded.get_ids().iter().map(|&id| to_i32(id)).collect(), places))
+    }
+
+    /// Runs the library on a text; long ones one after the other, as each takes some hundred bytes for each of its own.
+    fn encoding(
+        &self,
+        text: &str,
+        encode: impl FnOnce() -> tokenizers::Result<Encoding>,
+    ) -> Result<Encoding, TokenizeError> {
+        static ONE_LONG_TEXT: Mutex<()> = Mutex::new(());
+        let most = TEXT_BYTES / self.growth.div_ceil(growth::USUAL);
+        if text.len() > most {
+            return Err(TokenizeError::TooLong { start: start(text), bytes: text.len(), most });
+        }
+        let _alone = (text.len() > most / 16).then(|| ONE_LONG_TEXT.lock().unwrap_or_else(PoisonError::into_inner));
+        of_library(encode).map_err(|source| self.failed_on(text, source))
+    }
+
+    /// Whether a text surely has more tokens than `context`: 4 MB of short ones take ten seconds and half a gigabyte to be counted.
+    pub fn is_beyond(&self, text: &str, context: usize) -> bool {
+        text.len() / MARGIN / self.longest.max(1) >= context
     }
 
     /// The length of the special token that a text begins with; `None` if it begins with none.
@@ -151,7 +186,7 @@ impl TextTokenizer {
     }
 
     fn failed_on(&self, text: &str, source: tokenizers::Error) -> TokenizeError {
-        TokenizeError::Encode { path: self.path.clone(), start: text.chars().take(40).collect(), source }
+        TokenizeError::Encode { path: self.path.clone(), start: start(text), source }
     }
 
     /// Text piece by piece, special tokens left out.
@@ -233,13 +268,26 @@ impl TextStream<'_> {
     /// The library's own.
     pub fn push(&mut self, id: i32) -> Result<Option<String>, TokenizeError> {
         self.ids.push(id);
-        let piece = self.untold()?;
-        if piece.is_empty() || piece.ends_with(char::REPLACEMENT_CHARACTER) {
-            return Ok(None);
+        let piece = self.untold(self.ids.len())?;
+        if !piece.is_empty() && !piece.ends_with(char::REPLACEMENT_CHARACTER) {
+            self.ids.drain(..self.told);
+            self.told = self.ids.len();
+            return Ok(Some(piece));
+        }
+        if self.ids.len() - self.told > UNTOLD { self.tell_invalid(&piece) } else { Ok(None) }
+    }
+
+    /// Tells what the newest tokens cannot complete any more: bytes that are no text are not decoded again with each token.
+    fn tell_invalid(&mut self, untold: &str) -> Result<Option<String>, TokenizeError> {
+        let newest = self.ids.len() - OF_CHARACTER;
+        let (mut end, mut piece) = (newest, self.untold(newest)?);
+        while !untold.starts_with(&piece) && end > newest - OF_CHARACTER {
+            end -= 1; // a character was cut in two
+            piece = self.untold(end)?;
         }
         self.ids.drain(..self.told);
-        self.told = self.ids.len();
-        Ok(Some(piece))
+        self.told = end - self.told;
+        Ok(Some(piece).filter(|piece| !piece.is_empty()))
     }
 
     /// What [`TextStream::push`] would return for this id, as text: a special token as it is written, and nothing for an incomplete
@@ -264,16 +312,17 @@ impl TextStream<'_> {
     /// # Errors
     /// The library's own.
     pub fn finish(self) -> Result<Option<String>, TokenizeError> {
-        Ok(Some(self.untold()?).filter(|piece| !piece.is_empty()))
+        Ok(Some(self.untold(self.ids.len())?).filter(|piece| !piece.is_empty()))
     }
 
-    fn untold(&self) -> Result<String, TokenizeError> {
+    /// The text of the tokens before `end` that is not told yet.
+    fn untold(&self, end: usize) -> Result<String, TokenizeError> {
         let before = self.tokenizer.decode(&self.ids[..self.told], true)?;
-        let all = self.tokenizer.decode(&self.ids, true)?;
+        let all = self.tokenizer.decode(&self.ids[..end], true)?;
         match all.strip_prefix(&before) {
             Some(piece) => Ok(piece.to_owned()),
             // Bytes that made a character became invalid with the next ones. What is told stays told.
-            None => self.tokenizer.decode(&self.ids[self.told..], true),
+            None => self.tokenizer.decode(&self.ids[self.told..end], true),
         }
     }
 }
@@ -305,6 +354,11 @@ pub(super) fn special_tokens(folder: &Path) -> Result<SpecialTokens, TokenizeErr
         }
         _ => Ok(config.special_tokens(&[])),
     }
+}
+
+/// The first characters of a text, for an error.
+fn start(text: &str) -> String {
+    text.chars().take(40).collect()
 }
 
 /// Runs the tokenizers library; a panic in it becomes an error.

@@ -48,6 +48,7 @@ impl ClientPrompt {
 fn refused(error: &TemplateError) -> ApiError {
     let problem = match error {
         TemplateError::Render { .. } => format!("the chat template refuses the conversation: {}", error.words()),
+        TemplateError::TooLong { .. } => error.to_string(),
         _ => "the chat template cannot render the conversation".to_owned(),
     };
     ApiError::invalid("messages", problem)

@@ -1,0 +1,97 @@
+//! How much longer the rules of a tokenizer.json may make a text, before and behind its model. Six rules that make ten letters of one make a
+//! million: they are refused when the file is read.
+
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::TokenizeError;
+use crate::bounds::TOKENIZER_GROWTH;
+
+/// A blank that becomes U+2581 grows threefold.
+pub(super) const USUAL: usize = 4;
+
+/// The parts of tokenizer.json that replace text.
+#[derive(Deserialize)]
+struct Rules {
+    #[serde(default)]
+    normalizer: Value,
+    #[serde(default)]
+    decoder: Value,
+}
+
+/// How many times as long the normalizer may make a text.
+///
+/// # Errors
+/// Rules beyond [`TOKENIZER_GROWTH`], or with an empty pattern.
+pub(super) fn of(path: &Path, json: &[u8]) -> Result<usize, TokenizeError> {
+    let Ok(Rules { normalizer, decoder }) = serde_json::from_slice(json) else { return Ok(USUAL) }; // the library says why
+    checked(&decoder, path, "decoder")?;
+    checked(&normalizer, path, "normalizer").map(|growth| growth.max(USUAL))
+}
+
+fn checked(rules: &Value, path: &Path, key: &'static str) -> Result<usize, TokenizeError> {
+    match growth(rules) {
+        None => Err(TokenizeError::EmptyPattern { path: path.to_owned(), key }),
+        Some(growth) if growth > TOKENIZER_GROWTH => Err(TokenizeError::Growth { path: path.to_owned(), key, growth }),
+        Some(growth) => Ok(growth),
+    }
+}
+
+/// The product over all rules; `None` for an empty pattern.
+fn growth(rules: &Value) -> Option<usize> {
+    let parts = [&rules["normalizers"], &rules["decoders"]].into_iter().filter_map(Value::as_array).flatten();
+    let parts = parts.map(growth).try_fold(1_usize, |product, part| Some(product.saturating_mul(part?)))?;
+    let Some(content) = rules["content"].as_str().filter(|_| rules["type"] == "Replace") else { return Some(parts) };
+    let here = match (&rules["pattern"]["String"], &rules["pattern"]["Regex"]) {
+        (Value::String(text), _) | (_, Value::String(text)) if text.is_empty() => return None,
+        (Value::String(text), _) => content.len().div_ceil(text.len()),
+        _ => content.len() + 1, // an expression may find nothing before each byte
+    };
+    Some(parts.saturating_mul(here.max(1)))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn replace(pattern: &Value, content: &str) -> Value {
+        json!({"type": "Replace", "pattern": pattern, "content": content})
+    }
+
+    #[test]
+    fn growth_is_the_product_of_all_rules() {
+        let blank = replace(&json!({"String": " "}), "\u{2581}");
+        assert_eq!(growth(&blank), Some(3));
+        assert_eq!(growth(&json!({"type": "Sequence", "normalizers": [blank, {"type": "NFC"}]})), Some(3));
+        assert_eq!(
+            growth(&json!({"type": "Sequence", "decoders": [replace(&json!({"String": "\u{2581}"}), " ")]})),
+            Some(1)
+        );
+        assert_eq!(growth(&replace(&json!({"Regex": "a*"}), "abcd")), Some(5));
+        let six = vec![replace(&json!({"String": "a"}), &"a".repeat(10)); 6];
+        let nested = six.into_iter().reduce(|all, one| json!({"type": "Sequence", "normalizers": [all, one]}));
+        assert_eq!(growth(&nested.unwrap()), Some(1_000_000));
+        assert_eq!(growth(&Value::Null), Some(1));
+    }
+
+    #[test]
+    fn an_empty_pattern_is_none() {
+        assert_eq!(growth(&replace(&json!({"Regex": ""}), "a")), None);
+        assert_eq!(growth(&json!({"normalizers": [replace(&json!({"String": ""}), "a")]})), None);
+    }
+
+    #[test]
+    fn errors_name_the_file_and_the_part() {
+        let json = json!({"decoder": replace(&json!({"String": "a"}), &"b".repeat(300)), "model": {}}).to_string();
+        let error = of(Path::new("b/tokenizer.json"), json.as_bytes()).unwrap_err().to_string();
+        assert!(
+            error.starts_with("b/tokenizer.json: decoder: its Replace rules may make a text 300 times as long"),
+            "{error}"
+        );
+        assert_eq!(of(Path::new("t.json"), b"{}").unwrap(), USUAL);
+    }
+}
