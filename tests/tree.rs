@@ -64,8 +64,8 @@ fn published_accuracies_promise_what_was_computed_for_them() {
 
 fn calibration(accuracies: &[&[f64]]) -> Value {
     let head = |accuracy: &&[f64]| {
-        let counts: Vec<u64> = accuracy.iter().map(|a| (a * 100.0).round() as u64).collect();
-        json!({"counts": counts, "total": 100, "accuracy": accuracy})
+        let counts: Vec<u64> = accuracy.iter().map(|a| (a * 1000.0).round() as u64).collect();
+        json!({"counts": counts, "total": 1000, "accuracy": accuracy})
     };
     let heads: Vec<Value> = accuracies.iter().map(head).collect();
     json!({"heads": heads, "joint": {"total": 0, "paths": []}, "backbone": "b", "heads_sha256": "00", "tokens": 500})

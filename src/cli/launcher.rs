@@ -17,7 +17,9 @@ use glob::Pattern;
 
 use super::doctor::version_of;
 use super::exit::{report, status};
-use super::{CommonFlags, MedusaTrainCommand, finish_without_libtorch, medusa_arguments, parse, same_build, threads};
+use super::{
+    CommonFlags, MedusaTrainCommand, UsageError, finish_without_libtorch, medusa_arguments, parse, same_build, threads,
+};
 use crate::files;
 use crate::torch::LIBTORCH_VERSION;
 
@@ -65,7 +67,7 @@ fn start_libtorch(name: &str, common: &CommonFlags) -> u8 {
 }
 
 fn exec(name: &str, common: &CommonFlags) -> anyhow::Result<Infallible> {
-    threads::check_environment()?;
+    threads::check_environment().map_err(UsageError)?;
     let program = program(name)?;
     anyhow::ensure!(
         !same_build::is_started_by_launcher(),

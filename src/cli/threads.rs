@@ -5,7 +5,6 @@ use std::num::NonZeroUsize;
 
 use anyhow::Context;
 
-use super::UsageError;
 use super::numbers::above_zero;
 use crate::cpu::team::Team;
 
@@ -40,18 +39,18 @@ const COUNTS: [&str; 3] = [COUNT, "MKL_NUM_THREADS", "RAYON_NUM_THREADS"];
 /// Refuses a variable with more threads than any machine runs: the libraries abort where the system refuses a thread.
 ///
 /// # Errors
-/// [`UsageError`] names the variable.
-pub(super) fn check_environment() -> Result<(), UsageError> {
+/// The variable, and how many threads are expected.
+pub(super) fn check_environment() -> Result<(), String> {
     check_counts(|name| env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
 }
 
-fn check_counts(variable: impl Fn(&str) -> Option<String>) -> Result<(), UsageError> {
+fn check_counts(variable: impl Fn(&str) -> Option<String>) -> Result<(), String> {
     for name in COUNTS {
         let Some(value) = variable(name) else { continue };
         // What is no number they ignore; OMP_NUM_THREADS may be a list, one number a level.
         let numbers = value.split(',').filter_map(|number| number.trim().parse::<u128>().ok());
         if numbers.max().is_some_and(|most| most > MOST_THREADS as u128) {
-            return Err(UsageError(format!("{name}={value}: expected at most {MOST_THREADS} threads")));
+            return Err(format!("{name}={value}: expected at most {MOST_THREADS} threads"));
         }
     }
     Ok(())
@@ -95,7 +94,7 @@ mod tests {
     #[test]
     fn variables_with_more_threads_than_any_machine_has_are_refused() {
         let refused = |name: &'static str, value: &'static str| {
-            check_counts(|asked| (asked == name).then(|| value.to_owned())).err().map(|error| error.to_string())
+            check_counts(|asked| (asked == name).then(|| value.to_owned())).err()
         };
         let many = refused("OMP_NUM_THREADS", "100000").expect("too many");
         assert_eq!(many, "OMP_NUM_THREADS=100000: expected at most 1024 threads");

@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::error::{self, FormatError};
+use super::hit_counts::HitCounts;
+use super::misfit::{Misfit, misfit};
 use super::sealed::{CHECKSUM, sealed};
 use super::share::Share;
-
-pub(super) mod check;
 
 const WHAT: &str = "calibration";
 const EXPECTED: &str = "is no calibration; expected {\"heads\":[{\"counts\":…,\"total\":…,\"accuracy\":…}], …} as `medusa calibrate` writes it";
@@ -110,7 +110,7 @@ impl Calibration {
         if let Some(at) = calibration.heads.iter().position(|head| head.total == 0) {
             return Err(FormatError::NoTargets { path: path.into(), head: at + 1 });
         }
-        check::calibration(&calibration).map_err(|misfit| FormatError::misfit(path, misfit))?;
+        check(&calibration).map_err(|misfit| FormatError::misfit(path, misfit))?;
         Ok(calibration)
     }
 
@@ -161,6 +161,41 @@ impl Calibration {
     }
 }
 
+/// Accuracies are written with all their digits; other programs may write fewer.
+const ACCURACY_TOLERANCE: f64 = 1e-6;
+
+/// Checks that the numbers can be those of one measurement.
+fn check(of: &Calibration) -> Result<(), Misfit> {
+    let hits = of.heads.iter().map(|head| &head.counts[..]).collect();
+    let totals = of.heads.iter().map(|head| head.total).collect();
+    let counts = HitCounts { hits, totals, names: ["heads", "counts", "total"] };
+    counts.check_counts()?;
+    of.heads.iter().enumerate().try_for_each(|(head, of)| check_accuracies(head, of))?;
+    let paths: Vec<(&[usize], u64)> = of.joint.paths.iter().map(|of| (&of.path[..], of.count)).collect();
+    counts.check_paths(of.joint.total, &paths, ["joint.total", "joint.paths"])?;
+    counts.check_runs(&of.joint.runs, "joint.runs")?;
+    match &of.dynamic {
+        Some(dynamic) if dynamic.top_k == 0 => misfit("dynamic.top_k", "a number above 0", 0),
+        Some(dynamic) => counts.check_dynamic(&dynamic.runs, "dynamic.runs"),
+        None => Ok(()),
+    }
+}
+
+fn check_accuracies(head: usize, of: &HeadAccuracy) -> Result<(), Misfit> {
+    if of.accuracy.len() != of.counts.len() {
+        let expected = format!("{} numbers, as counts has", of.counts.len());
+        return misfit(format!("heads[{head}].accuracy"), expected, of.accuracy.len());
+    }
+    for (guess, (accuracy, count)) in of.accuracy.iter().zip(&of.counts).enumerate() {
+        let expected = *count as f64 / of.total as f64;
+        if (accuracy - expected).is_nan() || (accuracy - expected).abs() > ACCURACY_TOLERANCE {
+            let expected = format!("{expected}, which is {count} of {} targets", of.total);
+            return misfit(format!("heads[{head}].accuracy[{guess}]"), expected, accuracy);
+        }
+    }
+    Ok(())
+}
+
 /// The error of a file that holds only a share.
 fn of_share(path: &Path) -> Option<FormatError> {
     #[derive(Deserialize)]
@@ -173,6 +208,8 @@ fn of_share(path: &Path) -> Option<FormatError> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
@@ -198,5 +235,58 @@ mod tests {
         assert_eq!(calibration.exported_from.as_ref().unwrap().calibration_sha256, "1");
         calibration.keep_first(1);
         assert_eq!((calibration.joint.paths.len(), &calibration.joint.runs[0]), (1, &vec![vec![1], vec![]]));
+    }
+
+    fn whole() -> Value {
+        json!({
+            "heads": [
+                {"counts": [5, 2], "total": 10, "accuracy": [0.5, 0.2]},
+                {"counts": [3, 0], "total": 8, "accuracy": [0.375, 0.0]}
+            ],
+            "joint": {
+                "total": 8,
+                "paths": [{"path": [0], "count": 4}, {"path": [0, 0], "count": 3}, {"path": [1], "count": 2}],
+                "runs": [[[0, 0], [], [1]], [[0]]]
+            },
+            "dynamic": {"top_k": 2, "runs": [[[[0, 1], [3]], [], [[1, 1]]]]},
+            "backbone": "b", "heads_sha256": "ab", "tokens": 20
+        })
+    }
+
+    fn misfit_of(key: &str, value: Value) -> Option<Misfit> {
+        let mut changed = whole();
+        *changed.pointer_mut(key).unwrap_or_else(|| panic!("{key} is there")) = value;
+        check(&serde_json::from_value(changed).expect("a calibration")).err()
+    }
+
+    #[test]
+    fn damaged_numbers_are_told_by_their_key() {
+        assert_eq!(check(&serde_json::from_value(whole()).expect("a calibration")), Ok(()));
+        for (key, value, named, expected) in [
+            ("/heads", json!([]), "heads", "at least one head"),
+            ("/heads/0/accuracy", json!([0.0, 0.0]), "heads[0].accuracy[0]", "0.5, which is 5 of 10 targets"),
+            ("/heads/0/accuracy", json!([0.5]), "heads[0].accuracy", "2 numbers"),
+            ("/heads/0/counts/0", json!(9), "counts of head 1", "at most 10 right guesses"),
+            ("/heads/1/counts", json!([3]), "counts of head 2", "2 numbers, as head 1 has"),
+            ("/heads/0/total", json!(1u64 << 63), "total of head 1", "at most 2^53 targets"),
+            ("/joint/total", json!(9), "joint.total", "at most 8"),
+            ("/joint/paths/0/count", json!(1u64 << 63), "joint.paths[0].count", "no more than the 8"),
+            ("/joint/paths/1/count", json!(5), "joint.paths[1].count", "no more than the 4 of the path"),
+            ("/joint/paths/2/path", json!([0]), "joint.paths[2].path", "each path once"),
+            ("/joint/paths/2/path", json!([]), "joint.paths[2].path", "each path once"),
+            ("/joint/paths/2/path", json!([1, 0]), "joint.paths[2].path", "the path [1] as well"),
+            ("/joint/paths/2/path", json!([2]), "joint.paths[2].path", "guesses 0 to 1 of at most 2 heads"),
+            ("/joint/runs", json!([[]]), "joint.runs[0]", "a text of one token"),
+            ("/joint/runs/1/0", json!([0, 0, 0]), "joint.runs[1][0]", "guesses 0 to 1"),
+            ("/joint/runs/1", json!([[1], [1]]), "joint.runs", "guess 1 of head 1 at most 2 times"),
+            ("/dynamic/top_k", json!(0), "dynamic.top_k", "above 0"),
+            ("/dynamic/runs/0/0/0", json!([2, 1]), "dynamic.runs[0][0]", "ascending ranks"),
+            ("/dynamic/runs/0/0/1", json!([3, 4]), "dynamic.runs[0][0]", "ascending ranks"),
+            ("/dynamic/runs", json!([[]]), "dynamic.runs[0]", "a text of one token"),
+        ] {
+            let found = misfit_of(key, value).unwrap_or_else(|| panic!("{key} is accepted"));
+            assert_eq!(found.key, named, "{found:?}");
+            assert!(found.expected.contains(expected), "{found:?}");
+        }
     }
 }

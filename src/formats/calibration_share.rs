@@ -4,8 +4,10 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::calibration::{DynamicTrace, JointPath, RankTrace, check};
+use super::calibration::{DynamicTrace, JointPath, RankTrace};
 use super::error::{self, FormatError};
+use super::hit_counts::HitCounts;
+use super::misfit::{Misfit, misfit};
 use super::sealed::sealed;
 use super::share::Share;
 
@@ -76,7 +78,7 @@ impl CalibrationShare {
     /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
         let share = error::read(path, WHAT, EXPECTED)?;
-        check::share(&share).map_err(|misfit| FormatError::misfit(path, misfit))?;
+        check(&share).map_err(|misfit| FormatError::misfit(path, misfit))?;
         Ok(share)
     }
 
@@ -88,4 +90,31 @@ impl CalibrationShare {
         let json = serde_json::to_string(self).expect("numbers and texts are JSON");
         error::write(path, WHAT, &sealed(&json))
     }
+}
+
+/// Checks that the numbers can be those of one measurement.
+fn check(of: &CalibrationShare) -> Result<(), Misfit> {
+    if of.hits.len() != of.totals.len() {
+        let expected = format!("{}, one for each head in hits", of.hits.len());
+        return misfit("totals", expected, format!("{} numbers", of.totals.len()));
+    }
+    let hits = of.hits.iter().map(|hits| &hits[..]).collect();
+    let counts = HitCounts { hits, totals: of.totals.clone(), names: ["hits", "hits", "totals"] };
+    counts.check_counts()?;
+    if counts.width() != of.of.top_k {
+        return misfit("top_k", format!("{}, the width of hits", counts.width()), of.of.top_k);
+    }
+    let paths: Vec<(&[usize], u64)> = of.paths.iter().map(|of| (&of.path[..], of.count)).collect();
+    counts.check_paths(of.joint_total, &paths, ["joint_total", "paths"])?;
+    let mut first = 0;
+    for (at, ranks) in of.rows_with_ranks.iter().enumerate() {
+        if !(first..of.of.rows).contains(&ranks.row) {
+            let expected = format!("a row of {} behind those before it", of.of.rows);
+            return misfit(format!("rows_with_ranks[{at}].row"), expected, ranks.row);
+        }
+        first = ranks.row + 1;
+    }
+    let all_runs: Vec<RankTrace> = of.rows_with_ranks.iter().flat_map(|row| row.runs.iter().cloned()).collect();
+    counts.check_runs(&all_runs, "rows_with_ranks, runs")?;
+    of.rows_with_ranks.iter().try_for_each(|row| counts.check_dynamic(&row.dynamic, "rows_with_ranks, dynamic"))
 }

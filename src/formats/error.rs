@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use super::calibration::check::Misfit;
+use super::misfit::Misfit;
 use super::sealed::{self, Broken};
 use super::share::Share;
 use crate::files;
