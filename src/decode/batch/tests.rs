@@ -22,6 +22,7 @@ use crate::draft::model::{Guessing, ModelGuesser};
 use crate::draft::ngram::NgramDrafter;
 use crate::draft::recycling::RecyclingDrafter;
 use crate::engine::RowTokens;
+use crate::engine::cpu::CpuEngine;
 use crate::engine::sample::{Sampling, Stream};
 use crate::engine::tch::TchEngine;
 use crate::formats::tree::DynamicTree;
@@ -154,7 +155,7 @@ fn prompts_wait_for_each_other_while_there_are_more() {
     let wanted: Vec<Wanted> = (0..80).map(|key| Wanted::new(key, 1 + key * 13 % 40)).collect();
     let whole = decode(&llama, 0.8, 6, &wanted);
     let engine = TchEngine::for_batches(&llama).with_prompts_together(NonZeroUsize::new(4096).unwrap());
-    let engine = Counted { engine, passes: Cell::new(0), steps: Cell::new(0) };
+    let engine = Counted { engine: Box::new(engine), passes: Cell::new(0), steps: Cell::new(0) };
     let mut batch = SequenceBatch::new(Box::new(&engine), None, NonZeroUsize::new(24).unwrap());
     assert_eq!(told(&run(&mut batch, 0.8, &wanted)), told(&whole));
     let (passes, steps) = (engine.passes.get(), engine.steps.get());
@@ -166,7 +167,7 @@ fn prompts_wait_for_each_other_while_there_are_more() {
 /// Counts its passes.
 #[derive(Debug)]
 struct Counted<'a> {
-    engine: TchEngine<'a>,
+    engine: Box<dyn Engine + 'a>,
     /// Over prompts.
     passes: Cell<usize>,
     steps: Cell<usize>,
@@ -195,8 +196,47 @@ impl Engine for &Counted<'_> {
         self.engine.prompt_pass()
     }
 
+    fn same_bits_in_any_pass(&self) -> bool {
+        self.engine.same_bits_in_any_pass()
+    }
+
     fn logits(&self, hidden_nh: &Tensor) -> Tensor {
         self.engine.logits(hidden_nh)
+    }
+}
+
+/// Each reads the weights once for all of them.
+#[test]
+#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+fn the_last_tokens_of_prompts_run_together_where_no_pass_changes_bits() {
+    let config = LlamaConfig { max_position_embeddings: 160, ..LlamaConfig::tiny() };
+    let llama = Llama::random(config, Kind::Float, Device::Cpu, 8).for_decoding();
+    let prompt = |last: i64| -> Vec<i64> { (0..70).map(|at| at * at % 50).chain([last; 9]).collect() };
+    let engine = Counted {
+        engine: Box::new(CpuEngine::new(&llama).expect("kernels")),
+        passes: Cell::new(0),
+        steps: Cell::new(0),
+    };
+    let mut batch =
+        SequenceBatch::new(Box::new(&engine), None, NonZeroUsize::new(4).unwrap()).with_prefix_cache(1 << 30);
+    let mut texts_of = |last: [i64; 4]| -> Vec<(usize, Vec<i64>, usize)> {
+        let before = engine.passes.get();
+        last.iter().enumerate().for_each(|(key, &last)| batch.enter(key, &Request::greedy(&prompt(last), 1)).unwrap());
+        let mut ended = vec![];
+        while !batch.is_idle() {
+            ended.extend(batch.step().unwrap());
+        }
+        let text = |(key, text): Ended| text.map(|text| (key, text.new_ids, engine.passes.get() - before)).unwrap();
+        let mut texts: Vec<_> = ended.into_iter().map(text).collect();
+        texts.sort();
+        texts
+    };
+    let first = texts_of([1, 2, 3, 4]);
+    assert_eq!(first[0].2, 2, "the first prompt, then the rests of the three that share its beginning");
+    let again = texts_of([4, 3, 2, 1]);
+    assert_eq!(again[0].2, 1, "four rests");
+    for ((_, text, _), (_, other, _)) in first.iter().zip(again.iter().rev()) {
+        assert_eq!(text, other);
     }
 }
 

@@ -17,6 +17,9 @@ use crate::engine::{PromptPass, RowTokens};
 use crate::model::new_tokens::NewTokens;
 use crate::torch::upload;
 
+/// Tokens that a prompt lacks at most where its pass holds other prompts' tokens too: these can have no block that it would lack otherwise.
+const REST_TOKENS: usize = BLOCK_TOKENS;
+
 /// The next tokens of a text whose keys and values are computed.
 #[derive(Debug, Clone, Copy)]
 struct PromptPiece {
@@ -50,13 +53,14 @@ impl Stepper<'_> {
     /// Computes up to `tokens` tokens of prompts, those of the texts that came first before others, and chooses the token after each prompt that is
     /// whole; sequence i is in row i. A sequence that had begun before its keys and values were dropped keeps its root, and is otherwise as
     /// after its last step. On engines that run one prompt at a time, a piece has [`PREFILL_CHUNK`] tokens, or `tokens` if that is less, and
-    /// the last one is finished: so the bits of a prompt do not depend on the others.
+    /// the last one is finished: so the bits of a prompt do not depend on the others. Where no pass changes bits, the last tokens of several prompts
+    /// run together.
     pub(in crate::decode) fn run_prompts(&mut self, sequences: &mut [Sequence], tokens: usize) {
         let mut done = 0;
         while done < tokens {
             self.take_prefixes(sequences);
             let pieces = match self.engine.prompt_pass() {
-                PromptPass::OfOne => self.piece_of_oldest(sequences, PREFILL_CHUNK.min(tokens)),
+                PromptPass::OfOne => self.rests_or_oldest(sequences, PREFILL_CHUNK.min(tokens)),
                 PromptPass::OfSeveral { tokens: of_pass } => self.pieces(sequences, of_pass.min(tokens - done)),
             };
             if pieces.is_empty() {
@@ -67,15 +71,19 @@ impl Stepper<'_> {
         }
     }
 
-    /// Copies the beginnings of prompts that earlier texts had, to rows that are empty: up to the oldest text that lacks more, or for all where they
-    /// run together.
+    /// Copies the beginnings of prompts that earlier texts had, to rows that are empty: up to the oldest text that lacks more than what runs
+    /// beside others, or for all where they run together.
     fn take_prefixes(&mut self, sequences: &mut [Sequence]) {
-        let is_one = self.engine.prompt_pass() == PromptPass::OfOne;
+        let beside_others = match self.engine.prompt_pass() {
+            PromptPass::OfSeveral { .. } => usize::MAX,
+            PromptPass::OfOne if self.engine.same_bits_in_any_pass() => REST_TOKENS,
+            PromptPass::OfOne => 0,
+        };
         for row in self.waiting(sequences) {
             if self.cache.len(row) == 0 {
                 self.take_prefix(&mut sequences[row], row);
             }
-            if is_one && !self.is_computed(&sequences[row], row) {
+            if !self.is_computed(&sequences[row], row) && self.lacking(&sequences[row], row) > beside_others {
                 return;
             }
         }
@@ -105,6 +113,23 @@ impl Stepper<'_> {
             (0..sequences.len()).filter(|&row| !self.is_computed(&sequences[row], row)).collect();
         waiting.sort_by_key(|&row| sequences[row].text.started());
         waiting
+    }
+
+    /// What a pass over the last tokens of several prompts runs, or over one prompt: at most `tokens` tokens.
+    fn rests_or_oldest(&self, sequences: &[Sequence], tokens: usize) -> Vec<PromptPiece> {
+        let mut left = tokens;
+        let piece = |row| PromptPiece { row, tokens: self.lacking(&sequences[row], row) };
+        let fits = |piece: &PromptPiece| {
+            let fits = piece.tokens <= REST_TOKENS.min(left);
+            left -= if fits { piece.tokens } else { 0 };
+            fits
+        };
+        let mut rests: Vec<PromptPiece> = self.waiting(sequences).into_iter().map(piece).take_while(fits).collect();
+        if rests.len() < 2 || !self.engine.same_bits_in_any_pass() {
+            return self.piece_of_oldest(sequences, tokens);
+        }
+        rests.sort_by_key(|piece| piece.row);
+        rests
     }
 
     /// What a pass over one prompt runs: at most `tokens` tokens of the oldest text.

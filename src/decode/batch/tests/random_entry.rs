@@ -173,7 +173,8 @@ fn a_load_without_guesses_steps_as_plain_decoding_does() {
         let parts = vec![AtLoad { texts: 1, tree: Some(ngram) }, AtLoad { texts: 2, tree: None }];
         Box::new(LoadDrafter::new(&llama, ByLoad::new(parts).unwrap()))
     };
-    let engine = Counted { engine: TchEngine::for_batches(&llama), passes: Cell::new(0), steps: Cell::new(0) };
+    let engine =
+        Counted { engine: Box::new(TchEngine::for_batches(&llama)), passes: Cell::new(0), steps: Cell::new(0) };
     let size = NonZeroUsize::new(3).unwrap();
     let mut batch = SequenceBatch::new(Box::new(&engine), Some((drafter, Acceptance::Greedy)), size);
     assert_eq!(told(&run(&mut batch, 0.0, &wanted)), told(&decode(&llama, 0.0, 3, &wanted)));
