@@ -21,7 +21,7 @@ fn data(rows: &[Value], flags: &str) -> Output {
     let backbone = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone");
     let mut command = Command::new("sh");
     command.args(["-c", &format!("{LIMITS} && exec \"$0\" data rows.jsonl --backbone \"$1\" {flags}")]);
-    command.args([Path::new(env!("CARGO_BIN_EXE_medusa")), &backbone]);
+    command.arg(env!("CARGO_BIN_EXE_medusa")).arg(&backbone);
     command.current_dir(folder.path()).env("MEDUSA_CACHE", folder.path().join("cache"));
     on_the_cpu(&mut command).output().expect("sh")
 }
