@@ -46,6 +46,7 @@ mod launcher;
 mod launches;
 mod layering;
 mod limits;
+mod long_texts;
 mod losses;
 mod memory_plan;
 mod memory_table;

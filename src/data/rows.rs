@@ -195,7 +195,7 @@ impl RowProblem {
     pub fn kind(&self) -> Option<&'static str> {
         match self {
             Self::BrokenJson { .. } | Self::BrokenItem(_) => Some("not valid JSON"),
-            Self::TooLong => Some("too long"),
+            Self::TooLong | Self::Tokenize(TokenizeError::TooLong { .. }) => Some("too long"),
             Self::Value { .. } => Some("a value of the wrong type"),
             Self::LabelsLength { .. } => Some("labels of another length"),
             Self::TokenOutOfRange { .. } => Some("a token beyond the vocabulary"),
