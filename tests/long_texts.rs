@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::program::on_the_cpu;
 
 /// Limits of a process: KiB of its data, and seconds of a CPU.
-const LIMITS: &str = "ulimit -d 500000 && ulimit -t 10 && ulimit -c 0";
+const LIMITS: &str = "ulimit -d 400000 && ulimit -t 10 && ulimit -c 0";
 
 /// `medusa data` of these rows, under the limits.
 fn data(rows: &[Value], flags: &str) -> Output {
@@ -27,21 +27,21 @@ fn data(rows: &[Value], flags: &str) -> Output {
 }
 
 #[test]
-fn a_row_of_sixty_megabytes_is_refused_by_its_line() {
-    let rows = [json!({"text": "a b c"}), json!({"text": "a b c d ".repeat(7_500_000)})];
+fn a_row_of_thirty_megabytes_is_refused_by_its_line() {
+    let rows = [json!({"text": "a b c"}), json!({"text": "a b c d ".repeat(3_750_000)})];
     let refused = data(&rows, "");
     let said = String::from_utf8_lossy(&refused.stderr);
     assert_eq!(refused.status.code(), Some(1), "{said}");
-    assert!(said.contains("rows.jsonl, line 2: a text of 60000000 bytes that begins \"a b c d a"), "{said}");
+    assert!(said.contains("rows.jsonl, line 2: a text of 30000000 bytes that begins \"a b c d a"), "{said}");
     let left_out = data(&rows, "--skip-bad-rows");
     let said = String::from_utf8_lossy(&left_out.stdout);
     assert!(left_out.status.success() && said.contains("1 row"), "{left_out:?}");
 }
 
 #[test]
-fn a_conversation_of_sixty_megabytes_is_left_out_with_its_size() {
+fn a_conversation_of_thirty_megabytes_is_left_out_with_its_size() {
     let talk = |answer: String| json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]});
-    let output = data(&[talk("Hello.".into()), talk("Hello ".repeat(10_000_000))], "--chat-template zephyr");
+    let output = data(&[talk("Hello.".into()), talk("Hello ".repeat(5_000_000))], "--chat-template zephyr");
     let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-    assert!(output.status.success() && said.contains("a conversation of 2 turns has 60000"), "{said}");
+    assert!(output.status.success() && said.contains("a conversation of 2 turns has 30000"), "{said}");
 }
