@@ -134,9 +134,6 @@ impl Latency {
         let several = self.by_sequences.iter().map(|of| &of.steps);
         for steps in [&self.steps].into_iter().chain(several) {
             for (at, step) in steps.iter().enumerate() {
-                if step.depth > step.nodes {
-                    return Some(("depth", format!("at most the {} nodes", step.nodes), step.depth.to_string()));
-                }
                 let is_same = |other: &StepTime| {
                     (other.nodes, other.depth, other.dynamic) == (step.nodes, step.depth, step.dynamic)
                 };
@@ -290,11 +287,6 @@ mod tests {
         let negative = complaint(&text.replace("4.0", "-4.0"));
         assert!(negative.contains("latency.json: step_ms is -4; expected a number above 0"), "{negative}");
         assert!(complaint(&text.replace("\"nodes\":8", "\"nodes\":0")).contains("nodes is 0"));
-        let deep = complaint(&text.replace("\"depth\":3", "\"depth\":9"));
-        assert!(
-            deep.contains("latency.json: depth: expected at most the 8 nodes, got 9; the file is damaged"),
-            "{deep}"
-        );
         let twice = text.replace("\"nodes\":8,\"depth\":3", "\"nodes\":1,\"depth\":1");
         assert!(complaint(&twice).contains("steps: expected each tree once, got 1 nodes of 1 levels twice"));
         assert!(complaint(&text[..40]).contains("latency.json holds no latencies"));
