@@ -1,5 +1,7 @@
 //! Record batches of Arrow files and streams, as pyarrow and Hugging Face `datasets` write them (`.arrow`).
 
+mod lengths;
+
 use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
@@ -40,6 +42,7 @@ impl ArrowBatches {
     pub(super) fn of_file(file: File, path: &Path, names: Option<&ColumnNames>) -> Result<Self, RowError> {
         let open = || {
             let size = file.metadata()?.len();
+            lengths::check_file(&file)?;
             let wanted = {
                 let reader = FileReader::try_new_buffered(file.try_clone()?, None)?;
                 columns::wanted(&reader.schema(), names)
@@ -63,7 +66,11 @@ impl ArrowBatches {
         path: &Path,
         names: Option<&ColumnNames>,
     ) -> Result<Self, RowError> {
-        let schema = || Ok(StreamReader::try_new_buffered(File::open(path)?, None)?.schema());
+        let schema = || {
+            let file = File::open(path)?;
+            lengths::check_stream(&file)?;
+            Ok(StreamReader::try_new_buffered(file, None)?.schema())
+        };
         let wanted =
             columns::wanted(&*told(path, schema)?, names).map_err(|problem| RowLocation::file(path).error(problem))?;
         let reader = told(path, || StreamReader::try_new(bytes, Some(wanted)))?;

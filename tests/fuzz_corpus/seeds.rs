@@ -116,7 +116,10 @@ fn trees(seeds: &mut Seeds) {
     let fixed = json!({"nodes": 5, "expected_tokens_per_step": 2.5, "choices": choices, "by_sequences": [{"sequences": 4, "choices": [[0]]},
         {"sequences": 8, "choices": [], "dynamic": {"nodes": 4, "depth": 2, "top_k": 3}}], "checksum": "sha256:00"});
     let dynamic = json!({"nodes": 0, "choices": [], "expected_tokens_per_step": 3.0, "dynamic": {"nodes": 16, "depth": 4, "top_k": 8}});
-    seeds.all("tree", [fixed.to_string(), dynamic.to_string(), choices.to_string(), "[[0], [0]]".into(), "[[1,2],[2]]".into()]);
+    seeds.all(
+        "tree",
+        [fixed.to_string(), dynamic.to_string(), choices.to_string(), "[[0], [0]]".into(), "[[1,2],[2]]".into()],
+    );
     seeds.add("tree", bytes("tests/fixtures/reference/medusa_choices.json"));
 }
 
@@ -139,12 +142,23 @@ fn runs(seeds: &mut Seeds) {
     let finished = json!({"id": 0, "index": 0, "prompt_id": "p", "category": "c", "conversations": [{"from": "human", "value": "hi"}],
         "input_ids": [1, 2], "labels": [-100, 2], "finish_reason": "eos", "refused": {"turn": 1, "why": "no"}});
     let refused = json!({"index": 0, "id": "p", "conversation": 0, "turn": 1, "why": "no"});
-    seeds.all("journal", [format!("{finished}\n{finished}\n"), format!("{refused}\n"), format!("{refused}\n{finished}")]);
+    seeds.all(
+        "journal",
+        [format!("{finished}\n{finished}\n"), format!("{refused}\n"), format!("{refused}\n{finished}")],
+    );
     seeds.all("distill_folder", [format!("{distill}\0{finished}\n"), format!("{distill}\0"), distill.to_string()]);
     seeds.all("results", results());
     seeds.all("recipe", files("recipes", "toml"));
     let sum = "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4b72b9807785afee48bb"; // of "a"
-    seeds.all("checksums", [format!("{sum}  a\n"), format!("{}  b\n{sum}  a\n", "0".repeat(64)), "x  a\n".into(), format!("{sum}  ../a\n")]);
+    seeds.all(
+        "checksums",
+        [
+            format!("{sum}  a\n"),
+            format!("{}  b\n{sum}  a\n", "0".repeat(64)),
+            "x  a\n".into(),
+            format!("{sum}  ../a\n"),
+        ],
+    );
     for (name, file) in checkpoint_files() {
         match name.as_str() {
             "state.json" => seeds.all("checkpoint", [file.clone(), [b"s", &file[..]].concat()]),
@@ -190,7 +204,9 @@ fn unprefixed(file: &[u8]) -> Vec<u8> {
 }
 
 fn header(tensors: &[(&str, &str, &[usize])]) -> String {
-    let bytes = |dtype: &str| dtype.trim_start_matches(|c: char| !c.is_ascii_digit()).parse::<usize>().map_or(1, |bits| bits / 8);
+    let bytes = |dtype: &str| {
+        dtype.trim_start_matches(|c: char| !c.is_ascii_digit()).parse::<usize>().map_or(1, |bits| bits / 8)
+    };
     let (mut at, mut parts) = (0, vec!["\"__metadata__\":{\"format\":\"pt\"}".to_owned()]);
     for (name, dtype, shape) in tensors {
         let end = at + shape.iter().product::<usize>() * bytes(dtype);
@@ -234,7 +250,9 @@ fn weights(seeds: &mut Seeds) {
         seeds.add("pickle", pickle);
     }
     let published: Value = serde_json::from_slice(&bytes("tests/fixtures/configs/published.json")).expect("JSON");
-    for config in published.as_object().expect("an object").values().filter_map(Value::as_object).flat_map(|of| of.values()) {
+    for config in
+        published.as_object().expect("an object").values().filter_map(Value::as_object).flat_map(|of| of.values())
+    {
         seeds.add("config", config.to_string());
     }
     seeds.add("config", bytes("data/tiny/backbone/config.json"));
@@ -247,18 +265,32 @@ fn peft_and_heads(seeds: &mut Seeds) {
     let layer = "base_model.model.model.layers.0.self_attn.q_proj";
     let (a, b) = (format!("{layer}.lora_A.weight"), format!("{layer}.lora_B.weight"));
     let tensors = header(&[(&a, "F32", &[2, 8]), (&b, "F32", &[8, 2])]);
-    let with_head = header(&[(&a, "F32", &[2, 8]), (&b, "F32", &[8, 2]), ("base_model.model.lm_head.base_layer.weight", "F32", &[16, 8])]);
-    for tensors in [&tensors, &with_head, &tensors.replace("lora_A", "lora_X"), &tensors.replace("layers.0", "layers.9")] {
+    let with_head = header(&[
+        (&a, "F32", &[2, 8]),
+        (&b, "F32", &[8, 2]),
+        ("base_model.model.lm_head.base_layer.weight", "F32", &[16, 8]),
+    ]);
+    for tensors in
+        [&tensors, &with_head, &tensors.replace("lora_A", "lora_X"), &tensors.replace("layers.0", "layers.9")]
+    {
         seeds.add("peft", format!("{small}\0{tensors}"));
     }
-    for (key, value) in [("use_rslora", json!(true)), ("use_dora", json!(true)), ("bias", json!("all")), ("peft_type", json!("IA3"))] {
+    for (key, value) in
+        [("use_rslora", json!(true)), ("use_dora", json!(true)), ("bias", json!("all")), ("peft_type", json!("IA3"))]
+    {
         let mut changed = small.clone();
         changed[key] = value;
         seeds.add("peft", format!("{changed}\0{tensors}"));
     }
     let ours = json!({"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": 8, "vocab_size": 16});
-    let resblocks = [("0.0.linear.weight", &[8usize, 8][..]), ("0.0.linear.bias", &[8]), ("0.1.weight", &[16, 8]),
-        ("1.0.linear.weight", &[8, 8]), ("1.0.linear.bias", &[8]), ("1.1.weight", &[16, 8])];
+    let resblocks = [
+        ("0.0.linear.weight", &[8usize, 8][..]),
+        ("0.0.linear.bias", &[8]),
+        ("0.1.weight", &[16, 8]),
+        ("1.0.linear.weight", &[8, 8]),
+        ("1.0.linear.bias", &[8]),
+        ("1.1.weight", &[16, 8]),
+    ];
     for prefix in ["", "medusa_head."] {
         let names: Vec<String> = resblocks.iter().map(|(name, _)| format!("{prefix}{name}")).collect();
         let tensors: Vec<(&str, &str, &[usize])> =
@@ -304,7 +336,10 @@ fn tokenizers(seeds: &mut Seeds) {
     ];
     seeds.all("tokenizer_json", parts.map(|part| part.to_string()));
     seeds.all("tokenizer_model", files("tests/fixtures/tokenizers", "model"));
-    seeds.add("tokenizer_model", (0..256u32).map(|byte| format!("{} {byte}\n", base64_of(byte as u8))).collect::<String>());
+    seeds.add(
+        "tokenizer_model",
+        (0..256u32).map(|byte| format!("{} {byte}\n", base64_of(byte as u8))).collect::<String>(),
+    );
     let config = json!({"bos_token": {"content": "<s>", "lstrip": false}, "eos_token": "</s>", "unk_token": null, "legacy": false,
         "add_bos_token": true, "add_eos_token": true, "add_prefix_space": false, "tokenizer_class": "LlamaTokenizer",
         "additional_special_tokens": ["<x>"], "chat_template": "{{ messages[0].content }}", "added_tokens_decoder": {"0": {"content": "<unk>",
@@ -356,14 +391,17 @@ fn text_rows(seeds: &mut Seeds) {
     }
     seeds.all("rows_jsonl", [lines.clone(), format!("\u{feff}{lines}\r\n\n{{"), "{\"text\": \"\\ud800\"}".to_owned()]);
     seeds.add("rows_json_array", "[\n]  x");
-    seeds.all("rows_csv", [
-        "ctext,id\n\"The \"\"cat\"\"\nsat\",1\nx\n",
-        "tinstruction\tinput\toutput\na\tb\tc\n",
-        "pA document.\n\nAnother one.\u{c}\n",
-        "cprompt,completion\na,b\n",
-        "cmessages\n\"[{\"\"role\"\": \"\"user\"\", \"\"content\"\": \"\"a\"\"}]\"\n",
-        "ctext;text\n\u{feff}a;b\n",
-    ]);
+    seeds.all(
+        "rows_csv",
+        [
+            "ctext,id\n\"The \"\"cat\"\"\nsat\",1\nx\n",
+            "tinstruction\tinput\toutput\na\tb\tc\n",
+            "pA document.\n\nAnother one.\u{c}\n",
+            "cprompt,completion\na,b\n",
+            "cmessages\n\"[{\"\"role\"\": \"\"user\"\", \"\"content\"\": \"\"a\"\"}]\"\n",
+            "ctext;text\n\u{feff}a;b\n",
+        ],
+    );
     for prompt in [
         r#"{"prompt": "a", "id": 1, "category": "c"}"#,
         r#"{"prompt_ids": [1, 2]}"#,
@@ -398,7 +436,8 @@ fn lists_of_structs() -> Vec<RecordBatch> {
     use arrow::buffer::OffsetBuffer;
     use arrow::datatypes::{DataType, Field};
     let of = |keys: [&str; 2], column: &str| {
-        let [first, second] = [["user", "assistant"], ["hi", "yo"]].map(|texts| Arc::new(StringArray::from(texts.to_vec())) as ArrayRef);
+        let [first, second] =
+            [["user", "assistant"], ["hi", "yo"]].map(|texts| Arc::new(StringArray::from(texts.to_vec())) as ArrayRef);
         let fields = [keys[0], keys[1]].map(|key| Arc::new(Field::new(key, DataType::Utf8, true)));
         let structs = StructArray::new(fields.to_vec().into(), vec![first, second], None);
         let item = Arc::new(Field::new("item", structs.data_type().clone(), true));
@@ -409,7 +448,7 @@ fn lists_of_structs() -> Vec<RecordBatch> {
 }
 
 /// Without `start` bytes before and `magic` behind the footer's length, which becomes two bytes.
-fn unfooted(file: &[u8], start: usize, magic: usize) -> Vec<u8> {
+pub(super) fn unfooted(file: &[u8], start: usize, magic: usize) -> Vec<u8> {
     let end = file.len() - magic - 4;
     [&file[start..end], &file[end..end + 2]].concat()
 }
@@ -451,15 +490,17 @@ fn columns(seeds: &mut Seeds) {
 }
 
 /// The file that the cache of tokens holds of some rows.
-fn token_cache(rows: usize) -> Vec<u8> {
+pub(super) fn token_cache(rows: usize) -> Vec<u8> {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let path = dir.path().join("rows.jsonl");
     let lines: String = (1..=rows).map(|row| format!("{{\"input_ids\": {:?}}}\n", vec![row; 3 * row])).collect();
     medusa::files::write_atomic(&path, |out| std::io::Write::write_all(out, lines.as_bytes())).expect("a file");
     let cache = TokenCache::new(dir.path().join("cache"));
-    let settings = LoadSettings { cache: Some(&cache), ..LoadSettings::new(16, NonZeroUsize::new(4).expect("4 is not 0")) };
+    let settings =
+        LoadSettings { cache: Some(&cache), ..LoadSettings::new(16, NonZeroUsize::new(4).expect("4 is not 0")) };
     data::load(&[path.display().to_string()], &settings).expect("rows");
-    let mut files = fs::read_dir(dir.path().join("cache")).expect("the cache").map(|entry| entry.expect("an entry").path());
+    let mut files =
+        fs::read_dir(dir.path().join("cache")).expect("the cache").map(|entry| entry.expect("an entry").path());
     let file = files.find(|path| path.extension().is_some_and(|extension| extension == "arrow")).expect("a file");
     unfooted(&fs::read(file).expect("a file"), 8, 6)
 }
@@ -470,27 +511,43 @@ fn hub(seeds: &mut Seeds) {
     let file = |path: &str| json!({"type": "file", "path": path, "size": 3, "oid": "1".repeat(40)});
     let large = json!({"type": "file", "path": "model.safetensors", "size": 3, "oid": "1".repeat(40), "lfs": {"oid": "2".repeat(64), "size": 3}});
     let list = json!([file("config.json"), file("tokenizer.json"), large, file("heads.safetensors"), {"type": "directory", "path": "d", "oid": ""}]);
-    let data = json!([file("data/train-00000.parquet"), file("data/test.jsonl"), file("part/x.jsonl"), file("config/split-0.csv"), file("README.md")]);
+    let data = json!([
+        file("data/train-00000.parquet"),
+        file("data/test.jsonl"),
+        file("part/x.jsonl"),
+        file("config/split-0.csv"),
+        file("README.md")
+    ]);
     seeds.add("hub", format!("m{head}\0200\n\n{list}"));
     for form in ["d", "t", "c", "h"] {
         seeds.add("hub", format!("{form}{head}\0200\n\n{data}"));
     }
-    seeds.all("hub", [
-        format!("m307\nLocation: /other\n\n\0{head}\0200\nLink: </next?a=1>; rel=\"next\"\n\n{data}\0200\n\n{list}"),
-        format!("m302\nLocation: http://elsewhere.test/\n\n\0{head}\0301\n\n"),
-        "m401\n\n{\"error\": \"Repository Not Found\"}".to_owned(),
-        "m403\nX-Error-Code: GatedRepo\nX-Error-Message: ask\n\n".to_owned(),
-        "m404\nX-Error-Code: RevisionNotFound\n\n".to_owned(),
-        "m429\nRetry-After: 1000\n\n".to_owned(),
-        "m503\nRateLimit: \"api\";r=0;t=400\n\nbusy".to_owned(),
-        format!("m{head}\0200\n\n{}", json!([file("../x")])),
-        format!("o!\0{}\0{}\0{{\"model_type\": \"llama\"}}", json!(["data/train.jsonl", "config/a.csv"]), json!({"weight_map": {"a": "a.safetensors"}})),
-        "omain\0[]\0{}".to_owned(),
-    ]);
+    seeds.all(
+        "hub",
+        [
+            format!(
+                "m307\nLocation: /other\n\n\0{head}\0200\nLink: </next?a=1>; rel=\"next\"\n\n{data}\0200\n\n{list}"
+            ),
+            format!("m302\nLocation: http://elsewhere.test/\n\n\0{head}\0301\n\n"),
+            "m401\n\n{\"error\": \"Repository Not Found\"}".to_owned(),
+            "m403\nX-Error-Code: GatedRepo\nX-Error-Message: ask\n\n".to_owned(),
+            "m404\nX-Error-Code: RevisionNotFound\n\n".to_owned(),
+            "m429\nRetry-After: 1000\n\n".to_owned(),
+            "m503\nRateLimit: \"api\";r=0;t=400\n\nbusy".to_owned(),
+            format!("m{head}\0200\n\n{}", json!([file("../x")])),
+            format!(
+                "o!\0{}\0{}\0{{\"model_type\": \"llama\"}}",
+                json!(["data/train.jsonl", "config/a.csv"]),
+                json!({"weight_map": {"a": "a.safetensors"}})
+            ),
+            "omain\0[]\0{}".to_owned(),
+        ],
+    );
 }
 
 fn serve(seeds: &mut Seeds) {
-    let chat = json!({"model": "tiny", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]});
+    let chat =
+        json!({"model": "tiny", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]});
     let with = |more: Value| {
         let mut all = chat.clone();
         all.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
@@ -498,14 +555,26 @@ fn serve(seeds: &mut Seeds) {
     };
     let chats = [
         chat.to_string(),
-        with(json!({"stream": true, "stream_options": {"include_usage": true}, "n": 2, "stop": ["a", "b"], "seed": 1, "temperature": 0.5})),
-        with(json!({"logprobs": true, "top_logprobs": 2, "top_p": 0.9, "top_k": 5, "max_tokens": 3, "logit_bias": {}, "user": "u"})),
-        with(json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": null,
-            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}], "tools": [{"type": "function"}]})),
-        with(json!({"acceptance": "typical", "repetition_penalty": 1.1, "frequency_penalty": 1, "presence_penalty": -1, "return_token_ids": true})),
-        with(json!({"response_format": {"type": "json_object"}, "functions": [], "max_completion_tokens": 4, "model": "other"})),
+        with(
+            json!({"stream": true, "stream_options": {"include_usage": true}, "n": 2, "stop": ["a", "b"], "seed": 1, "temperature": 0.5}),
+        ),
+        with(
+            json!({"logprobs": true, "top_logprobs": 2, "top_p": 0.9, "top_k": 5, "max_tokens": 3, "logit_bias": {}, "user": "u"}),
+        ),
+        with(
+            json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": null,
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}], "tools": [{"type": "function"}]}),
+        ),
+        with(
+            json!({"acceptance": "typical", "repetition_penalty": 1.1, "frequency_penalty": 1, "presence_penalty": -1, "return_token_ids": true}),
+        ),
+        with(
+            json!({"response_format": {"type": "json_object"}, "functions": [], "max_completion_tokens": 4, "model": "other"}),
+        ),
     ];
-    let completion = |prompt: Value| json!({"model": "tiny", "prompt": prompt, "max_tokens": 4, "echo": true, "logprobs": 1, "best_of": 1, "suffix": null}).to_string();
+    let completion = |prompt: Value| {
+        json!({"model": "tiny", "prompt": prompt, "max_tokens": 4, "echo": true, "logprobs": 1, "best_of": 1, "suffix": null}).to_string()
+    };
     let completions = [json!("a"), json!(["a", "b"]), json!([1, 2]), json!([[1], [2, 3]]), json!([])].map(completion);
     for (form, bodies) in [("c", &chats[..]), ("t", &completions[..])] {
         for body in bodies {
@@ -516,16 +585,21 @@ fn serve(seeds: &mut Seeds) {
     seeds.add("serve_request", "t{\"model\":\"tiny\",\"prompt\":\"a\",\"stream\":true}");
     let get = |path: &str, more: &str| format!("GET {path} HTTP/1.1\r\nhost: localhost\r\n{more}\r\n");
     let key = "authorization: Bearer key\r\n";
-    for path in ["/health", "/metrics", "/v1/models", "/v1/models/tiny", "/v1/models/%ff", "/nowhere", "/v1/completions"] {
+    for path in
+        ["/health", "/metrics", "/v1/models", "/v1/models/tiny", "/v1/models/%ff", "/nowhere", "/v1/completions"]
+    {
         seeds.all("serve_http", [get(path, key), get(path, "") + &get(path, key)]);
     }
     let body = format!("{:x}\r\n{chat}\r\n0\r\n\r\n", chat.to_string().len());
     let post = "POST /v1/chat/completions HTTP/1.1\r\nhost: a.test:80\r\nauthorization: bearer key\r\nexpect: 100-continue\r\n";
-    seeds.all("serve_http", [
-        format!("{post}content-type: application/json; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n{body}"),
-        format!("{post}content-type: text/plain\r\ncontent-length: 2\r\n\r\n{{}}"),
-        format!("{post}content-type: application/json\r\ncontent-length: 999999999\r\n\r\n{{}}"),
-        "OPTIONS / HTTP/1.0\r\nhost: evil.test\r\n\r\n".to_owned(),
-        get("http://localhost/health", "connection: close\r\n"),
-    ]);
+    seeds.all(
+        "serve_http",
+        [
+            format!("{post}content-type: application/json; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n{body}"),
+            format!("{post}content-type: text/plain\r\ncontent-length: 2\r\n\r\n{{}}"),
+            format!("{post}content-type: application/json\r\ncontent-length: 999999999\r\n\r\n{{}}"),
+            "OPTIONS / HTTP/1.0\r\nhost: evil.test\r\n\r\n".to_owned(),
+            get("http://localhost/health", "connection: close\r\n"),
+        ],
+    );
 }

@@ -35,7 +35,8 @@ impl SavedRun {
         let config: LlamaConfig = backbone_config();
         let run = folder("checkpoint");
         let backbone = Llama::random(config, Kind::Float, Device::Cpu, 1);
-        let text = include_str!("../../../recipes/tiny_stage1.toml").replace("medusa_num_heads = 5", "medusa_num_heads = 2");
+        let text =
+            include_str!("../../../recipes/tiny_stage1.toml").replace("medusa_num_heads = 5", "medusa_num_heads = 2");
         let recipe = Recipe::parse(Path::new("tiny_stage1.toml"), &text).expect("a recipe of ours");
         let mut plan = recipe.plan(Device::Cpu);
         plan.train.output_dir = run.clone();

@@ -74,7 +74,8 @@ fn response(piece: &[u8]) -> Vec<u8> {
     let mut lines = head.split(|&byte| byte == b'\n');
     let status = lines.next().and_then(|line| std::str::from_utf8(line).ok()?.parse::<u16>().ok());
     let status = status.filter(|status| (200..600).contains(status)).unwrap_or(200);
-    let mut out = format!("HTTP/1.1 {status} X\r\nContent-Length: {}\r\nConnection: close\r\n", body.len()).into_bytes();
+    let mut out =
+        format!("HTTP/1.1 {status} X\r\nContent-Length: {}\r\nConnection: close\r\n", body.len()).into_bytes();
     for line in lines.filter(|line| !line.to_ascii_lowercase().starts_with(b"content-length")) {
         out.extend_from_slice(line);
         out.extend_from_slice(b"\r\n");
@@ -109,7 +110,10 @@ fn fetch(hub: &Hub<'_>, id: &Id, wanted: Wanted) {
         Ok(Ok(fetched)) => assert!(fetched.folder.ends_with(&fetched.origin.commit)),
         Ok(Err(error)) => {
             let words = words(&error);
-            assert!(words.contains("hub.test") || words.contains("owner/"), "an error names neither Hub nor id: {words}");
+            assert!(
+                ["hub.test", "owner/", "models--owner", "datasets--owner"].iter().any(|name| words.contains(name)),
+                "an error names neither Hub nor id: {words}"
+            );
             assert!(!words.contains(|c: char| c.is_control() && c != '\n'), "control characters: {words:?}");
         }
         Err(payload) if payload.is::<Enough>() => {}
@@ -139,7 +143,8 @@ fn cached<'p>(hub: &Hub<'_>, pieces: &mut impl Iterator<Item = &'p [u8]>) {
     put(snapshot, "config.json", pieces.next());
     let ids = [id::model("owner/model"), id::data("owner/data"), id::data("owner/data:config")];
     for id in ids.into_iter().flatten() {
-        let wanted = if id.part.is_some() || id.repo.name == "data" { Wanted::Data(DataSplit::Train) } else { Wanted::Backbone };
+        let wanted =
+            if id.part.is_some() || id.repo.name == "data" { Wanted::Data(DataSplit::Train) } else { Wanted::Backbone };
         fetch(hub, &id, wanted);
     }
 }

@@ -14,9 +14,8 @@ thread_local! {
 
 /// A folder of this thread alone, below the temporary folder.
 pub(super) fn folder(name: &str) -> PathBuf {
-    let root = SCRATCH.with(|scratch| {
-        scratch.get_or_init(|| tempfile::tempdir().expect("a temporary folder")).path().to_owned()
-    });
+    let root = SCRATCH
+        .with(|scratch| scratch.get_or_init(|| tempfile::tempdir().expect("a temporary folder")).path().to_owned());
     let folder = root.join(name);
     fs::create_dir_all(&folder).expect("a folder in the temporary folder");
     folder
