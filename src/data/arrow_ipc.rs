@@ -1,5 +1,7 @@
 //! Record batches of Arrow files and streams, as pyarrow and Hugging Face `datasets` write them (`.arrow`).
 
+mod claims;
+
 use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
@@ -14,8 +16,6 @@ use super::opened::CountedFile;
 use super::rows::{RowError, RowLocation, RowProblem};
 use crate::files;
 use crate::panics;
-
-mod claims;
 
 /// A batch may be a whole file: it is handed on in slices of so many rows, and fewer where they are large.
 const ROWS_AT_ONCE: usize = 1024;

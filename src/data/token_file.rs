@@ -301,18 +301,20 @@ impl TokenFile {
         let tokens_sha256 = facts.tokens_sha256();
         let (mut batches, mut rows, mut before) = (Vec::with_capacity(facts.batches.len()), Vec::new(), 0);
         for (number, BatchFacts { end, checksum, lengths, going_on }) in (0..).zip(facts.batches) {
-            let (mut start, first) = (0, rows.len());
-            rows.extend(lengths.iter().map(|&length| {
-                start += length;
-                RowPlace { batch: number, start: start - length, length }
-            }));
+            let (mut start, first) = (0u32, rows.len());
+            for &length in &lengths {
+                rows.push(RowPlace { batch: number, start, length });
+                let next = start.checked_add(length).filter(|&next| next < GOES_ON);
+                start = next.ok_or_else(|| Fault::damage("its footer names more tokens than a batch has"))?;
+            }
             for row in going_on {
-                let place: Option<&mut RowPlace> = rows.get_mut(first + row as usize);
+                let place: Option<&mut RowPlace> = first.checked_add(row as usize).and_then(|row| rows.get_mut(row));
                 place.ok_or_else(|| Fault::damage("its footer names a row that is not there"))?.start |= GOES_ON;
             }
             let (tokens, offsets) = (aligned(4 * u64::from(start)), aligned(4 * (lengths.len() as u64 + 1)));
             // Arrow ends a batch with the values of `input_ids`, the offsets of `labels` and their values; no null has a bit.
-            let ids_at = end - tokens - offsets - tokens;
+            let ids_at = end.checked_sub(tokens + offsets + tokens).filter(|&at| at >= before);
+            let ids_at = ids_at.ok_or_else(|| Fault::damage("its footer names tokens where there are none"))?;
             let (labels_at, is_checked) = (end - tokens, AtomicBool::new(false));
             batches.push(TokenBatch { bytes: before..end, ids_at, labels_at, checksum, is_checked });
             before = end;

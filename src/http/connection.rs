@@ -4,7 +4,10 @@ use std::sync::Arc;
 
 use rustls::crypto::ring;
 use rustls::{ClientConfig, RootCertStore};
+use ureq::Response;
 use url::{Host, Url};
+
+use crate::panics;
 
 /// Mozilla's root certificates, compiled in, and those of this machine (`SSL_CERT_FILE`, `SSL_CERT_DIR` or the system's
 /// store).
@@ -17,6 +20,11 @@ pub fn trusted() -> Arc<ClientConfig> {
         .with_root_certificates(roots)
         .with_no_client_auth();
     Arc::new(config)
+}
+
+/// A header of an answer; `None` also for one without a colon, on which ureq panics.
+pub fn header<'r>(answer: &'r Response, name: &str) -> Option<&'r str> {
+    panics::of_library(|| answer.header(name)).ok().flatten()
 }
 
 /// The proxy's variable and address; `None` for the local machine and hosts in `NO_PROXY`.

@@ -10,7 +10,7 @@ use url::Url;
 
 use super::EndpointError;
 use super::api_key::ApiKey;
-use super::connection::{proxy, trusted};
+use super::connection::{header, proxy, trusted};
 use crate::bounds::{ERROR_RESPONSE_BYTES, QUOTED_CHARACTERS, RESPONSE_BYTES};
 
 /// Path of a conversation's next turn.
@@ -181,8 +181,8 @@ impl EndpointClient {
         if (200..300).contains(&status) {
             return Ok(response);
         }
-        let retry_after = response.header("retry-after").and_then(|text| text.trim().parse().ok()); // a date is not read
-        let should_retry = response.header("x-should-retry").and_then(|text| text.trim().parse().ok());
+        let retry_after = header(&response, "retry-after").and_then(|text| text.trim().parse().ok()); // a date is not read
+        let should_retry = header(&response, "x-should-retry").and_then(|text| text.trim().parse().ok());
         let mut body = Vec::new();
         let _ = response.into_reader().take(ERROR_RESPONSE_BYTES).read_to_end(&mut body); // without it the status has to do
         let json: Option<Value> = serde_json::from_slice(&body).ok();

@@ -18,7 +18,8 @@ use super::token::Token;
 use super::{HubError, Observer, TransferEvent};
 use crate::bounds::{QUOTED_CHARACTERS, RESPONSE_BYTES};
 use crate::files;
-use crate::http::connection::{proxy, trusted};
+use crate::http::connection::{header, proxy, trusted};
+use crate::panics;
 
 const TRIES: u32 = 5;
 /// Tries of a host that cannot be reached: an unknown name will still be unknown in a minute.
@@ -194,7 +195,7 @@ impl<'o> Client<'o> {
             if !matches!(response.status(), 301 | 302 | 303 | 307 | 308) {
                 return Ok(Ok(response));
             }
-            let next = response.header("location").and_then(|to| url.join(to).ok());
+            let next = header(&response, "location").and_then(|to| url.join(to).ok());
             url = next
                 .filter(|next| may_follow(&url, next))
                 .ok_or_else(|| self.bad_answer_of(url.as_str(), ask.about.doing, "a redirection to nowhere"))?;
@@ -211,6 +212,22 @@ impl<'o> Client<'o> {
             request = request.set(name, value);
         }
         let moved = AtomicU64::new(0);
+        // ureq panics on a header without a colon.
+        let sent = panics::of_library(|| self.sent(request, ask, &moved));
+        let answer = sent.map_err(|panic| self.bad_answer_of(url.as_str(), ask.about.doing, panic))??;
+        if !answer.as_ref().is_ok_and(|answer| answer.status() < 300) {
+            (self.tell)(TransferEvent::Lost(moved.into_inner())); // the bytes counted so far have to be sent again
+        }
+        Ok(answer)
+    }
+
+    /// The answer, or why there is none; fails if a file that is to be sent cannot be read.
+    fn sent(
+        &self,
+        request: ureq::Request,
+        ask: &Ask<'_>,
+        moved: &AtomicU64,
+    ) -> Result<Result<Response, Transport>, HubError> {
         let sent = match ask.body {
             Body::Nothing => request.call(),
             Body::Json(value) => {
@@ -226,15 +243,11 @@ impl<'o> Client<'o> {
                     Ok(file)
                 };
                 let file = part().map_err(HubError::io("read", path))?;
-                let counted = CountedUpload { inner: file.take(length), moved: &moved, tell: self.tell };
+                let counted = CountedUpload { inner: file.take(length), moved, tell: self.tell };
                 request.set("Content-Length", &length.to_string()).send(counted)
             }
         };
-        let answer = sent.or_any_status();
-        if !answer.as_ref().is_ok_and(|answer| answer.status() < 300) {
-            (self.tell)(TransferEvent::Lost(moved.into_inner())); // the bytes counted so far have to be sent again
-        }
-        Ok(answer)
+        Ok(sent.or_any_status())
     }
 
     /// The host that answered, which may be one that the Hub redirected to. Never the whole URL: a signed one grants
@@ -279,8 +292,8 @@ fn is_trouble(status: u16) -> bool {
 /// How long the Hub asks to wait, in seconds: `Retry-After` (the Hub never sends a date), or the end of the rate-limit
 /// window.
 fn retry_after(response: &Response) -> Option<u64> {
-    let told = || response.header("retry-after")?.trim().parse().ok();
-    told().or_else(|| window_end(response.header("ratelimit")?))
+    let told = || header(response, "retry-after")?.trim().parse().ok();
+    told().or_else(|| window_end(header(response, "ratelimit")?))
 }
 
 /// `"api";r=0;t=55` (draft-ietf-httpapi-ratelimit-headers): nothing remains for 55 seconds. Adds one second, since the

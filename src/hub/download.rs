@@ -19,6 +19,7 @@ use super::id::{Id, Repo};
 use super::listing::{self, Entry};
 use super::{Hub, HubError, TransferEvent, Wanted};
 use crate::files;
+use crate::http::connection::header;
 
 /// Parallel downloads. One connection seldom uses the whole bandwidth; many make the Hub ask to wait.
 const TOGETHER: usize = 4;
@@ -172,8 +173,8 @@ impl FileTransfer<'_> {
     fn stream(&mut self, have: u64) -> Result<(), HubError> {
         let response = self.ask(have)?;
         let begin = format!("bytes {have}-");
-        let goes_on =
-            response.status() == 206 && response.header("content-range").is_some_and(|range| range.starts_with(&begin));
+        let goes_on = response.status() == 206
+            && header(&response, "content-range").is_some_and(|range| range.starts_with(&begin));
         if have > 0 && !goes_on {
             self.clear()?;
             (self.hub.tell)(TransferEvent::Lost(have));

@@ -10,6 +10,7 @@ use super::HubError;
 use super::cache::{is_commit, is_hash};
 use super::client::{About, Ask, Client, may_follow};
 use super::id::{self, Repo};
+use crate::panics;
 
 /// Pages of a list of files. The Hub's have a thousand files each, and it advises against a repository of more than a hundred thousand.
 const MOST_PAGES: usize = 1000;
@@ -103,7 +104,7 @@ fn entry(repo: &Repo, listed: ListedFile, bad: &dyn Fn(String) -> HubError) -> R
 /// requested without the token and never over http after https. A link that cannot be followed is an error, since a
 /// truncated list would pass for a complete one. The error names only the host, since the URL may be signed.
 fn next_page(response: &Response) -> Result<Option<Url>, String> {
-    let header = response.all("link").join(", ");
+    let header = panics::of_library(|| response.all("link").join(", "))?;
     let Some(address) = next_link(&header) else { return Ok(None) };
     let here = Url::parse(response.get_url()).expect("it was asked there");
     let next = here.join(address).map_err(|error| format!("a next page whose address is none ({error})"))?;

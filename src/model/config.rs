@@ -62,6 +62,12 @@ pub struct LlamaConfig {
     pub eos_token_ids: Vec<i64>,
 }
 
+/// Far above every published backbone, and small enough that its weights can be counted in 64 bits.
+const LARGEST_SIZE: i64 = 1 << 24;
+const MOST_LAYERS: i64 = 1 << 10;
+/// Of heads, and of numbers in a head.
+const MOST_HEADS: i64 = 1 << 12;
+
 impl LlamaConfig {
     /// Reads `config.json`, and `generation_config.json` where there is one.
     ///
@@ -76,6 +82,10 @@ impl LlamaConfig {
         let has_generation = is_file(&generation_path)?;
         let generation: GenerationKeys =
             if has_generation { read_json(&generation_path)? } else { GenerationKeys::default() };
+        let layers = i64::try_from(written.num_hidden_layers).unwrap_or(i64::MAX);
+        if layers > MOST_LAYERS {
+            return Err(bad(&path, "num_hidden_layers", format!("at most {MOST_LAYERS}"), layers)); // before each gets its traits
+        }
         let mut config = resolve(&path, family, written)?;
         if let Some(eos) = generation.eos_token_id {
             config.eos_token_ids = eos.into_vec();
@@ -200,20 +210,23 @@ impl LlamaConfig {
     }
 
     fn check(&self, path: &Path) -> Result<(), ConfigError> {
-        let positive = [
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.num_hidden_layers.cast_signed() as i64),
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_key_value_heads", self.num_key_value_heads),
-            ("head_dim", self.head_dim),
-            ("vocab_size", self.vocab_size),
-            ("max_position_embeddings", self.max_position_embeddings),
-            ("sliding_window", self.sliding_window.unwrap_or(1)),
+        let numbers = [
+            ("hidden_size", self.hidden_size, LARGEST_SIZE),
+            ("intermediate_size", self.intermediate_size, LARGEST_SIZE),
+            ("num_hidden_layers", i64::try_from(self.num_hidden_layers).unwrap_or(i64::MAX), MOST_LAYERS),
+            ("num_attention_heads", self.num_attention_heads, MOST_HEADS),
+            ("num_key_value_heads", self.num_key_value_heads, MOST_HEADS),
+            ("head_dim", self.head_dim, MOST_HEADS),
+            ("vocab_size", self.vocab_size, LARGEST_SIZE),
+            ("max_position_embeddings", self.max_position_embeddings, i64::MAX),
+            ("sliding_window", self.sliding_window.unwrap_or(1), i64::MAX),
         ];
-        for (key, value) in positive {
+        for (key, value, most) in numbers {
             if value < 1 {
                 return Err(bad(path, key, "a number above 0", value));
+            }
+            if value > most {
+                return Err(bad(path, key, format!("at most {most}"), value));
             }
         }
         if self.num_attention_heads % self.num_key_value_heads != 0 {

@@ -448,7 +448,7 @@ fn lists_of_structs() -> Vec<RecordBatch> {
 }
 
 /// Without `start` bytes before and `magic` behind the footer's length, which becomes two bytes.
-fn unfooted(file: &[u8], start: usize, magic: usize) -> Vec<u8> {
+pub(super) fn unfooted(file: &[u8], start: usize, magic: usize) -> Vec<u8> {
     let end = file.len() - magic - 4;
     [&file[start..end], &file[end..end + 2]].concat()
 }
@@ -490,7 +490,7 @@ fn columns(seeds: &mut Seeds) {
 }
 
 /// The file that the cache of tokens holds of some rows.
-fn token_cache(rows: usize) -> Vec<u8> {
+pub(super) fn token_cache(rows: usize) -> Vec<u8> {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let path = dir.path().join("rows.jsonl");
     let lines: String = (1..=rows).map(|row| format!("{{\"input_ids\": {:?}}}\n", vec![row; 3 * row])).collect();

@@ -12,6 +12,9 @@ use crate::data::opened::CONTINUATION;
 /// Bytes that the columns of a block may have when they are unpacked. A column of strings has at most twice as many.
 const MOST_BYTES: i64 = 1 << 30;
 
+/// As many as 32-bit offsets reach.
+const MOST_ROWS: i64 = i32::MAX as i64;
+
 /// The length of the footer, and the magic word behind it.
 const END: u64 = 10;
 
@@ -68,6 +71,12 @@ fn check_message(file: &File, bytes: &[u8], [body_at, body]: [u64; 2]) -> Result
     let message = root_as_message(bytes).map_err(|error| ArrowError::ParseError(error.to_string()))?;
     let of_dictionary = || message.header_as_dictionary_batch()?.data();
     let batch: Option<RecordBatch<'_>> = message.header_as_record_batch().or_else(of_dictionary);
+    let rows = batch
+        .into_iter()
+        .flat_map(|batch| batch.nodes().into_iter().flatten().map(|node| node.length()).chain([batch.length()]));
+    if let Some(rows) = rows.into_iter().find(|rows| *rows > MOST_ROWS) {
+        return Err(ArrowError::IpcError(format!("a block claims {rows} rows; expected at most {MOST_ROWS}")));
+    }
     let Some(batch) = batch.filter(|batch| batch.compression().is_some()) else { return Ok(()) };
     let mut unpacked = 0;
     for buffer in batch.buffers().into_iter().flatten().filter(|buffer| buffer.length() >= 8) {

@@ -8,11 +8,12 @@ use ureq::Response;
 use super::super::HubError;
 use super::super::id::RepoKind;
 use super::{About, Ask, Client, LONGEST_WAIT, retry_after};
+use crate::http::connection::header;
 
 impl Client<'_> {
     pub(super) fn refusal(&self, ask: &Ask<'_>, response: Response) -> HubError {
         let About { repo, revision, file, doing } = ask.about;
-        let (status, code) = (response.status(), response.header("x-error-code").unwrap_or_default().to_owned());
+        let (status, code) = (response.status(), header(&response, "x-error-code").unwrap_or_default().to_owned());
         let endpoint = self.host_of(response.get_url());
         if endpoint != self.name() && code.is_empty() {
             // An object store, which knows neither repositories nor tokens. A mirror sends the Hub's error codes.
@@ -68,7 +69,7 @@ impl Client<'_> {
 
     /// The server's error message, from the header or the JSON body.
     fn message(&self, response: Response) -> String {
-        if let Some(message) = response.header("x-error-message") {
+        if let Some(message) = header(&response, "x-error-message") {
             return self.clean(message);
         }
         let mut bytes = Vec::new();
