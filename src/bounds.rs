@@ -44,11 +44,29 @@ bounds! {
     /// for each byte of the conversation.
     TEMPLATE_MADE_BYTES: usize = 96 << 20;
 
+    /// Bytes that the columns of a block of an Arrow file have when they are unpacked. A column of strings has at most twice as many.
+    ARROW_BLOCK_BYTES: i64 = 1 << 30;
+    /// Rows of a block of an Arrow file: as many as 32-bit offsets reach.
+    ARROW_BLOCK_ROWS: i64 = i32::MAX as i64;
+
+    /// `hidden_size`, `intermediate_size` and `vocab_size` of a backbone: far above every published one, and small enough that weights can be
+    /// counted in 64 bits.
+    BACKBONE_SIZE: i64 = 1 << 24;
+    /// Layers of a backbone.
+    BACKBONE_LAYERS: i64 = 1 << 10;
+    /// Attention heads of a backbone, and numbers of a head.
+    BACKBONE_HEADS: i64 = 1 << 12;
+    /// `medusa_num_heads`.
+    MEDUSA_HEADS: usize = 128;
+    /// `medusa_num_layers`.
+    MEDUSA_LAYERS: usize = 128;
     /// Nodes of a tree. One verification pass computes all of them, and gains vanish long before this.
     TREE_NODES: usize = 1024;
     /// Axes of a tensor in a pickle. A shape may be used by many tensors: without a bound, a short file would claim much memory.
     PICKLE_AXES: usize = 8;
 
+    /// Pages of a list of the Hub's files. A page has a thousand, and the Hub advises against more than a hundred thousand in a repository.
+    LIST_PAGES: usize = 1000;
     /// Bytes of a JSON answer of the Hub or of a server; a page of the Hub lists a thousand files.
     RESPONSE_BYTES: u64 = 64 << 20;
     /// Bytes that are read of an answer with an error.

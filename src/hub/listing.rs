@@ -10,10 +10,8 @@ use super::HubError;
 use super::cache::{is_commit, is_hash};
 use super::client::{About, Ask, Client, may_follow};
 use super::id::{self, Repo};
+use crate::bounds::LIST_PAGES;
 use crate::panics;
-
-/// Pages of a list of files. The Hub's have a thousand files each, and it advises against a repository of more than a hundred thousand.
-const MOST_PAGES: usize = 1000;
 
 #[derive(Debug, Deserialize)]
 pub(super) struct BranchHead {
@@ -74,8 +72,8 @@ pub(super) fn tree(client: &Client<'_>, repo: &Repo, commit: &str) -> Result<Vec
         if next.as_ref().is_some_and(|next| asked.contains(next)) {
             return Err(bad("a next page that was there before".into()));
         }
-        if next.is_some() && asked.len() == MOST_PAGES {
-            return Err(bad(format!("more than {MOST_PAGES} pages of files")));
+        if next.is_some() && asked.len() == LIST_PAGES {
+            return Err(bad(format!("more than {LIST_PAGES} pages of files")));
         }
         let page: Vec<ListedFile> = client.read_json(&ask, response)?;
         for listed in page.into_iter().filter(|listed| listed.kind == "file") {

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
+use crate::bounds::{BACKBONE_HEADS, BACKBONE_LAYERS, BACKBONE_SIZE};
 use crate::files::is_file;
 pub use crate::model::block_spec::{Biases, RopeScaling};
 use crate::model::block_spec::{
@@ -62,12 +63,6 @@ pub struct LlamaConfig {
     pub eos_token_ids: Vec<i64>,
 }
 
-/// Far above every published backbone, and small enough that its weights can be counted in 64 bits.
-const LARGEST_SIZE: i64 = 1 << 24;
-const MOST_LAYERS: i64 = 1 << 10;
-/// Of heads, and of numbers in a head.
-const MOST_HEADS: i64 = 1 << 12;
-
 impl LlamaConfig {
     /// Reads `config.json`, and `generation_config.json` where there is one.
     ///
@@ -83,8 +78,8 @@ impl LlamaConfig {
         let generation: GenerationKeys =
             if has_generation { read_json(&generation_path)? } else { GenerationKeys::default() };
         let layers = i64::try_from(written.num_hidden_layers).unwrap_or(i64::MAX);
-        if layers > MOST_LAYERS {
-            return Err(bad(&path, "num_hidden_layers", format!("at most {MOST_LAYERS}"), layers)); // before each gets its traits
+        if layers > BACKBONE_LAYERS {
+            return Err(bad(&path, "num_hidden_layers", format!("at most {BACKBONE_LAYERS}"), layers)); // before each gets its traits
         }
         let mut config = resolve(&path, family, written)?;
         if let Some(eos) = generation.eos_token_id {
@@ -211,13 +206,13 @@ impl LlamaConfig {
 
     fn check(&self, path: &Path) -> Result<(), ConfigError> {
         let numbers = [
-            ("hidden_size", self.hidden_size, LARGEST_SIZE),
-            ("intermediate_size", self.intermediate_size, LARGEST_SIZE),
-            ("num_hidden_layers", i64::try_from(self.num_hidden_layers).unwrap_or(i64::MAX), MOST_LAYERS),
-            ("num_attention_heads", self.num_attention_heads, MOST_HEADS),
-            ("num_key_value_heads", self.num_key_value_heads, MOST_HEADS),
-            ("head_dim", self.head_dim, MOST_HEADS),
-            ("vocab_size", self.vocab_size, LARGEST_SIZE),
+            ("hidden_size", self.hidden_size, BACKBONE_SIZE),
+            ("intermediate_size", self.intermediate_size, BACKBONE_SIZE),
+            ("num_hidden_layers", i64::try_from(self.num_hidden_layers).unwrap_or(i64::MAX), BACKBONE_LAYERS),
+            ("num_attention_heads", self.num_attention_heads, BACKBONE_HEADS),
+            ("num_key_value_heads", self.num_key_value_heads, BACKBONE_HEADS),
+            ("head_dim", self.head_dim, BACKBONE_HEADS),
+            ("vocab_size", self.vocab_size, BACKBONE_SIZE),
             ("max_position_embeddings", self.max_position_embeddings, i64::MAX),
             ("sliding_window", self.sliding_window.unwrap_or(1), i64::MAX),
         ];

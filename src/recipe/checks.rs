@@ -3,8 +3,9 @@
 use super::Recipe;
 use super::mistakes::Findings;
 use super::stage::Stage;
+use crate::bounds::{MEDUSA_HEADS, MEDUSA_LAYERS};
 use crate::data::long_rows::LongRows;
-use crate::draft::medusa::heads::{HeadsConfig, MOST_HEADS, MOST_LAYERS};
+use crate::draft::medusa::heads::HeadsConfig;
 use crate::dtype::Dtype;
 use crate::numbers::Fraction;
 use crate::plural::counted;
@@ -39,8 +40,8 @@ impl Recipe {
     fn check_sizes_of_heads(&self, findings: &mut Findings<'_>) {
         let HeadsConfig { medusa_num_heads, medusa_num_layers, .. } = self.heads;
         for (key, count, most) in [
-            ("heads.medusa_num_heads", medusa_num_heads, MOST_HEADS),
-            ("heads.medusa_num_layers", medusa_num_layers, MOST_LAYERS),
+            ("heads.medusa_num_heads", medusa_num_heads, MEDUSA_HEADS),
+            ("heads.medusa_num_layers", medusa_num_layers, MEDUSA_LAYERS),
         ] {
             if count.get() > most {
                 findings.clash(key, count, format!("at most {most}"));

@@ -7,13 +7,8 @@ use std::os::unix::fs::FileExt;
 use arrow::error::ArrowError;
 use arrow::ipc::{RecordBatch, root_as_footer, root_as_message};
 
+use crate::bounds::{ARROW_BLOCK_BYTES, ARROW_BLOCK_ROWS};
 use crate::data::opened::CONTINUATION;
-
-/// Bytes that the columns of a block may have when they are unpacked. A column of strings has at most twice as many.
-const MOST_BYTES: i64 = 1 << 30;
-
-/// As many as 32-bit offsets reach.
-const MOST_ROWS: i64 = i32::MAX as i64;
 
 /// The length of the footer, and the magic word behind it.
 const END: u64 = 10;
@@ -74,8 +69,8 @@ fn check_message(file: &File, bytes: &[u8], [body_at, body]: [u64; 2]) -> Result
     let rows = batch
         .into_iter()
         .flat_map(|batch| batch.nodes().into_iter().flatten().map(|node| node.length()).chain([batch.length()]));
-    if let Some(rows) = rows.into_iter().find(|rows| *rows > MOST_ROWS) {
-        return Err(ArrowError::IpcError(format!("a block claims {rows} rows; expected at most {MOST_ROWS}")));
+    if let Some(rows) = rows.into_iter().find(|rows| *rows > ARROW_BLOCK_ROWS) {
+        return Err(ArrowError::IpcError(format!("a block claims {rows} rows; expected at most {ARROW_BLOCK_ROWS}")));
     }
     let Some(batch) = batch.filter(|batch| batch.compression().is_some()) else { return Ok(()) };
     let mut unpacked = 0;
@@ -87,8 +82,8 @@ fn check_message(file: &File, bytes: &[u8], [body_at, body]: [u64; 2]) -> Result
             claimed => {
                 let sum =
                     Some(claimed).filter(|claimed| *claimed >= 0).and_then(|claimed| claimed.checked_add(unpacked));
-                sum.filter(|sum| *sum <= MOST_BYTES).ok_or_else(|| {
-                    let most = MOST_BYTES >> 20;
+                sum.filter(|sum| *sum <= ARROW_BLOCK_BYTES).ok_or_else(|| {
+                    let most = ARROW_BLOCK_BYTES >> 20;
                     ArrowError::IpcError(format!(
                         "a block claims to unpack to {claimed} bytes; expected at most {most} MiB, so write smaller blocks"
                     ))

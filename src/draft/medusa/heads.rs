@@ -39,11 +39,6 @@ use layout::{HeadPart, HeadTensor};
 use sequential::SequentialLayout;
 use token_map::{TOKEN_MAP, TokenMap};
 
-/// Heads that a recipe may ask for: a step of decoding guesses one token with each.
-pub const MOST_HEADS: usize = 128;
-/// ResBlocks of a head that a recipe may ask for.
-pub const MOST_LAYERS: usize = 128;
-
 /// The `[heads]` table of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
