@@ -219,7 +219,8 @@ fn end_of(child: Child) -> Ended {
 #[test]
 fn the_end_of_a_terminal_saves_a_checkpoint() {
     let small = SmallRun::new();
-    let child = amid_training(&small, &[]);
+    // The tests themselves may run under nohup.
+    let child = amid_training(&small, &["env", "--default-signal=HUP"]);
     kill_process(Pid::from_child(&child), Signal::HUP).expect("a child");
     let told = end_of(child);
     assert_eq!(told.status, Some(130), "{told:?}");
