@@ -98,7 +98,11 @@ fn a_tokenizer_that_fails_on_texts_and_on_tokens() {
     // A trie of one unit, which leads to units that are not there.
     let charsmap = json!({"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA="});
     small.write("backbone/tokenizer.json", tokenizer(json!({"normalizer": charsmap})));
-    generate(r#"{"prompt": "w1 w2"}"#, &["cannot tokenise a text that begins \"w1 w2\""]);
+    generate(r#"{"prompt": "w1 w2"}"#, &["the tokenizers library cannot load it"]);
+    // One of 120 units, which has none for "z".
+    let charsmap = json!({"type": "Precompiled", "precompiled_charsmap": format!("4AEA{}AA==", "A".repeat(640))});
+    small.write("backbone/tokenizer.json", tokenizer(json!({"normalizer": charsmap})));
+    generate(r#"{"prompt": "z1 z2"}"#, &["cannot tokenise a text that begins \"z1 z2\""]);
     // Strips more letters than a token has.
     let vocabulary: serde_json::Map<String, Value> = (0..48).map(|id| ("w".repeat(id + 1), id.into())).collect();
     let model = json!({"type": "WordLevel", "vocab": vocabulary, "unk_token": "w"});
