@@ -403,7 +403,7 @@ fn a_rank_without_a_micro_batch_in_any_step_is_refused() {
 }
 
 #[test]
-fn a_checkpoint_that_rank_0_cannot_write_ends_all() {
+fn a_folder_that_rank_0_loses_ends_all() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let run = Run { zero_stage: 1, rows: 16, steps: 4, ..Run::new(&folder, MEDUSA1) };
     let path = folder.path().join("run");
@@ -415,8 +415,8 @@ fn a_checkpoint_that_rank_0_cannot_write_ends_all() {
             }
         })
     });
-    let errors: Vec<String> = seen.into_iter().map(|seen| seen.outcome.expect_err("no disk").to_string()).collect();
-    let own = format!("cannot create {}", path.join("step-000002").display());
+    let errors: Vec<String> = seen.into_iter().map(|seen| seen.outcome.expect_err("no folder").to_string()).collect();
+    let own = format!("{} was removed, moved or replaced while the run wrote to it", path.display());
     assert!(errors[0].starts_with(&own), "{}", errors[0]);
     assert!(errors[1].starts_with(&format!("rank 0 failed: {own}")), "{}", errors[1]);
 }
