@@ -113,7 +113,7 @@ pub struct NewFolder {
     path: PathBuf,
     committed: bool,
     /// Of `partial`, as long as this lives.
-    _lock: Option<File>,
+    lock: Option<File>,
 }
 
 impl NewFolder {
@@ -138,7 +138,7 @@ impl NewFolder {
             let left = left?.path();
             if left.is_dir() { fs::remove_dir_all(left)? } else { fs::remove_file(left)? }
         }
-        Ok(Self { partial, path: path.to_owned(), committed: false, _lock: lock })
+        Ok(Self { partial, path: path.to_owned(), committed: false, lock })
     }
 
     /// Where to write now. Every file in it must be fsynced (see [`write_synced`]).
@@ -151,6 +151,7 @@ impl NewFolder {
     /// # Errors
     /// The I/O error.
     pub fn commit(mut self) -> io::Result<()> {
+        self.check_whole()?;
         sync_folder(&self.partial)?;
         let replaced = if self.path.exists() { Some(move_away(&self.path)?) } else { None };
         fs::rename(&self.partial, &self.path).inspect_err(|_| {
@@ -167,6 +168,7 @@ impl NewFolder {
     /// [`io::ErrorKind::AlreadyExists`] if the name is taken, or the I/O error.
     pub fn commit_as_new(mut self) -> io::Result<()> {
         let is_taken = || is_taken(&self.path);
+        self.check_whole()?;
         sync_folder(&self.partial)?;
         if is_taken() {
             return Err(io::ErrorKind::AlreadyExists.into());
@@ -176,6 +178,15 @@ impl NewFolder {
         fs::rename(&self.partial, &self.path).map_err(taken)?;
         self.committed = true;
         sync_folder(parent(&self.path))
+    }
+
+    /// A folder that was moved away meanwhile may be there again, with the files that were written since.
+    fn check_whole(&self) -> io::Result<()> {
+        if self.lock.as_ref().is_none_or(|folder| is_at(folder, &self.partial)) {
+            return Ok(());
+        }
+        let name = self.partial.display();
+        Err(io::Error::new(io::ErrorKind::NotFound, format!("{name} was removed, moved or replaced meanwhile")))
     }
 }
 
@@ -733,6 +744,23 @@ mod tests {
         assert!(!path.join("x").exists() && path.exists());
         remove_folder(&path).unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_new_folder_that_was_replaced_gets_no_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out");
+        for commit in [NewFolder::commit, NewFolder::commit_as_new] {
+            let folder = NewFolder::create(&path).unwrap();
+            write_synced(&folder.partial().join("first"), |out| out.write_all(b"x")).unwrap();
+            fs::rename(folder.partial(), dir.path().join("away")).unwrap();
+            make_folders(folder.partial()).unwrap();
+            let error = commit(folder).unwrap_err().to_string();
+            assert!(error.ends_with(".out.partial was removed, moved or replaced meanwhile"), "{error}");
+            assert!(!path.exists());
+            fs::remove_dir_all(dir.path().join("away")).unwrap();
+        }
     }
 
     #[test]

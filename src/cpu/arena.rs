@@ -7,6 +7,7 @@ use std::sync::Arc;
 use memmap2::{MmapMut, MmapRaw};
 
 use super::lanes::VectorLine;
+use crate::torch::raise;
 
 /// Asked of the system at once; a larger matrix has a block of its own.
 const BLOCK: usize = 64 << 20;
@@ -52,7 +53,9 @@ impl Arena {
 }
 
 fn map(bytes: usize) -> Arc<MmapRaw> {
-    let block = MmapRaw::from(MmapMut::map_anon(bytes).expect("memory for weights"));
+    let block = MmapMut::map_anon(bytes)
+        .unwrap_or_else(|error| raise(&format!("can't allocate memory for weights: {bytes} bytes: {error}")));
+    let block = MmapRaw::from(block);
     #[cfg(target_os = "linux")]
     let _ = block.advise(memmap2::Advice::HugePage); // where the system has none, reading is slower and as right
     Arc::new(block)
