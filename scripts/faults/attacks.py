@@ -107,7 +107,7 @@ class Power(Attack):
         calls = self.recorded()
         changing = [at for at, call in enumerate(calls) if call.kind in CHANGING or call.kind in ("stdout", "stderr")]
         end = len(calls) if random.random() < 0.15 else random.choice(changing) + 1
-        model, told = disk.Disk("disk"), {"stdout": b"", "stderr": b""}
+        model, told = disk.Disk("disk", self.world.disk), {"stdout": b"", "stderr": b""}
         for call in calls[:end]:
             model.apply(call)
             if call.kind in told:
@@ -265,7 +265,7 @@ class Memory(Attack):
 
 
 class FileSize(Attack):
-    """Limits the size of files: SIGXFSZ."""
+    """Limits the size of files."""
 
     name = "file-size"
 
@@ -328,12 +328,15 @@ class Disks(Attack):
             kibibytes = random.choice((4, 8, 16, random.randint(4, 100), random.randint(4, 9_000), random.randint(4, 40_000)))
             return self.mounted(["-t", "tmpfs", "-o", f"size={kibibytes}k"], f"a disk of {kibibytes} KiB", lambda: None, ["size=512m"])
         moment = random.choice((None, random.uniform(0.0, self.job.seconds)))
-        read_only = lambda: self.mount(["-o", "remount,bind,ro", self.world.disk])
+        read_only = lambda: self.mount(["-o", "remount,bind,ro", self.world.disk], tries=50)
         done = "a disk that is read-only" + ("" if moment is None else f" after {moment:.2f} s")
         return self.mounted(["--bind"], done, read_only, ["bind", "rw"], moment)
 
-    def mount(self, arguments):
-        subprocess.run(["mount", *arguments], check=True)
+    def mount(self, arguments, tries=1):
+        """A disk becomes read-only only while no file on it is open for writing."""
+        while subprocess.run(["mount", *arguments], stderr=subprocess.DEVNULL if tries > 1 else None, check=tries == 1).returncode:
+            tries -= 1
+            time.sleep(0.02)
 
     def mounted(self, how, done, change, then, moment=None):
         source = self.world.disk if how == ["--bind"] else "none"

@@ -74,10 +74,19 @@ def renamed(entries, names):
 
 
 class Disk:
-    """The files below `root`, a path of the records; the folder is empty at first, and itself on the disk."""
+    """The files below `root`, a path of the records; at first those of `begun`, which are all on the disk."""
 
-    def __init__(self, root):
+    def __init__(self, root, begun=None):
         self.root, self.top, self.moment, self.last_sync = root, Folder(), 0, 0
+        for path in sorted(begun.rglob("*")) if begun else ():
+            node = Folder() if path.is_dir() else File(bytearray(path.read_bytes()))
+            self.put(list(path.relative_to(begun).parts), node)
+        self.sync_all(self.top)
+
+    def sync_all(self, node):
+        node.sync()
+        for below in node.entries.values() if isinstance(node, Folder) else ():
+            self.sync_all(below)
 
     def apply(self, call):
         self.moment += 1

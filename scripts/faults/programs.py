@@ -6,7 +6,7 @@ import re
 import resource
 import signal
 import subprocess
-import tempfile
+import threading
 import time
 
 LONGEST_RUN = 120.0  # seconds; a run takes about one
@@ -54,7 +54,7 @@ class Running:
     """A program that was started."""
 
     def __init__(self, command, folder, environment, limits=(), stdout=None, stdin=None):
-        self.files = [tempfile.TemporaryFile() for _ in range(2)]
+        self.said = [b"", b""]
         self.began = time.monotonic()
         limit = lambda: [resource.setrlimit(*each) for each in limits]
         self.process = subprocess.Popen(
@@ -62,10 +62,19 @@ class Running:
             cwd=folder,
             env=environment,
             stdin=stdin or subprocess.DEVNULL,
-            stdout=stdout or self.files[0],
-            stderr=self.files[1],
+            stdout=stdout or subprocess.PIPE,
+            stderr=subprocess.PIPE,
             preexec_fn=limit if limits else None,
         )
+        streams = enumerate((self.process.stdout, self.process.stderr))
+        self.readers = [threading.Thread(target=self.read, args=each, daemon=True) for each in streams if each[1]]
+        for reader in self.readers:
+            reader.start()
+
+    def read(self, at, stream):
+        """Into a pipe: a limit on the size of files would hold for a file."""
+        with stream:
+            self.said[at] = stream.read()
 
     def send(self, number):
         if self.process.poll() is None:
@@ -80,9 +89,9 @@ class Running:
             self.process.wait()
             status = None
         seconds = time.monotonic() - self.began
-        for file in self.files:
-            file.seek(0)
-        stdout, stderr = (file.read().decode(errors="replace") for file in self.files)
+        for reader in self.readers:
+            reader.join(longest)
+        stdout, stderr = (text.decode(errors="replace") for text in self.said)
         return Ended(status, stdout, re.sub(r"\x1b\[[0-9;]*m", "", stderr), seconds)
 
     def has_stopped(self, longest=LONGEST_RUN):
