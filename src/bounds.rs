@@ -16,7 +16,8 @@ bounds! {
     /// Bytes of a row of data: a longer one means that a newline or a quote is missing.
     ROW_BYTES: usize = 100 << 20;
 
-    /// Bytes of a text that is tokenised, or of a conversation that is rendered: more tokens than any context. Each byte takes a hundred.
+    /// Bytes of a text that is tokenised, or of a conversation that is rendered: more tokens than any context. A byte takes some
+    /// hundred bytes of memory while it is tokenised.
     TEXT_BYTES: usize = 4 << 20;
     /// How many times as long a tokenizer's rules may make a text. Of those that may make it more than four times as long, shorter texts are
     /// taken.
@@ -71,7 +72,7 @@ bounds! {
     RESPONSE_BYTES: u64 = 64 << 20;
     /// Bytes that are read of an answer with an error.
     ERROR_RESPONSE_BYTES: u64 = 16 << 10;
-    /// Characters of a server's message that an error quotes.
+    /// Characters of a server's or a template's message that an error quotes.
     QUOTED_CHARACTERS: usize = 300;
     /// Bytes of a streamed answer; a chunk of one token has some 300.
     STREAM_BYTES: u64 = 256 << 20;

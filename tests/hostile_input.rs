@@ -40,7 +40,7 @@ fn pipe(path: &Path) {
     mknodat(CWD, path, FileType::Fifo, 0o600.into(), 0).expect("a pipe");
 }
 
-/// Its end, or a panic after some seconds: it waits for the other end of a pipe.
+/// Its end, or a panic after a minute: then it waits for the other end of a pipe.
 fn ended(command: &mut Command) -> Ended {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program starts");
     let began = Instant::now();

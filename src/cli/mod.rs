@@ -235,7 +235,7 @@ fn medusa_arguments() -> (CommonFlags, Verb) {
 
 /// Parses the command line, or exits like clap: 0 after help, 2 for an invalid command line.
 fn parse<P: CommandFactory + FromArgMatches>() -> (P, ArgMatches) {
-    if let Some(argument) = env::args_os().find(|argument| argument.to_str().is_none()) {
+    if let Some(argument) = env::args_os().skip(1).find(|argument| argument.to_str().is_none()) {
         let why = format!("{argument:?} is not UTF-8, as recipes, logs and results are; rename the file");
         refuse(&P::command().error(clap::error::ErrorKind::InvalidUtf8, why));
     }

@@ -19,9 +19,10 @@ use super::team::Team;
 const TOGETHER: usize = 4;
 /// Rows of weights between those that are read and those that are fetched, into the second cache: nearer ones come too late.
 const AHEAD: usize = TOGETHER;
-/// Blocks of x from which on the weights of several outputs are multiplied by one block after another: few blocks wait for weights, many for x.
+/// From so many blocks of x on, a group of weights stays in the second cache while the blocks pass: reading x for each four outputs would
+/// take longer than reading the weights.
 const MANY_BLOCKS: usize = 8;
-/// Lines of weights that stay in the second cache meanwhile.
+/// Lines of weights in such a group.
 const GROUP_LINES: usize = 2 << 10;
 /// Most rows of x that are multiplied together ([`Lanes::BLOCK_ROWS`]).
 const BLOCK_ROWS: usize = 6;

@@ -114,7 +114,7 @@ mod tests {
         equals_float64(Number::BFloat16, |w, shape, arena| MatrixLayout::Tiles(TileWeights::new(w, shape, arena)));
     }
 
-    /// More than the blocks of rows from which on weights are read in another order.
+    /// Enough for groups of weights with all instructions (`MANY_BLOCKS` in dots.rs).
     const ROWS: usize = 61;
 
     fn equals_float64(number: Number, layout: impl Fn(&[u8], [usize; 2], &mut Arena) -> MatrixLayout) {

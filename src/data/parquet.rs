@@ -73,11 +73,11 @@ fn longest_of_dictionary(file: &Arc<File>, column: &ColumnChunkMetaData, rows: u
         return Ok(0);
     }
     let rows = usize::try_from(rows).unwrap_or(usize::MAX);
-    let Some(Page::DictionaryPage { buf, .. }) =
-        SerializedPageReader::new(Arc::clone(file), column, rows, None)?.get_next_page()?
-    else {
-        return Ok(0);
-    };
+    let mut pages = SerializedPageReader::new(Arc::clone(file), column, rows, None)?;
+    if !pages.peek_next_page()?.is_some_and(|page| page.is_dict) {
+        return Ok(0); // a page of rows is not unpacked here
+    }
+    let Some(Page::DictionaryPage { buf, .. }) = pages.get_next_page()? else { return Ok(0) };
     let (mut rest, mut longest) = (&buf[..], 0);
     while let Some((length, behind)) = rest.split_first_chunk() {
         let length = u32::from_le_bytes(*length);

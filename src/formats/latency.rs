@@ -133,14 +133,11 @@ impl Latency {
         }
         let several = self.by_sequences.iter().map(|of| &of.steps);
         for steps in [&self.steps].into_iter().chain(several) {
-            for (at, step) in steps.iter().enumerate() {
-                let is_same = |other: &StepTime| {
-                    (other.nodes, other.depth, other.dynamic) == (step.nodes, step.depth, step.dynamic)
-                };
-                if steps[..at].iter().any(is_same) {
-                    let got = format!("{} nodes of {} levels twice", step.nodes, step.depth);
-                    return Some(("steps", "each tree once".to_owned(), got));
-                }
+            if let Some((nodes, depth, _)) =
+                super::twice(steps.iter().map(|step| (step.nodes, step.depth, step.dynamic)))
+            {
+                let got = format!("{nodes} nodes of {depth} levels twice");
+                return Some(("steps", "each tree once".to_owned(), got));
             }
         }
         super::twice(self.by_sequences.iter().map(|of| of.sequences))

@@ -39,7 +39,7 @@ pub mod tree;
 pub use error::FormatError;
 
 /// A number that is there twice.
-fn twice(mut numbers: impl Iterator<Item = usize>) -> Option<usize> {
+fn twice<T: std::hash::Hash + Eq + Copy>(mut items: impl Iterator<Item = T>) -> Option<T> {
     let mut seen = std::collections::HashSet::new();
-    numbers.find(|number| !seen.insert(*number))
+    items.find(|item| !seen.insert(*item))
 }

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use crate::data::DataError;
 use crate::formats::best::BestEvaluation;
-use crate::formats::metrics::{MetricsLine, MetricsSplit, UpdateLine};
+use crate::formats::metrics::{MetricsError, MetricsLine, MetricsSplit, UpdateLine};
 use crate::torch::{guard, memory};
 use crate::train::backbone_pass::TrainingBackbone;
 use crate::train::checked::CheckedRun;
@@ -131,7 +131,10 @@ impl<'r> TrainingLoop<'r, '_> {
         let maker = self.backbone.batch_maker(&self.state.heads, MetricsSplit::Train);
         let folder = self.log.as_ref().map(|log| Arc::clone(&log.folder));
         let ended = thread::scope(|scope| self.run_on(maker.feed(scope, batches), interrupted));
-        folder.map_or(Ok(()), |folder| folder.check())?; // says more than what failed in a folder that is gone
+        // Says more than what failed in a folder that is gone.
+        if let Some(Err(gone @ MetricsError::FolderGone { .. })) = folder.map(|folder| folder.check()) {
+            return Err(gone.into());
+        }
         ended
     }
 

@@ -79,6 +79,11 @@ fn deep_values() -> Vec<(&'static str, String)> {
         ("nested_tuple", grown("(ns.a,)", "{{ ns.a }}")),
         ("nested_dict", grown("{'a': ns.a}", "{{ ns.a }}")),
         ("nested_dict_call", grown("dict(a=ns.a)", "")),
+        (
+            "renamed_range",
+            "{% set r = range(100000) %}{% set range = dict %}{% set ns = namespace(a=1) %}{% for i in r %}{% set ns.a = range(a=ns.a) %}{% endfor %}"
+                .to_owned(),
+        ),
         ("nested_namespace", grown("namespace(a=ns.a)", "")),
         ("nested_batch", grown("([ns.a] | batch(1) | list)", "")),
         ("nested_slice", grown("([1] + [ns.a])[0:]", "")),

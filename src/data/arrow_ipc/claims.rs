@@ -69,8 +69,10 @@ fn check_message(file: &File, bytes: &[u8], [body_at, body]: [u64; 2]) -> Result
     let rows = batch
         .into_iter()
         .flat_map(|batch| batch.nodes().into_iter().flatten().map(|node| node.length()).chain([batch.length()]));
-    if let Some(rows) = rows.into_iter().find(|rows| *rows > ARROW_BLOCK_ROWS) {
-        return Err(ArrowError::IpcError(format!("a block claims {rows} rows; expected at most {ARROW_BLOCK_ROWS}")));
+    if let Some(rows) = rows.into_iter().find(|rows| !(0..=ARROW_BLOCK_ROWS).contains(rows)) {
+        return Err(ArrowError::IpcError(format!(
+            "a block claims {rows} rows or values; expected 0 to {ARROW_BLOCK_ROWS}"
+        )));
     }
     let Some(batch) = batch.filter(|batch| batch.compression().is_some()) else { return Ok(()) };
     let mut unpacked = 0;

@@ -32,8 +32,9 @@ const CHARGE: &str = "\0charge";
 const CONCAT: &str = "\0concat";
 const REPEATED: &str = "\0repeated";
 const NO_NAMESPACE: &str = "\0no_namespace";
+const RANGE: &str = "\0range";
 
-const OURS: [&str; 14] = [
+const OURS: [&str; 15] = [
     MADE,
     FLAT,
     SLICED,
@@ -48,6 +49,7 @@ const OURS: [&str; 14] = [
     CONCAT,
     REPEATED,
     NO_NAMESPACE,
+    RANGE,
 ];
 
 /// Raw text below this costs less than the steps around it.
@@ -186,6 +188,13 @@ fn add_filters(environment: &mut Environment<'static>) {
     });
     environment.add_filter(CHARGE, |bytes: usize| meter::charge(bytes).map(|()| Value::UNDEFINED));
     environment.add_filter(NO_NAMESPACE, |value: Value| meter::no_namespace(&value).map(|()| value));
+    // What is named range may be another function: a template can set the name.
+    environment.add_filter(RANGE, |value: Value| {
+        if value.kind() != ValueKind::Iterable {
+            meter::made(&value)?;
+        }
+        Ok::<_, Error>(value)
+    });
     environment.add_filter(READ_FIRST, |values: Rest<ValueOrKwargs>| {
         let values = values.into_values();
         values.first().map_or(Ok(()), meter::searched)?;
@@ -324,7 +333,7 @@ fn group<'s>(
         I::Slice => vec![I::ApplyFilter(READ_FIRST, Some(4), BY_NAME), I::UnpackList(4), one, of_top(SLICED)],
         I::BuildList(Some(0)) | I::BuildMap(0) => vec![one],
         I::BuildList(_) | I::BuildMap(_) | I::BuildTuple(_) => vec![one, of_top(MADE)],
-        I::CallFunction("range", _) => vec![one],
+        I::CallFunction("range", _) => vec![one, of_top(RANGE)],
         I::CallFunction(..) | I::CallMethod(..) | I::CallObject(_) => behind(MADE, one),
         I::EndCapture => vec![one, of_top(MADE)],
         I::SetAttr(_) => vec![I::Swap, of_top(NO_NAMESPACE), I::Swap, one],

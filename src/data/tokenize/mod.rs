@@ -147,7 +147,7 @@ impl TextTokenizer {
         Ok((encoded.get_ids().iter().map(|&id| to_i32(id)).collect(), places))
     }
 
-    /// Runs the library on a text; long ones one after the other, as each takes some hundred bytes for each of its own.
+    /// Runs the library on a text; those of more than a quarter of the most one after the other, as each takes some hundred bytes for each of its own.
     fn encoding(
         &self,
         text: &str,
@@ -158,7 +158,7 @@ impl TextTokenizer {
         if text.len() > most {
             return Err(TokenizeError::TooLong { start: start(text), bytes: text.len(), most });
         }
-        let _alone = (text.len() > most / 16).then(|| ONE_LONG_TEXT.lock().unwrap_or_else(PoisonError::into_inner));
+        let _alone = (text.len() > most / 4).then(|| ONE_LONG_TEXT.lock().unwrap_or_else(PoisonError::into_inner));
         of_library(encode).map_err(|source| self.failed_on(text, source))
     }
 

@@ -17,7 +17,8 @@ use crate::engine::{PromptPass, RowTokens};
 use crate::model::new_tokens::NewTokens;
 use crate::torch::upload;
 
-/// Tokens that a prompt lacks at most where its pass holds other prompts' tokens too: these can have no block that it would lack otherwise.
+/// A prompt that lacks at most so many tokens shares its pass with others. It could not have taken another block from them: a block has as many
+/// tokens, and a prompt's last token is always computed.
 const REST_TOKENS: usize = BLOCK_TOKENS;
 
 /// The next tokens of a text whose keys and values are computed.
@@ -115,8 +116,11 @@ impl Stepper<'_> {
         waiting
     }
 
-    /// What a pass over the last tokens of several prompts runs, or over one prompt: at most `tokens` tokens.
+    /// The last tokens of several prompts, or else the next ones of the oldest prompt: at most `tokens`.
     fn rests_or_oldest(&self, sequences: &[Sequence], tokens: usize) -> Vec<PromptPiece> {
+        if !self.engine.same_bits_in_any_pass() {
+            return self.piece_of_oldest(sequences, tokens);
+        }
         let mut left = tokens;
         let piece = |row| PromptPiece { row, tokens: self.lacking(&sequences[row], row) };
         let fits = |piece: &PromptPiece| {
@@ -125,7 +129,7 @@ impl Stepper<'_> {
             fits
         };
         let mut rests: Vec<PromptPiece> = self.waiting(sequences).into_iter().map(piece).take_while(fits).collect();
-        if rests.len() < 2 || !self.engine.same_bits_in_any_pass() {
+        if rests.len() < 2 {
             return self.piece_of_oldest(sequences, tokens);
         }
         rests.sort_by_key(|piece| piece.row);

@@ -29,7 +29,7 @@ pub(super) fn bad(path: &Path, key: &'static str, expected: impl ToString, got: 
 }
 
 pub(super) fn above_zero(path: &Path, key: &'static str, value: f64) -> Result<f64, ConfigError> {
-    within(path, key, value, 1e-30..=1e30).map_err(|_| bad(path, key, "a number above 0", value))
+    within(path, key, value, 1e-30..=1e30)
 }
 
 /// Refuses a number with which logits are not finite, or the same for every token.

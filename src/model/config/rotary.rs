@@ -178,7 +178,8 @@ impl Reader<'_> {
     }
 
     fn divisors(&self, key: &'static str, written: Option<&Vec<f64>>) -> Result<Vec<f64>, ConfigError> {
-        let expected = || format!("{} numbers above 0, one per rotated pair", self.size / 2);
+        let (least, most) = (FACTORS.start(), FACTORS.end());
+        let expected = || format!("{} numbers from {least} to {most}, one per rotated pair", self.size / 2);
         let all = written.ok_or_else(|| bad(self.path, key, expected(), "nothing"))?;
         if all.len() as i64 != self.size / 2 || !all.iter().all(|divisor| FACTORS.contains(divisor)) {
             let odd = all
