@@ -24,8 +24,11 @@ struct Server {
 
 impl Server {
     fn start(flags: &[&str]) -> Self {
+        Self::start_as(Command::new(env!("CARGO_BIN_EXE_medusa")), flags)
+    }
+
+    fn start_as(mut command: Command, flags: &[&str]) -> Self {
         let backbone = tiny("backbone");
-        let mut command = Command::new(env!("CARGO_BIN_EXE_medusa"));
         let mut child = on_the_cpu(&mut command)
             .args(["serve", "--port", "0", "--backbone", backbone.to_str().expect("UTF-8")])
             .args(flags)
@@ -94,8 +97,12 @@ impl Server {
     }
 
     /// SIGTERM; returns the exit code and the log.
-    fn stop(mut self) -> (Option<i32>, String) {
-        let told = Command::new("kill").args(["-TERM", &self.child.id().to_string()]).status().expect("kill runs");
+    fn stop(self) -> (Option<i32>, String) {
+        self.stop_by("-TERM")
+    }
+
+    fn stop_by(mut self, signal: &str) -> (Option<i32>, String) {
+        let told = Command::new("kill").args([signal, &self.child.id().to_string()]).status().expect("kill runs");
         assert!(told.success());
         let mut log = String::new();
         self.log.take().expect("taken once").read_to_string(&mut log).expect("UTF-8");
@@ -120,6 +127,16 @@ fn chunks(stream: &str) -> Vec<Value> {
 
 fn said(answer: &Value) -> String {
     answer["choices"][0]["text"].as_str().expect("a text").to_owned()
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn the_end_of_a_terminal_ends_a_server() {
+    // The tests themselves may run under nohup.
+    let mut command = Command::new("env");
+    command.args(["--default-signal=HUP", env!("CARGO_BIN_EXE_medusa")]);
+    let (code, _) = Server::start_as(command, &[]).stop_by("-HUP");
+    assert_eq!(code, Some(0));
 }
 
 #[test]

@@ -177,15 +177,23 @@ impl HttpServer {
     }
 }
 
-/// Ends with the first Ctrl-C or SIGTERM; a second one ends the process.
+/// Ends with the first Ctrl-C, SIGTERM or SIGHUP; a second one ends the process.
 fn stop_signal() -> anyhow::Result<impl Future<Output = ()>> {
     interrupted(); // from here on the first signal does not end the process
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut hangup = super::signals::hangup_ends().then(|| signal(SignalKind::hangup())).transpose()?;
+    let hung_up = async move {
+        match &mut hangup {
+            Some(hangup) => hangup.recv().await,
+            None => std::future::pending().await,
+        }
+    };
     Ok(async move {
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
+            _ = hung_up => {}
         }
     })
 }

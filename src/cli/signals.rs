@@ -70,11 +70,14 @@ pub(super) fn watch() -> anyhow::Result<()> {
 }
 
 fn ending_signals() -> Vec<i32> {
-    let all = [SIGINT, SIGTERM, SIGHUP].into_iter();
-    all.filter(|&signal| {
-        signal != SIGHUP || !is_ignored(&fs::read_to_string("/proc/self/status").unwrap_or_default(), SIGHUP)
-    })
-    .collect()
+    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || hangup_ends()).collect()
+}
+
+/// Whether SIGHUP counts as SIGTERM: on Linux, unless nohup makes the program ignore it. Elsewhere it ends the program, or is ignored.
+pub(super) fn hangup_ends() -> bool {
+    static ENDS: OnceLock<bool> = OnceLock::new();
+    let is_ignored = || is_ignored(&fs::read_to_string("/proc/self/status").unwrap_or_default(), SIGHUP);
+    *ENDS.get_or_init(|| cfg!(target_os = "linux") && !is_ignored())
 }
 
 /// Whether a process, of which this is `/proc/PID/status`, was started with a signal ignored.

@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 
 use super::DistillError;
 use super::conversation::Finished;
-use crate::files;
+use crate::files::{self, sync_folder};
 
 /// A sync takes as long as several steps of a small model.
 const BETWEEN_SYNCS: Duration = Duration::from_millis(250);
@@ -76,7 +76,8 @@ impl Journal {
     }
 
     pub(super) fn remove(&self) -> Result<(), DistillError> {
-        fs::remove_file(&self.path).map_err(|source| self.failed(source))
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        fs::remove_file(&self.path).and_then(|()| sync_folder(folder)).map_err(|source| self.failed(source))
     }
 }
 
