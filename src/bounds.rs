@@ -61,6 +61,8 @@ bounds! {
     MEDUSA_HEADS: usize = 128;
     /// `medusa_num_layers`.
     MEDUSA_LAYERS: usize = 128;
+    /// `train.micro_batch_size`.
+    BATCH_ROWS: usize = 1 << 20;
     /// Nodes of a tree. One verification pass computes all of them, and gains vanish long before this.
     TREE_NODES: usize = 1024;
     /// Axes of a tensor in a pickle. A shape may be used by many tensors: without a bound, a short file would claim much memory.

@@ -280,11 +280,17 @@ fn a_value_that_cannot_be_used_is_a_wrong_command() {
             ),
             (
                 |small| {
-                    let many = "micro_batch_size = 4611686018427387904";
-                    small.edit("recipe.toml", "micro_batch_size = 1", many);
-                    small.edit("recipe.toml", "accumulation_steps = 2", "accumulation_steps = 8");
+                    small.edit("recipe.toml", "micro_batch_size = 1", "micro_batch_size = 1000000000000000000");
                 },
-                &["train.micro_batch_size = 4611686018427387904", "train.gradient_accumulation_steps = 8"],
+                &["train.micro_batch_size = 1000000000000000000: expected at most 1048576"],
+            ),
+            (
+                |small| {
+                    small.edit("recipe.toml", "micro_batch_size = 1", "micro_batch_size = 8");
+                    let many = "accumulation_steps = 4611686018427387904";
+                    small.edit("recipe.toml", "accumulation_steps = 2", many);
+                },
+                &["train.micro_batch_size = 8", "train.gradient_accumulation_steps = 4611686018427387904"],
             ),
             (
                 |small| small.edit("recipe.toml", "epochs = 8", "epochs = 9223372036854775807"),

@@ -3,7 +3,7 @@
 use super::Recipe;
 use super::mistakes::Findings;
 use super::stage::Stage;
-use crate::bounds::{MEDUSA_HEADS, MEDUSA_LAYERS};
+use crate::bounds::{BATCH_ROWS, MEDUSA_HEADS, MEDUSA_LAYERS};
 use crate::data::long_rows::LongRows;
 use crate::draft::medusa::heads::HeadsConfig;
 use crate::dtype::Dtype;
@@ -49,10 +49,12 @@ impl Recipe {
         }
     }
 
-    /// The rows per optimizer step must not overflow.
+    /// The rows per optimizer step must not overflow, nor their bytes in the plan of the memory.
     fn check_batch(&self, findings: &mut Findings<'_>) {
         let (rows, steps) = (self.train.micro_batch_size, self.train.gradient_accumulation_steps);
-        if rows.checked_mul(steps).is_none() {
+        if rows.get() > BATCH_ROWS {
+            findings.clash("train.micro_batch_size", rows, format!("at most {BATCH_ROWS}"));
+        } else if rows.checked_mul(steps).is_none() {
             let expected = format!("less: the product with train.gradient_accumulation_steps = {steps} overflows");
             findings.clash("train.micro_batch_size", rows, expected);
         }

@@ -175,6 +175,7 @@ fn growing() -> Vec<(&'static str, String)> {
 fn slow() -> Vec<(&'static str, String)> {
     vec![
         ("endless", looped("")),
+        ("int_of_long_text", with_text(&looped("{% if s | int %}{% endif %}"))),
         ("endless_sums", looped("{% set x = i + j * 2 - 1 %}")),
         ("compared", with_text(&format!("{{% set t = s ~ '' %}}{}", looped("{% if s == t %}{% endif %}")))),
         (

@@ -68,7 +68,7 @@ const PLACES: u8 = 50;
 const BY_NAME: u8 = !0;
 
 /// Filters and tests that read at most the beginning of a text, or count what they read themselves ([`limits`]).
-const CHEAP: [&str; 25] = [
+const CHEAP: [&str; 23] = [
     "trim",
     "select",
     "selectattr",
@@ -80,8 +80,6 @@ const CHEAP: [&str; 25] = [
     "attr",
     "tojson",
     "join",
-    "int",
-    "float",
     "defined",
     "undefined",
     "none",
