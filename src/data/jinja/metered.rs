@@ -288,15 +288,7 @@ fn place(at: usize) -> u32 {
 }
 
 fn target(instruction: &Instruction) -> Option<u32> {
-    match *instruction {
-        Instruction::Jump(target)
-        | Instruction::JumpIfFalse(target)
-        | Instruction::JumpIfFalseOrPop(target)
-        | Instruction::JumpIfTrueOrPop(target)
-        | Instruction::Iterate(target)
-        | Instruction::BuildMacro(_, target, _) => Some(target),
-        _ => None,
-    }
+    target_mut(&mut instruction.clone()).copied()
 }
 
 fn target_mut<'i>(instruction: &'i mut Instruction) -> Option<&'i mut u32> {
