@@ -11,7 +11,8 @@ use anyhow::Context;
 use axum::Router;
 use clap::Args;
 use tch::Device;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::runtime::Runtime;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{Semaphore, watch};
 
 use self::allowed_hosts::AllowedHostFlags;
@@ -23,6 +24,7 @@ use super::drafter::{DrafterFlags, Drafts};
 use super::engine::{EngineFlags, EngineName};
 use super::numbers::{positive, probability};
 use super::served::ServedFlags;
+use super::signals::hangup_ends;
 use super::{CommonFlags, UsageError, batch_size, interrupted};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
@@ -142,9 +144,8 @@ pub fn run(args: &ServeArgs, common: &CommonFlags) -> anyhow::Result<()> {
         phase: heard,
         typical: args.typical(),
     });
+    let server = HttpServer::new(listener, routes(&service, origins), args.limits.of_connections(), phase)?;
     announce(&service, address, common);
-    let server =
-        HttpServer { listener, routes: routes(&service, origins), limits: args.limits.of_connections(), phase };
     drop(service); // the routes have it; when they are gone, the worker ends
     let serving = thread::Builder::new().name("http".into()).spawn(move || server.run())?;
     Worker::new(decoding, &decoder.tokenizer, metrics).run(&waiting);
@@ -158,6 +159,8 @@ pub fn run(args: &ServeArgs, common: &CommonFlags) -> anyhow::Result<()> {
 
 /// What the thread of the connections needs.
 struct HttpServer {
+    runtime: Runtime,
+    stop: StopSignals,
     listener: TcpListener,
     routes: Router,
     limits: ConnectionLimits,
@@ -165,37 +168,59 @@ struct HttpServer {
 }
 
 impl HttpServer {
+    /// From here on the first signal ends the server in good order.
+    fn new(
+        listener: TcpListener,
+        routes: Router,
+        limits: ConnectionLimits,
+        phase: watch::Sender<Phase>,
+    ) -> anyhow::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let stop = runtime.block_on(async { StopSignals::catch() })?;
+        Ok(Self { runtime, stop, listener, routes, limits, phase })
+    }
+
     /// Serves until a signal; returns whether all open requests were finished.
     fn run(self) -> anyhow::Result<bool> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        runtime.block_on(async {
+        self.runtime.block_on(async {
             self.listener.set_nonblocking(true)?;
             let listener = tokio::net::TcpListener::from_std(self.listener)?;
-            let stop = stop_signal()?;
-            Ok(serve(listener, self.routes, self.limits, &self.phase, stop).await)
+            Ok(serve(listener, self.routes, self.limits, &self.phase, self.stop.first()).await)
         })
     }
 }
 
-/// Ends with the first Ctrl-C, SIGTERM or SIGHUP; a second one ends the process.
-fn stop_signal() -> anyhow::Result<impl Future<Output = ()>> {
-    interrupted(); // from here on the first signal does not end the process
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut hangup = super::signals::hangup_ends().then(|| signal(SignalKind::hangup())).transpose()?;
-    let hung_up = async move {
-        match &mut hangup {
-            Some(hangup) => hangup.recv().await,
-            None => std::future::pending().await,
-        }
-    };
-    Ok(async move {
+/// Ctrl-C, SIGTERM and SIGHUP: the first one ends the server, a second one the process.
+struct StopSignals {
+    terminate: Signal,
+    interrupt: Signal,
+    hangup: Option<Signal>,
+}
+
+impl StopSignals {
+    fn catch() -> anyhow::Result<Self> {
+        let caught = Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: hangup_ends().then(|| signal(SignalKind::hangup())).transpose()?,
+        };
+        interrupted(); // until here a signal ends the process
+        Ok(caught)
+    }
+
+    async fn first(mut self) {
+        let hung_up = async {
+            match &mut self.hangup {
+                Some(hangup) => hangup.recv().await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
             _ = hung_up => {}
         }
-    })
+    }
 }
 
 impl ServeArgs {
