@@ -477,18 +477,23 @@ pub fn lock_folder(folder: &Path) -> io::Result<Option<FolderLock>> {
     Ok(file.as_ref().is_none_or(lock_file).then_some(FolderLock { _file: file }))
 }
 
-/// A folder that was open: tells whether its path still names it.
+/// An open file or folder: tells whether its path still names it.
 #[derive(Debug)]
-pub struct OpenFolder {
+pub struct OpenPath {
     path: PathBuf,
     file: Option<File>,
 }
 
-impl OpenFolder {
+impl OpenPath {
     /// # Errors
     /// The I/O error.
     pub fn open(path: &Path) -> io::Result<Self> {
         Ok(Self { path: path.to_owned(), file: open_folder(path)? })
+    }
+
+    /// The path under which it was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Whether it is still there under its name: neither removed nor moved away, and no other one in its place.
@@ -654,7 +659,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (path, away) = (dir.path().join("run"), dir.path().join("away"));
         make_folders(&path).unwrap();
-        let open = OpenFolder::open(&path).unwrap();
+        let open = OpenPath::open(&path).unwrap();
         assert!(open.is_there().unwrap());
         fs::rename(&path, &away).unwrap();
         assert!(!open.is_there().unwrap());

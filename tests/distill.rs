@@ -431,6 +431,17 @@ fn ctrl_c_keeps_what_is_finished_and_says_how_to_go_on() {
     assert!(contents(&world.path("out")) == contents(&world.path("unbroken")));
 }
 
+#[test]
+fn a_folder_that_goes_ends_the_distillation() {
+    let world = world();
+    world.lines("p.jsonl", &prompts(600));
+    let away = |_: &mut Child| fs::rename(world.path("out"), world.path("away")).expect("another name");
+    let (was_running, status, errors) = end_after(&world, &["--max-new-tokens", "30"], 5, away);
+    assert!(was_running && status == Some(1), "{status:?}: {errors}");
+    assert!(errors.contains("out was removed, moved or replaced while conversations were written to it"), "{errors}");
+    assert!(!world.path("out").exists());
+}
+
 fn tiny(name: &str) -> String {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("data/tiny").join(name).display().to_string()
 }

@@ -247,13 +247,28 @@ fn nohup_lets_a_training_outlive_its_terminal() {
 #[test]
 fn a_run_whose_folder_goes_ends_and_makes_no_other_one() {
     for moves in [false, true] {
-        let small = SmallRun::new();
-        let child = amid_training(&small, &[]);
-        fs::rename(small.path("run"), small.path("away")).expect("another name");
-        if !moves {
-            let _ = fs::remove_dir_all(small.path("away")); // it may write there meanwhile
-        }
-        end_of(child).failed(1, &["run was removed, moved or replaced while the run wrote to it"]);
+        let (small, told) = run_that_loses("run", moves);
+        told.failed(1, &["run was removed, moved or replaced while the run wrote to it"]);
         assert!(!small.path("run").exists());
     }
+}
+
+#[test]
+fn a_run_whose_log_goes_ends() {
+    for log in ["run/metrics.jsonl", "run/tensorboard"] {
+        let (_, told) = run_that_loses(log, false);
+        told.failed(1, &[log, " was removed, moved or replaced while the run wrote to it"]);
+    }
+}
+
+/// What a run says from which a file or folder is taken away, or only renamed.
+fn run_that_loses(name: &str, moves: bool) -> (SmallRun, Ended) {
+    let small = SmallRun::new();
+    let child = amid_training(&small, &[]);
+    let away = small.path("away");
+    fs::rename(small.path(name), &away).expect("another name");
+    if !moves {
+        let _ = if away.is_dir() { fs::remove_dir_all(away) } else { fs::remove_file(away) }; // it may write there meanwhile
+    }
+    (small, end_of(child))
 }

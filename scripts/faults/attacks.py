@@ -193,8 +193,7 @@ class Vanish(Attack):
         away = self.world.disk / "away"
         if away.exists():
             shutil.rmtree(away) if away.is_dir() else away.unlink()
-        outcome = self.judge_vanished(ended, f"{path.name} at {call[0]} {call[1]} of {call[2]}: {what}")
-        return outcome
+        return self.judge_vanished(ended, path, f"{path.name} at {call[0]} {call[1]} of {call[2]}: {what}")
 
     def take(self, path, random):
         if not path.exists():
@@ -205,7 +204,7 @@ class Vanish(Attack):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         return "removed"
 
-    def judge_vanished(self, ended, done):
+    def judge_vanished(self, ended, path, done):
         """What was taken away is lost, and may keep the run from going on: then it says so, and starts anew elsewhere."""
         fault = ended.fault()
         problems = ([fault] if fault else []) + self.job.damaged()
@@ -218,7 +217,8 @@ class Vanish(Attack):
             self.job.begin()
             problems += self.job.go_on()
         elif not self.job.is_there():
-            problems += self.job.differences(went_on)
+            lost = ("run/metrics.jsonl", "run/tensorboard") if path.name == "metrics.jsonl" else ()  # earlier lines are in no checkpoint
+            problems += [what for what in self.job.differences(went_on) if not what.startswith(lost)]
         word = "done" if ended.is_done else "refused"
         return Outcome(word, f"{done}; status {ended.status}: {ended.last_words()}", problems)
 
@@ -328,15 +328,19 @@ class Disks(Attack):
             kibibytes = random.choice((4, 8, 16, random.randint(4, 100), random.randint(4, 9_000), random.randint(4, 40_000)))
             return self.mounted(["-t", "tmpfs", "-o", f"size={kibibytes}k"], f"a disk of {kibibytes} KiB", lambda: None, ["size=512m"])
         moment = random.choice((None, random.uniform(0.0, self.job.seconds)))
-        read_only = lambda: self.mount(["-o", "remount,bind,ro", self.world.disk], tries=50)
         done = "a disk that is read-only" + ("" if moment is None else f" after {moment:.2f} s")
-        return self.mounted(["--bind"], done, read_only, ["bind", "rw"], moment)
+        return self.mounted(["--bind"], done, self.make_read_only, ["bind", "rw"], moment)
 
-    def mount(self, arguments, tries=1):
-        """A disk becomes read-only only while no file on it is open for writing."""
-        while subprocess.run(["mount", *arguments], stderr=subprocess.DEVNULL if tries > 1 else None, check=tries == 1).returncode:
-            tries -= 1
-            time.sleep(0.02)
+    def make_read_only(self):
+        """As soon as no file on it is open for writing."""
+        for _ in range(500):
+            if subprocess.run(["mount", "-o", "remount,bind,ro", self.world.disk], stderr=subprocess.DEVNULL, check=False).returncode == 0:
+                return
+            time.sleep(0.01)
+        raise TimeoutError("a file is open for writing all the time: the disk did not become read-only")
+
+    def mount(self, arguments):
+        subprocess.run(["mount", *arguments], check=True)
 
     def mounted(self, how, done, change, then, moment=None):
         source = self.world.disk if how == ["--bind"] else "none"

@@ -97,7 +97,7 @@ class Training(Job):
     def __init__(self, world, name, recipe):
         super().__init__(world, name, [world.trainer, f"{recipe}.toml"])
         self.keeping = [world.trainer, f"{recipe}-keeps.toml"]
-        self.all_steps = {}
+        self.all_steps, self.states = {}, {}
 
     @property
     def again(self):
@@ -107,7 +107,7 @@ class Training(Job):
         super().prepare(shim)
         self.world.empty_disk()
         self.world.must(self.keeping)
-        self.all_steps = self.found()
+        self.all_steps, self.states = self.found(), self.states_found()
         self.world.empty_disk()
 
     def whole_files(self):
@@ -137,14 +137,24 @@ class Training(Job):
 
     def differences(self, ended):
         """The last checkpoints: those of a run that was interrupted and saved may be of other steps."""
-        expected = {name: content for name, content in self.golden.items() if not name.startswith("run/step-")}
-        found = self.found()
+        expected = {name: content for name, content in self.golden.items() if not name.startswith(("run/step-", "states/"))}
+        found = {name: content for name, content in self.found().items() if not name.startswith("states/")}
         steps = sorted({name.split("/")[1] for name in found if name.startswith("run/step-")})
         for step in steps:
             expected |= {name: content for name, content in self.all_steps.items() if name.startswith(f"run/{step}/")}
         last = f"step-{LAST:06}"
         bad = [] if len(steps) == KEPT and steps[-1] == last else [f"the checkpoints are {steps}"]
-        return bad + contents.differences(expected, found) + self.told_otherwise(ended)
+        return bad + contents.differences(expected, found) + self.differences_of_states() + self.told_otherwise(ended)
+
+    def states_found(self):
+        return {path.name: path.read_bytes() for path in (self.world.disk / "states").glob("*.hidden_states")}
+
+    def differences_of_states(self):
+        """A row whose mark was lost is computed again only if a later step reads it: each byte is that of an undisturbed run, or 0."""
+        is_whole = lambda found, golden: len(found) == len(golden) and all(got in (0, kept) for got, kept in zip(found, golden))
+        found = self.states_found()
+        whole = [name for name, golden in self.states.items() if name in found and is_whole(found[name], golden)]
+        return [f"states/{name} is another" for name in {*found, *self.states} if name not in whole]
 
     def lost(self, ended):
         run = self.world.disk / "run"
@@ -195,6 +205,14 @@ class Distillation(Job):
     @property
     def again(self):
         return [*self.command, "--resume"]
+
+    def damaged(self):
+        """The checksums are those of the first shards: that of the next one is written before it."""
+        sums = self.world.disk / "out/medusa.sha256"
+        lines = sums.read_text().splitlines() if sums.is_file() else []
+        own = [line for line in lines if self.golden.get("out/" + line.split("  ", 1)[-1]) != line.split("  ", 1)[0]]
+        rest = [problem for problem in super().damaged() if not problem.startswith("out/medusa.sha256")]
+        return rest + [f"out/medusa.sha256 is damaged: {line}" for line in own]
 
     def lost(self, ended):
         told = [int(kept) for kept in re.findall(r"(\d+) of \d+ conversations are saved", ended.stderr)]

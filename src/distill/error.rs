@@ -40,6 +40,11 @@ pub enum DistillError {
     /// Another process writes this share of the folder.
     #[error("{}: share {share} is in use by another process{}: wait for it to end, or choose another --out", folder.display(), in_words(*holder))]
     InUse { folder: PathBuf, share: Share, holder: Option<u32> },
+    #[error(
+        "{} was removed, moved or replaced while conversations were written to it; put it back and use --resume, or choose another --out",
+        folder.display()
+    )]
+    FolderGone { folder: PathBuf },
     /// A list of checksums that is damaged or cannot be read or written.
     #[error(transparent)]
     Checksum(#[from] ChecksumError),

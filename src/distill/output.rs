@@ -17,7 +17,7 @@ use super::journal::Journal;
 use super::refused_file::{self, RefusedQuestion};
 use super::shards;
 use crate::files::checksums::{self, Checksums};
-use crate::files::{self, Claim, ClaimError};
+use crate::files::{self, Claim, ClaimError, OpenPath};
 use crate::formats::provenance::DistillProvenance;
 use crate::formats::share::Share;
 
@@ -73,6 +73,7 @@ pub struct Output {
     folder: PathBuf,
     share: Share,
     _claim: ClaimedShare,
+    opened: OpenPath,
     /// Prompts of all shares.
     total: usize,
     provenance: Map<String, Value>,
@@ -99,7 +100,8 @@ impl Output {
         let folder = folder.as_path();
         let begun_with = provenance_file(folder, share);
         let made = files::make_folders(folder).and_then(|()| files::sync_folder(files::parent(folder)));
-        made.map_err(|source| DistillError::Io { path: folder.into(), source })?;
+        let opened = made.and_then(|()| OpenPath::open(folder));
+        let opened = opened.map_err(|source| DistillError::Io { path: folder.into(), source })?;
         let provenance_map = if resume && begun_with.exists() {
             let begun = DistillProvenance::entries(&begun_with)?;
             provenance.check(&begun_with, &begun)?;
@@ -128,6 +130,7 @@ impl Output {
             folder,
             share,
             _claim: claim,
+            opened,
             total,
             provenance: provenance_map,
             journal,
@@ -194,6 +197,7 @@ impl Output {
         if finished.is_empty() {
             return Ok(());
         }
+        self.check_folder()?;
         self.journal.append(&finished)?;
         let refused = finished.iter().filter_map(RefusedQuestion::of);
         self.refused.extend(refused.map(|question| (question.conversation, question)));
@@ -209,7 +213,14 @@ impl Output {
     /// Writes the last shards and removes the journal.
     pub(super) fn finish(&mut self) -> Result<(), DistillError> {
         self.write_shards()?;
-        self.journal.remove()
+        self.journal.remove()?;
+        self.check_folder()
+    }
+
+    /// What is written to a folder that was removed is lost, and a file that is replaced makes another folder, without what came before.
+    fn check_folder(&self) -> Result<(), DistillError> {
+        let there = self.opened.is_there().map_err(|source| DistillError::Io { path: self.folder.clone(), source })?;
+        if there { Ok(()) } else { Err(DistillError::FolderGone { folder: self.folder.clone() }) }
     }
 
     /// Writes the complete shards, in order, each after the refused questions among its conversations.

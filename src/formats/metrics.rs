@@ -12,12 +12,12 @@ use crate::files::{self, FileError, failed};
 pub enum MetricsError {
     #[error(transparent)]
     File(#[from] FileError),
-    /// The run's folder was removed or moved while the run wrote to it.
+    /// The run's folder or one of its logs was removed or moved while the run wrote to it.
     #[error(
         "{} was removed, moved or replaced while the run wrote to it, so the run ends here; put it back and use --resume, or train in another folder",
-        run.display()
+        path.display()
     )]
-    FolderGone { run: PathBuf },
+    Gone { path: PathBuf },
     /// A malformed line.
     #[error("{}, line {line}: {source}", path.display())]
     Line {

@@ -56,6 +56,6 @@ pub enum ReportError {
 fn advice(error: &MetricsError) -> &'static str {
     match error {
         MetricsError::Line { .. } => "; expected one object per logged step: fix or remove the line",
-        MetricsError::File(_) | MetricsError::FolderGone { .. } => "",
+        MetricsError::File(_) | MetricsError::Gone { .. } => "",
     }
 }

@@ -163,7 +163,7 @@ fn in_words(shape: &HeadsShape) -> String {
 fn changed_by_hand(error: &MetricsError) -> &'static str {
     match error {
         MetricsError::Line { .. } => "; the file was edited, or belongs to another run",
-        MetricsError::File(_) | MetricsError::FolderGone { .. } => "",
+        MetricsError::File(_) | MetricsError::Gone { .. } => "",
     }
 }
 

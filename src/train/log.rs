@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::draft::medusa::fused_loss::TOP;
-use crate::files::{OpenFolder, failed, write_atomic};
+use crate::files::{OpenPath, failed, write_atomic};
 use crate::formats::metrics::{MetricsError, MetricsFile, MetricsLine, MetricsSplit};
 use crate::formats::run_folder::{METRICS, TENSORBOARD};
 use crate::train::step::StepMetrics;
@@ -70,23 +70,27 @@ impl MetricsLine {
     }
 }
 
-/// The folder of a run that is going on.
+/// The folder of a run that is going on, and the logs in it.
 #[derive(Debug)]
 pub(super) struct LoggedFolder {
-    run: PathBuf,
-    folder: OpenFolder,
+    written: [OpenPath; 3],
 }
 
 impl LoggedFolder {
-    /// What is written into a folder that was removed is lost, and a checkpoint would make another folder, without recipe and provenance.
+    fn open(run: &Path, metrics: &Path, events: &Path) -> Result<Self, MetricsError> {
+        let open = |path: &Path| OpenPath::open(path).map_err(failed("open", path));
+        Ok(Self { written: [open(run)?, open(metrics)?, open(events)?] })
+    }
+
+    /// What is written into a file or folder that was removed is lost, and a checkpoint would make another folder, without recipe and provenance.
     ///
     /// # Errors
-    /// [`MetricsError::FolderGone`], or the disk's own.
+    /// [`MetricsError::Gone`], or the disk's own.
     pub(super) fn check(&self) -> Result<(), MetricsError> {
-        match self.folder.is_there().map_err(failed("look for", &self.run))? {
+        self.written.iter().try_for_each(|open| match open.is_there().map_err(failed("look for", open.path()))? {
             true => Ok(()),
-            false => Err(MetricsError::FolderGone { run: self.run.clone() }),
-        }
+            false => Err(MetricsError::Gone { path: open.path().to_owned() }),
+        })
     }
 }
 
@@ -114,8 +118,7 @@ impl RunLog {
         let lines = OpenOptions::new().append(true).open(&path).map_err(failed("write", &path))?;
         let mut events = EventFile::create(&run.join(TENSORBOARD))?;
         kept.iter().try_for_each(|(_, line)| events.append(line.step, &line.curves()))?;
-        let folder = OpenFolder::open(run).map_err(failed("open", run))?;
-        let folder = Arc::new(LoggedFolder { run: run.to_owned(), folder });
+        let folder = Arc::new(LoggedFolder::open(run, &path, events.path())?);
         Ok(Self { folder, path, lines, events })
     }
 

@@ -43,6 +43,10 @@ impl EventFile {
         Ok(events)
     }
 
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// What was appended is on the disk when this returns.
     pub(super) fn sync(&self) -> Result<(), MetricsError> {
         Ok(self.file.sync_data().map_err(failed("write", &self.path))?)

@@ -132,7 +132,7 @@ impl<'r> TrainingLoop<'r, '_> {
         let folder = self.log.as_ref().map(|log| Arc::clone(&log.folder));
         let ended = thread::scope(|scope| self.run_on(maker.feed(scope, batches), interrupted));
         // Says more than what failed in a folder that is gone.
-        if let Some(Err(gone @ MetricsError::FolderGone { .. })) = folder.map(|folder| folder.check()) {
+        if let Some(Err(gone @ MetricsError::Gone { .. })) = folder.map(|folder| folder.check()) {
             return Err(gone.into());
         }
         ended

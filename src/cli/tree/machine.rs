@@ -22,6 +22,7 @@ use crate::cpu::team::Team;
 use crate::decode::request::Request;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::dtype::Dtype;
+use crate::files::Claim;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, LatencyConditions};
 use crate::latency::{self, MachineLoad, Sweep, Timed, Times};
@@ -48,6 +49,7 @@ pub(super) fn latency(
     let served = served(args, common)?;
     let asked = asked(args, served.as_ref(), calibration, common)?;
     if path.exists() {
+        drop(Claim::of(path)); // removes what a killed process left, where the folder can be written
         let latency = Latency::load(path)?;
         latency.check(&asked, path)?;
         sequences::check(args, &latency, path)?;
