@@ -182,7 +182,7 @@ impl NewFolder {
 
     /// A folder that was moved away meanwhile may be there again, with the files that were written since.
     fn check_whole(&self) -> io::Result<()> {
-        if self.lock.as_ref().is_none_or(|folder| is_at(folder, &self.partial)) {
+        if self.lock.as_ref().map_or(Ok(true), |folder| is_at(folder, &self.partial))? {
             return Ok(());
         }
         let name = self.partial.display();
@@ -390,6 +390,18 @@ fn inode(_: &fs::Metadata) -> u64 {
     0
 }
 
+/// What tells files of one machine apart.
+#[cfg(unix)]
+fn identity(metadata: &fs::Metadata) -> (u64, u64) {
+    use std::os::unix::fs::MetadataExt;
+    (metadata.dev(), metadata.ino())
+}
+
+#[cfg(not(unix))]
+fn identity(metadata: &fs::Metadata) -> (u64, u64) {
+    (0, metadata.len())
+}
+
 /// Bytes in hexadecimal.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
@@ -413,7 +425,8 @@ fn own_partial(path: &Path, open: impl Fn(&Path) -> io::Result<Option<File>>) ->
         let partial = partial_name(path, number);
         let lock = open(&partial)?;
         // Between the two calls its former owner may have given it its real name.
-        if lock.as_ref().is_none_or(|file| lock_file(file) && is_at(file, &partial)) {
+        let is_own = |file: &File| Ok(lock_file(file) && is_at(file, &partial)?);
+        if lock.as_ref().map_or(io::Result::Ok(true), is_own)? {
             return Ok((partial, lock));
         }
         number += 1;
@@ -430,7 +443,7 @@ fn first_partial(
         let lock = open(&partial)?;
         match &lock {
             Some(file) if !lock_file(file) => return Err(ClaimError::Held(holder_of(file))),
-            Some(file) if !is_at(file, &partial) => {} // its former owner has just removed it
+            Some(file) if !is_at(file, &partial)? => {} // its former owner has just removed it
             _ => return Ok((partial, lock)),
         }
     }
@@ -502,11 +515,7 @@ impl OpenPath {
     /// The I/O error.
     pub fn is_there(&self) -> io::Result<bool> {
         let Some(file) = &self.file else { return Ok(true) };
-        match fs::metadata(&self.path) {
-            Ok(now) => Ok(inode(&now) == inode(&file.metadata()?)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(error) => Err(error),
-        }
+        is_at(file, &self.path)
     }
 }
 
@@ -539,12 +548,13 @@ fn open_folder(folder: &Path) -> io::Result<Option<File>> {
     if cfg!(windows) { Ok(None) } else { File::open(folder).map(Some) }
 }
 
-/// Whether the path still names this open file.
-fn is_at(file: &File, path: &Path) -> bool {
-    let same = |one: &fs::Metadata, other: &fs::Metadata| inode(one) == inode(other) && one.len() == other.len();
-    match (file.metadata(), fs::metadata(path)) {
-        (Ok(of_file), Ok(at_path)) => same(&of_file, &at_path),
-        _ => false,
+/// Whether the path still names this open file or folder. An error of the disk is no answer.
+fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let open = file.metadata()?;
+    match fs::metadata(path) {
+        Ok(now) => Ok(identity(&now) == identity(&open)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

@@ -8,7 +8,7 @@ use crate::data::prompts::PromptError;
 use crate::data::rows::RowLocation;
 use crate::decode::error::DecodeError;
 use crate::files::checksums::ChecksumError;
-use crate::files::in_words;
+use crate::files::{FileError, in_words};
 use crate::formats::FormatError;
 use crate::formats::share::Share;
 use crate::http::EndpointError;
@@ -61,6 +61,8 @@ pub enum DistillError {
         /// This run's value.
         got: String,
     },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// An invalid distill.json.
     #[error(transparent)]
     Provenance(#[from] FormatError),

@@ -11,7 +11,7 @@ use super::DistillError;
 use crate::data::tokenize;
 use crate::files;
 use crate::formats::provenance::DistillProvenance;
-use crate::model::weights;
+use crate::model::weights::{self, WeightsError};
 
 /// Keys with paths and names, which may change: hashes identify the files. `too_long` is missing in folders of 0.1.0, which refused
 /// such prompts; `conversations` changes with it.
@@ -61,8 +61,10 @@ pub fn identity(folder: &Path) -> Result<String, DistillError> {
         .map_err(failed)?;
     let tokenizer = tokenize::files_of(folder);
     names.retain(|name| FILES.contains(&name.as_str()) || tokenizer.iter().any(|path| path.ends_with(name)));
-    // Only the weights that are loaded. A folder without weights is reported when they are loaded.
-    let weights = weights::files_of(folder).unwrap_or_default();
+    let weights = match weights::files_of(folder) {
+        Err(WeightsError::File(error)) => return Err(error.into()),
+        found => found.unwrap_or_default(), // only those that are loaded; what is wrong with them is reported then
+    };
     names.extend(weights.iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned())));
     names.sort();
     let mut all = Sha256::new();
