@@ -20,7 +20,7 @@ bounds! {
     /// hundred bytes of memory while it is tokenised.
     TEXT_BYTES: usize = 4 << 20;
     /// How many times as long a tokenizer's rules may make a text. Of those that may make it more than four times as long, shorter texts are
-    /// taken.
+    /// taken. Also the most bytes or tokens that they may add to every text.
     TOKENIZER_GROWTH: usize = 256;
 
     /// Bytes of a chat template; the longest ones in use have some 30 KiB.

@@ -171,6 +171,7 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
     let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
     limits::check(indent.unwrap_or_default())?;
+    meter::serialised(value)?;
     let spaces = " ".repeat(indent.unwrap_or_default());
     let mut json = Limited(Vec::new());
     let pretty = PrettyFormatter::with_indent(spaces.as_bytes());

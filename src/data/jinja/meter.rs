@@ -122,6 +122,11 @@ pub(super) fn compared(value: &Value) -> Result<(), Error> {
     charge(shown(value)? / COPY_SHARE)
 }
 
+/// An operation writes all of a value as text.
+pub(super) fn serialised(value: &Value) -> Result<(), Error> {
+    charge(shown(value)? / READ_SHARE)
+}
+
 /// An operation looks for something in a value; a dict has no need to.
 pub(super) fn searched(value: &Value) -> Result<(), Error> {
     if value.kind() == ValueKind::Map { Ok(()) } else { charge(shown(value)? / READ_SHARE) }

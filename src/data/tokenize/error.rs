@@ -50,6 +50,19 @@ pub enum TokenizeError {
         key: &'static str,
         growth: usize,
     },
+    /// Rules of tokenizer.json that make every text long.
+    #[error(
+        "{}: {key}: it adds {added} {what} to every text, and up to {TOKENIZER_GROWTH} are accepted; use the tokenizer that was published with the \
+         backbone", path.display()
+    )]
+    Added {
+        path: PathBuf,
+        /// `normalizer` or `post_processor`.
+        key: &'static str,
+        added: usize,
+        /// `bytes` or `tokens`.
+        what: &'static str,
+    },
     /// A rule of tokenizer.json that finds its pattern everywhere.
     #[error("{}: {key}: a Replace rule has an empty pattern; use the tokenizer that was published with the backbone", path.display())]
     EmptyPattern {

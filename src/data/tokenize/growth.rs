@@ -12,21 +12,27 @@ use crate::bounds::TOKENIZER_GROWTH;
 /// A blank that becomes U+2581 grows threefold.
 pub(super) const USUAL: usize = 4;
 
-/// The parts of tokenizer.json that replace text.
+/// The parts of tokenizer.json that make text or tokens.
 #[derive(Deserialize)]
 struct Rules {
     #[serde(default)]
     normalizer: Value,
     #[serde(default)]
     decoder: Value,
+    #[serde(default)]
+    post_processor: Value,
 }
 
 /// How many times as long the normalizer may make a text.
 ///
 /// # Errors
-/// Rules beyond [`TOKENIZER_GROWTH`], or with an empty pattern.
+/// Rules beyond [`TOKENIZER_GROWTH`], or with an empty pattern; rules that add more bytes or tokens than that to every text.
 pub(super) fn of(path: &Path, json: &[u8]) -> Result<usize, TokenizeError> {
-    let Ok(Rules { normalizer, decoder }) = serde_json::from_slice(json) else { return Ok(USUAL) }; // the library says why
+    let Ok(Rules { normalizer, decoder, post_processor }) = serde_json::from_slice(json) else {
+        return Ok(USUAL); // the library says why
+    };
+    check_added(prepended(&normalizer), path, "normalizer", "bytes")?;
+    check_added(special_tokens(&post_processor), path, "post_processor", "tokens")?;
     checked(&decoder, path, "decoder")?;
     checked(&normalizer, path, "normalizer").map(|growth| growth.max(USUAL))
 }
@@ -37,6 +43,27 @@ fn checked(rules: &Value, path: &Path, key: &'static str) -> Result<usize, Token
         Some(growth) if growth > TOKENIZER_GROWTH => Err(TokenizeError::Growth { path: path.to_owned(), key, growth }),
         Some(growth) => Ok(growth),
     }
+}
+
+fn check_added(added: usize, path: &Path, key: &'static str, what: &'static str) -> Result<(), TokenizeError> {
+    if added <= TOKENIZER_GROWTH {
+        return Ok(());
+    }
+    Err(TokenizeError::Added { path: path.to_owned(), key, added, what })
+}
+
+/// Bytes that the Prepend rules put before each text.
+fn prepended(normalizer: &Value) -> usize {
+    let parts = normalizer["normalizers"].as_array().into_iter().flatten().map(prepended).sum::<usize>();
+    parts + normalizer["prepend"].as_str().map_or(0, str::len)
+}
+
+/// Tokens that TemplateProcessing puts around each text.
+fn special_tokens(processor: &Value) -> usize {
+    let parts = processor["processors"].as_array().into_iter().flatten().map(special_tokens).sum::<usize>();
+    let ids = |name: &Value| processor["special_tokens"][name.as_str()?]["ids"].as_array().map(Vec::len);
+    let pieces = processor["single"].as_array().into_iter().flatten();
+    parts + pieces.filter_map(|piece| ids(&piece["SpecialToken"]["id"])).sum::<usize>()
 }
 
 /// The product over all rules; `None` for an empty pattern.
@@ -82,6 +109,26 @@ mod tests {
     fn an_empty_pattern_is_none() {
         assert_eq!(growth(&replace(&json!({"Regex": ""}), "a")), None);
         assert_eq!(growth(&json!({"normalizers": [replace(&json!({"String": ""}), "a")]})), None);
+    }
+
+    #[test]
+    fn what_is_added_to_each_text_is_bounded() {
+        let refused = |key: &str, rule: Value| {
+            let json = json!({key: {"type": "Sequence", "normalizers": [rule], "processors": [rule]}}).to_string();
+            of(Path::new("b/tokenizer.json"), json.as_bytes()).map_err(|error| error.to_string())
+        };
+        let prepend = |times: usize| json!({"type": "Prepend", "prepend": "\u{2581}".repeat(times)});
+        assert_eq!(refused("normalizer", prepend(1)), Ok(USUAL));
+        let error = refused("normalizer", prepend(1000)).unwrap_err();
+        assert!(error.starts_with("b/tokenizer.json: normalizer: it adds 3000 bytes to every text"), "{error}");
+        let processor = |ids: usize| {
+            let begin = json!({"SpecialToken": {"id": "<s>", "type_id": 0}});
+            let special = json!({"<s>": {"id": "<s>", "ids": vec![1; ids], "tokens": vec!["<s>"; ids]}});
+            json!({"type": "TemplateProcessing", "single": [begin, {"Sequence": {}}, begin], "special_tokens": special})
+        };
+        assert_eq!(refused("post_processor", processor(1)), Ok(USUAL));
+        let error = refused("post_processor", processor(500)).unwrap_err();
+        assert!(error.starts_with("b/tokenizer.json: post_processor: it adds 1000 tokens to every text"), "{error}");
     }
 
     #[test]
