@@ -506,3 +506,20 @@ mod refusals {
         assert_says(&folder, &["model.safetensors", name, "I8"]);
     }
 }
+
+#[test]
+fn a_config_that_leaves_out_layers_is_refused() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let whole = crate::embedded_default::tiny("backbone");
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(whole.join(name), folder.path().join(name)).expect("a copy");
+    }
+    let path = folder.path().join("config.json");
+    let config = std::fs::read_to_string(&path).expect("a config");
+    let layers = LlamaConfig::load(folder.path()).expect("a config").num_hidden_layers;
+    let fewer = config.replace(&format!("\"num_hidden_layers\": {layers}"), "\"num_hidden_layers\": 1");
+    write(&path, fewer.as_bytes());
+    let error = Llama::load(folder.path(), Kind::Float, Device::Cpu, Purpose::Decoding).expect_err("a layer is missing");
+    let error = error.to_string();
+    assert!(error.contains(&format!("config.json: num_hidden_layers: expected {layers} as in the weights, got 1")), "{error}");
+}

@@ -40,12 +40,17 @@ pub(super) struct CsvRows {
     pub(super) header: Arc<CsvHeader>,
 }
 
+/// Stands behind the text: a record of its own, unless the file ends within quotes.
+const END: &[u8] = b"\n\0end\n";
+
 /// A missing quote would take the rest of the file into one field: reading fails where a record gets too long.
 #[derive(Debug)]
 struct LimitedText {
     text: UnpackedText,
     /// Bytes that may still be read for this record.
     room: usize,
+    /// What is still to be read of [`END`].
+    end: &'static [u8],
 }
 
 impl Read for LimitedText {
@@ -53,7 +58,10 @@ impl Read for LimitedText {
         if self.room == 0 {
             return Err(io::Error::other(RowProblem::LongRecord));
         }
-        let read = self.text.read(bytes)?;
+        let read = match self.text.read(bytes)? {
+            0 => self.end.read(bytes)?,
+            read => read,
+        };
         self.room = self.room.saturating_sub(read);
         Ok(read)
     }
@@ -66,10 +74,12 @@ impl CsvRows {
         path: &Path,
         names: Option<&ColumnNames>,
     ) -> Result<Self, DataError> {
-        let text = LimitedText { text, room: ROW_BYTES };
+        let text = LimitedText { text, room: ROW_BYTES, end: END };
         let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(text);
         let header = match reader.byte_headers() {
-            Ok(header) => header.clone(),
+            Ok(header) if is_end(header) => csv::ByteRecord::new(),
+            Ok(header) if !is_cut_off(header) => header.clone(),
+            Ok(_) => return Err(RowLocation::file(path).error(cut_off()).into()),
             Err(error) => return Err(unread(error, &reader.get_ref().text, RowLocation::file(path))),
         };
         let header = CsvHeader::of(&header, names).map_err(|problem| RowLocation::file(path).error(problem))?;
@@ -87,11 +97,25 @@ impl CsvRows {
         let mut fields = csv::ByteRecord::new();
         self.records += 1;
         match self.reader.read_byte_record(&mut fields) {
+            Ok(true) if is_end(&fields) => Ok(None),
+            Ok(true) if is_cut_off(&fields) => Err(RowLocation::row(path, self.records).error(cut_off()).into()),
             Ok(true) => Ok(Some(CsvRecord { number: self.records, fields })),
             Ok(false) => Ok(None),
             Err(error) => Err(unread(error, &self.reader.get_ref().text, RowLocation::row(path, self.records))),
         }
     }
+}
+
+fn is_end(record: &csv::ByteRecord) -> bool {
+    record.len() == 1 && record[0] == *END.trim_ascii()
+}
+
+fn is_cut_off(record: &csv::ByteRecord) -> bool {
+    record.iter().last().is_some_and(|field| field.ends_with(END))
+}
+
+fn cut_off() -> RowProblem {
+    RowProblem::BrokenCsv("the file ends within a field in quotes; is it cut off?".into())
 }
 
 /// What reading a record failed with.
@@ -196,6 +220,22 @@ mod tests {
             error,
             "FILE, row 2: this record is longer than 100 MiB, the most that a row may have; it may begin with a quote that is never closed"
         );
+    }
+
+    #[test]
+    fn a_file_that_ends_within_quotes_is_cut_off() {
+        let cut = "not readable as CSV: the file ends within a field in quotes; is it cut off?";
+        for text in ["text\na\n\"b", "text\na\n\"b\n", "text\na\n\"b\"\"", "text\na\n\"", "text,id\na,1\nb,\"c,d\n"] {
+            assert_eq!(rows("texts.csv", text.as_bytes(), None).unwrap_err(), format!("FILE, row 2: {cut}"), "{text:?}");
+        }
+        assert_eq!(rows("texts.csv", b"\"text", None).unwrap_err(), format!("FILE: {cut}"));
+        let whole = [(1, Ok(RawRow::Text("b\n".to_owned())))];
+        assert_eq!(rows("texts.csv", b"text\n\"b\n\"", None).unwrap(), whole);
+        assert_eq!(rows("texts.csv", b"text\r\n\"b\n\"\r\n\r\n", None).unwrap(), whole);
+        let inches = [(1, Ok(RawRow::Text("5\" disk".to_owned())))];
+        assert_eq!(rows("texts.csv", b"text\n5\" disk", None).unwrap(), inches);
+        assert_eq!(rows("texts.csv", b"text", None).unwrap(), []);
+        assert!(rows("texts.csv", b"", None).is_err());
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Loads a backbone from a Hugging Face folder, or makes one without numbers (an outline) or with random weights.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tch::{Device, Kind, Tensor};
 
@@ -24,6 +24,9 @@ pub enum LoadError {
     Weights(#[from] WeightsError),
     #[error(transparent)]
     Adapter(#[from] PeftError),
+    /// A config.json that leaves out layers of the weights.
+    #[error("{}: num_hidden_layers: expected {expected} as in the weights, got {got}; restore the config.json that belongs to these weights", config.display())]
+    Layers { config: PathBuf, expected: usize, got: usize },
 }
 
 /// Where a backbone's tensors come from: name, shape and device to tensor.
@@ -96,6 +99,7 @@ impl Llama {
     ) -> Result<Self, LoadError> {
         let config = LlamaConfig::load(folder)?;
         let files = WeightFiles::open(folder)?;
+        check_layers(folder, &config, &files)?;
         let embedding = files.stored(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size], stages.first())?;
         let mut source = |name: &str, shape: &[i64], device| {
             if quantization.is_some() {
@@ -289,6 +293,17 @@ impl Llama {
             Purpose::Batches => self.for_batches(),
         }
     }
+}
+
+/// With fewer layers than the weights have, the backbone would decode, and other texts.
+fn check_layers(folder: &Path, config: &LlamaConfig, files: &WeightFiles) -> Result<(), LoadError> {
+    let layer = |name: &str| name.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok();
+    let expected = files.names().into_iter().filter_map(layer).max().map_or(0, |last| last + 1);
+    let got = config.num_hidden_layers;
+    if expected <= got {
+        return Ok(());
+    }
+    Err(LoadError::Layers { config: folder.join("config.json"), expected, got })
 }
 
 /// In the place of a weight that is not loaded: NaN, so that whatever reads it shows.
