@@ -519,7 +519,11 @@ fn a_config_that_leaves_out_layers_is_refused() {
     let layers = LlamaConfig::load(folder.path()).expect("a config").num_hidden_layers;
     let fewer = config.replace(&format!("\"num_hidden_layers\": {layers}"), "\"num_hidden_layers\": 1");
     write(&path, fewer.as_bytes());
-    let error = Llama::load(folder.path(), Kind::Float, Device::Cpu, Purpose::Decoding).expect_err("a layer is missing");
+    let error =
+        Llama::load(folder.path(), Kind::Float, Device::Cpu, Purpose::Decoding).expect_err("a layer is missing");
     let error = error.to_string();
-    assert!(error.contains(&format!("config.json: num_hidden_layers: expected {layers} as in the weights, got 1")), "{error}");
+    assert!(
+        error.contains(&format!("config.json: num_hidden_layers: expected {layers} as in the weights, got 1")),
+        "{error}"
+    );
 }

@@ -145,6 +145,7 @@ fn a_name_that_is_not_utf_8_is_told() {
 #[test]
 fn a_folder_that_cannot_be_made_is_told_before_the_training() {
     for (folder, expected) in [
+        (&"x".repeat(300)[..], "names of at most 255 bytes"),
         ("", "the name of a folder"),
         ("rows.jsonl", "a folder, but this is a file"),
         ("rows.jsonl/run", "a folder, but rows.jsonl above it is a file"),

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use console::Term;
 
 use super::CommonFlags;
-use super::print::visible;
+use super::print::{shortened, visible};
 use crate::data::chat_template::TemplateError;
 use crate::recipe::RecipeError;
 use crate::train::error::TrainError;
@@ -36,7 +36,7 @@ pub(super) fn report(error: &anyhow::Error) {
             told = format!("{told}\ncaused by: {cause}");
         }
     }
-    CommonFlags::print(visible(&told));
+    CommonFlags::print(visible(&shortened(told)));
 }
 
 /// Ends the program with clap's text and status, on a terminal with its lines broken between words; clap breaks only those of help.

@@ -8,17 +8,31 @@ use serde::Serialize;
 
 use super::wrap;
 
-/// A text whose control characters are visible: a name or a key from a file must not give a terminal commands. Each stays one character
+/// A text whose control characters and marks of direction are visible: a name or a key from a file must not give a terminal commands. Each stays one character
 /// wide.
 pub(super) fn visible(text: &str) -> String {
     let visible = |c: char| match c {
         '\n' | '\t' => c,
         '\u{0}'..='\u{1f}' => char::from_u32(0x2400 + c as u32).unwrap_or(char::REPLACEMENT_CHARACTER),
         '\u{7f}' => '\u{2421}',
-        '\u{80}'..='\u{9f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => char::REPLACEMENT_CHARACTER,
+        '\u{80}'..='\u{9f}'
+        | '\u{61c}'
+        | '\u{200e}'..='\u{200f}'
+        | '\u{202a}'..='\u{202e}'
+        | '\u{2066}'..='\u{2069}' => char::REPLACEMENT_CHARACTER,
         _ => c,
     };
     text.chars().map(visible).collect()
+}
+
+/// An error without the middle of a value that it quotes, if that is megabytes long.
+pub(super) fn shortened(text: String) -> String {
+    const KEPT: usize = 2000; // characters, at each end
+    let Some((from, _)) = text.char_indices().nth(KEPT) else { return text };
+    match text.char_indices().nth_back(KEPT - 1) {
+        Some((to, _)) if to > from => format!("{} … {}", &text[..from], &text[to..]),
+        _ => text,
+    }
 }
 
 /// Bytes in MiB.
@@ -85,6 +99,14 @@ pub fn print_json(object: &impl Serialize) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_the_middle_of_a_long_error_is_left_out() {
+        let (short, long) = ("é".repeat(4000), format!("a.json: {}; expected b", "é".repeat(5_000_000)));
+        assert_eq!(shortened(short.clone()), short);
+        let kept = shortened(long);
+        assert!(kept.starts_with("a.json: é") && kept.ends_with("é; expected b") && kept.chars().count() < 4010);
+    }
 
     #[test]
     fn control_characters_are_shown_and_nothing_else_is_changed() {

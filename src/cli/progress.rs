@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use console::{Term, measure_text_width};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
-use super::print::duration;
+use super::print::{duration, visible};
 use super::{CommonFlags, wrap};
 
 /// Time between lines if stderr is no terminal.
@@ -159,7 +159,7 @@ impl Progress {
     /// Prints a line to stderr, above the bar if there is one.
     pub(super) fn say(&self, line: impl Display) {
         if !self.quiet {
-            self.above(|| CommonFlags::print(line));
+            self.above(|| CommonFlags::print(visible(&line.to_string())));
         }
     }
 

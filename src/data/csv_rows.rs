@@ -226,7 +226,11 @@ mod tests {
     fn a_file_that_ends_within_quotes_is_cut_off() {
         let cut = "not readable as CSV: the file ends within a field in quotes; is it cut off?";
         for text in ["text\na\n\"b", "text\na\n\"b\n", "text\na\n\"b\"\"", "text\na\n\"", "text,id\na,1\nb,\"c,d\n"] {
-            assert_eq!(rows("texts.csv", text.as_bytes(), None).unwrap_err(), format!("FILE, row 2: {cut}"), "{text:?}");
+            assert_eq!(
+                rows("texts.csv", text.as_bytes(), None).unwrap_err(),
+                format!("FILE, row 2: {cut}"),
+                "{text:?}"
+            );
         }
         assert_eq!(rows("texts.csv", b"\"text", None).unwrap_err(), format!("FILE: {cut}"));
         let whole = [(1, Ok(RawRow::Text("b\n".to_owned())))];

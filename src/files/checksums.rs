@@ -199,8 +199,8 @@ pub fn read_list(path: &Path) -> Result<BTreeMap<String, String>, ChecksumError>
     let damaged = |line: usize| ChecksumError::Line { path: path.to_owned(), line };
     let bytes = super::read(path).map_err(failed("read", path))?;
     let text = String::from_utf8(bytes).map_err(|_| damaged(1))?;
-    if !text.is_empty() && !text.ends_with('\n') {
-        return Err(damaged(text.lines().count()));
+    if !text.ends_with('\n') {
+        return Err(damaged(text.lines().count().max(1)));
     }
     let lines = text.lines().enumerate();
     lines.map(|(at, line)| entry(line).ok_or_else(|| damaged(at + 1))).collect()

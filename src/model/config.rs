@@ -445,6 +445,7 @@ mod tests {
         let refused = [
             (llama(r#","rope_scaling":{"type":"xpos","factor":2.0}"#), "rope_scaling"),
             (llama(r#","rope_scaling":{"type":"linear","factor":0.0}"#), "factor"),
+            (llama(r#","rope_scaling":{"factor":2.0}"#), "rope_type"),
             (llama(r#","rope_theta":-1.0"#), "rope_theta"),
             (llama(r#","rms_norm_eps":-1.0"#), "rms_norm_eps"),
             (granite(r#","logits_scaling":0.0"#), "logits_scaling"),

@@ -19,6 +19,9 @@ use crate::torch::device_name;
 
 const DEVICE_MAP: &str = "backbone.device_map";
 
+/// Of a file's name, on the file systems in use.
+const NAME_BYTES: usize = 255;
+
 impl Recipe {
     /// Checks values against the backbone's config; the recipe must have local paths. Returns the config if it can be read.
     pub(super) fn check_backbone(&self, findings: &mut Findings<'_>) -> Option<LlamaConfig> {
@@ -121,6 +124,7 @@ impl Recipe {
             None if path.as_os_str().is_empty() || path.as_os_str().as_encoded_bytes().contains(&0) => {
                 "the name of a folder".to_owned()
             }
+            None if path.iter().any(|name| name.len() > NAME_BYTES) => format!("names of at most {NAME_BYTES} bytes"),
             None => return,
         };
         findings.clash(key, format!("{:?}", path.display().to_string()), expected);

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use axum::body::{Body, HttpBody};
 use axum::extract::rejection::PathRejection;
 use axum::extract::{ConnectInfo, Path, Request, State};
-use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, EXPECT, HOST, RETRY_AFTER, WWW_AUTHENTICATE};
+use axum::http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, EXPECT, HOST, RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::sse::{KeepAlive, Sse};
@@ -199,7 +199,11 @@ async fn begin(
 
 /// Pages of other origins can send texts without being asked, but not JSON.
 fn check_type(headers: &HeaderMap) -> Result<(), ApiError> {
-    let given = headers.get(CONTENT_TYPE).map_or("none", |value| value.to_str().unwrap_or("bytes that are no text"));
+    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or("bytes that are no text"));
+    if let Some(got) = text(CONTENT_ENCODING).filter(|encoding| !encoding.eq_ignore_ascii_case("identity")) {
+        return Err(ApiError::ContentEncoding { got: got.to_owned() });
+    }
+    let given = text(CONTENT_TYPE).unwrap_or("none");
     let essence = given.split(';').next().unwrap_or_default().trim();
     if essence.eq_ignore_ascii_case("application/json") {
         return Ok(());

@@ -76,6 +76,9 @@ struct Reader<'c> {
 impl Reader<'_> {
     fn scaling(&self) -> Result<RopeScaling, ConfigError> {
         Ok(match self.rope.kind() {
+            None if self.rope.factor.is_some() => {
+                return Err(bad(self.path, "rope_scaling", "a rope_type beside its factor", "none"));
+            }
             None | Some("default") => RopeScaling::Default,
             Some("linear") => RopeScaling::Linear { factor: self.factor()? },
             Some("dynamic") if self.size == 2 => {

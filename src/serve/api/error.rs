@@ -38,6 +38,8 @@ pub enum ApiError {
     BodyTooLarge { limit: usize },
     #[error("Content-Type: expected application/json, got {}", start_of(.got))]
     ContentType { got: String },
+    #[error("Content-Encoding: expected a body that is not compressed, got {}", start_of(.got))]
+    ContentEncoding { got: String },
     #[error("no API key; send the header `Authorization: Bearer KEY`")]
     NoKey,
     #[error("the API key is not one of this server's")]
@@ -92,7 +94,7 @@ impl ApiError {
             Self::MethodNotAllowed { .. } => 405,
             Self::TimeLimit { .. } => 408,
             Self::BodyTooLarge { .. } => 413,
-            Self::ContentType { .. } => 415,
+            Self::ContentType { .. } | Self::ContentEncoding { .. } => 415,
             Self::QueueFull { .. } => 429,
             Self::Internal => 500,
             Self::ShuttingDown => 503,
