@@ -176,6 +176,7 @@ fn slow() -> Vec<(&'static str, String)> {
     vec![
         ("endless", looped("")),
         ("int_of_long_text", with_text(&looped("{% if s | int %}{% endif %}"))),
+        ("json_of_list", format!("{{% set l = [1] * 40000 %}}{}", looped("{% set n = l | tojson | length %}"))),
         ("endless_sums", looped("{% set x = i + j * 2 - 1 %}")),
         ("compared", with_text(&format!("{{% set t = s ~ '' %}}{}", looped("{% if s == t %}{% endif %}")))),
         (
