@@ -19,6 +19,8 @@ bounds! {
     /// Bytes of a text that is tokenised, or of a conversation that is rendered: more tokens than any context. A byte takes some
     /// hundred bytes of memory while it is tokenised.
     TEXT_BYTES: usize = 4 << 20;
+    /// Of plain text: a document ends with the line that makes it longer.
+    DOCUMENT_BYTES: usize = 2 << 20;
     /// How many times as long a tokenizer's rules may make a text. Of those that may make it more than four times as long, shorter texts are
     /// taken. Also the most bytes or tokens that they may add to every text.
     TOKENIZER_GROWTH: usize = 256;

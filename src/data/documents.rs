@@ -1,8 +1,10 @@
-//! Rows of plain text: a file is one document, or several with a line `<|endoftext|>` between them.
+//! Rows of plain text: a file is one document, or several with a line `<|endoftext|>` between them. A document that would be too long to
+//! tokenise ends with the line that makes it longer than [`DOCUMENT_BYTES`], and the next one goes on behind it.
 
 use super::jsonl::{JsonLines, RowText};
 use super::opened::UnpackedText;
 use super::source::SourceError;
+use crate::bounds::DOCUMENT_BYTES;
 
 /// GPT-2's document separator, which corpora in one file kept.
 const BETWEEN: &[u8] = b"<|endoftext|>";
@@ -33,7 +35,9 @@ impl Documents {
             }
         }
         document.text = document.text.map(without_return);
-        while let Some(line) = self.lines.line()?.filter(|line| !is_border(line)) {
+        while !is_long(&document)
+            && let Some(line) = self.lines.line()?.filter(|line| !is_border(line))
+        {
             document.push(b"\n");
             match line.text {
                 Some(text) => document.push(&without_return(text)),
@@ -47,6 +51,10 @@ impl Documents {
 
 fn is_border(line: &RowText) -> bool {
     line.text.as_ref().is_some_and(|text| text.trim_ascii() == BETWEEN)
+}
+
+fn is_long(document: &RowText) -> bool {
+    document.text.as_ref().is_some_and(|text| text.len() > DOCUMENT_BYTES)
 }
 
 fn without_return(mut line: Vec<u8>) -> Vec<u8> {
@@ -77,5 +85,17 @@ mod tests {
         let several = "<|endoftext|>\none\n<|endoftext|>\n\n<|endoftext|> \n\ntwo <|endoftext|>\nthree\n<|endoftext|>";
         assert_eq!(documents(several), of(&[(2, "one"), (7, "two <|endoftext|>\nthree")]));
         assert_eq!(documents(" \n"), []);
+    }
+
+    #[test]
+    fn a_long_document_is_divided_between_lines() {
+        let line = "0123456789abcde\n";
+        let lines = 3 * DOCUMENT_BYTES / line.len();
+        let divided = documents(&format!("{}<|endoftext|>\nend", line.repeat(lines)));
+        let [first, second, third, end] = &divided[..] else { panic!("{} documents", divided.len()) };
+        assert_eq!((first.0, second.0, end.1.as_str()), (1, DOCUMENT_BYTES / line.len() + 2, "end"));
+        let whole = [first, second, third].map(|(_, text)| text.as_str()).join("\n");
+        assert_eq!(whole.len() + 1, line.len() * lines);
+        assert!(whole.split('\n').all(|got| got == &line[..15]));
     }
 }

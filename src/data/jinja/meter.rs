@@ -127,6 +127,11 @@ pub(super) fn serialised(value: &Value) -> Result<(), Error> {
     charge(shown(value)? / READ_SHARE)
 }
 
+/// An operation takes a part of a text, whose characters it counts, or of a list, of which it reads no item.
+pub(super) fn divided(value: &Value) -> Result<(), Error> {
+    if value.as_str().is_some() { read(value) } else { listed(value.len().unwrap_or_default()) }
+}
+
 /// An operation looks for something in a value; a dict has no need to.
 pub(super) fn searched(value: &Value) -> Result<(), Error> {
     if value.kind() == ValueKind::Map { Ok(()) } else { charge(shown(value)? / READ_SHARE) }

@@ -23,6 +23,7 @@ const FLAT: &str = "\0flat";
 const SLICED: &str = "\0sliced";
 const READ: &str = "\0read";
 const READ_FIRST: &str = "\0read_first";
+const SLICE_OF: &str = "\0slice_of";
 const COMPARED: &str = "\0compared";
 const COMPARED_ARGUMENT: &str = "\0compared_argument";
 const SEARCHED: &str = "\0searched";
@@ -34,12 +35,13 @@ const REPEATED: &str = "\0repeated";
 const NO_NAMESPACE: &str = "\0no_namespace";
 const RANGE: &str = "\0range";
 
-const OURS: [&str; 15] = [
+const OURS: [&str; 16] = [
     MADE,
     FLAT,
     SLICED,
     READ,
     READ_FIRST,
+    SLICE_OF,
     COMPARED,
     COMPARED_ARGUMENT,
     SEARCHED,
@@ -199,6 +201,11 @@ fn add_filters(environment: &mut Environment<'static>) {
         values.iter().skip(1).try_for_each(meter::compared)?;
         Ok::<_, Error>(unpackable(values))
     });
+    environment.add_filter(SLICE_OF, |values: Rest<ValueOrKwargs>| {
+        let values = values.into_values();
+        values.first().map_or(Ok(()), meter::divided)?;
+        Ok::<_, Error>(unpackable(values))
+    });
     environment.add_filter(REPEATED, |left: Value, right: Value| {
         limits::repeated(&left, &right)?;
         Ok::<_, Error>(unpackable(vec![left, right]))
@@ -320,7 +327,7 @@ fn group<'s>(
         I::Add => behind(FLAT, one),
         I::StringConcat => vec![I::ApplyFilter(CONCAT, Some(2), BY_NAME)],
         I::Mul => vec![I::ApplyFilter(REPEATED, Some(2), BY_NAME), I::UnpackList(2), one, of_top(FLAT)],
-        I::Slice => vec![I::ApplyFilter(READ_FIRST, Some(4), BY_NAME), I::UnpackList(4), one, of_top(SLICED)],
+        I::Slice => vec![I::ApplyFilter(SLICE_OF, Some(4), BY_NAME), I::UnpackList(4), one, of_top(SLICED)],
         I::BuildList(Some(0)) | I::BuildMap(0) => vec![one],
         I::BuildList(_) | I::BuildMap(_) | I::BuildTuple(_) => vec![one, of_top(MADE)],
         I::CallFunction("range", _) => vec![one, of_top(RANGE)],
@@ -444,6 +451,15 @@ mod tests {
             refused.extend(plain.err().map(|error| format!("{source}: {error:#}")));
         }
         assert!(refused.is_empty(), "every one is to render: {refused:#?}");
+    }
+
+    #[test]
+    fn a_part_of_the_messages_costs_as_much_as_its_list() {
+        let messages: Vec<Value> = (0..500).map(|_| context! { role => "user", content => "a".repeat(4096) }).collect();
+        let source = "{% for m in messages %}{% set rest = messages[loop.index:] %}{{ rest | length }} {% endfor %}";
+        let metered = Metered::new(Environment::new(), source.to_owned(), &SyntaxConfig::default()).unwrap();
+        let (text, exceeded) = metered.render(context! { messages => messages }, 500 * 4096);
+        assert_eq!((text.unwrap().split_whitespace().count(), exceeded), (500, None));
     }
 
     #[test]

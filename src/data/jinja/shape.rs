@@ -16,6 +16,8 @@ struct TemplateShape {
     /// Of the tag that is open.
     operators: usize,
     brackets: usize,
+    /// Whether that tag is `set`.
+    sets: bool,
     /// Of the tag that is open, too: the compiler multiplies what is constant.
     constants: Constants,
     /// Of all tags so far.
@@ -90,6 +92,7 @@ impl TemplateShape {
         } else if BLOCKS.contains(&word) {
             self.blocks += 1;
         }
+        self.sets = word == "set";
         within("elif in it", self.branches, TEMPLATE_BRANCHES)?;
         within("blocks within each other", self.blocks, TEMPLATE_NESTING)
     }
@@ -104,7 +107,7 @@ impl TemplateShape {
                 self.folded = self.folded.saturating_add(self.constants.most());
                 within("bytes of repeated constants", self.folded, TEMPLATE_VALUE_BYTES)?;
             }
-            Token::Assign if self.brackets == 0 => self.blocks = self.blocks.saturating_sub(1), // `set x = …` has no end
+            Token::Assign if self.sets && self.brackets == 0 => self.blocks = self.blocks.saturating_sub(1), // `set x = …` has no end
             Token::ParenOpen | Token::BracketOpen | Token::BraceOpen => {
                 self.operators += 1;
                 self.brackets += 1;
@@ -155,7 +158,10 @@ mod tests {
         assert!(
             refusal(&format!("{{{{ {} }}}}", "[".repeat(nested))).unwrap().ends_with("100 brackets within each other")
         );
-        assert!(refusal(&"{% if a %}".repeat(nested)).unwrap().ends_with("100 blocks within each other"));
+        for opening in ["{% if a %}", "{% with a = 1 %}", "{% set a %}"] {
+            assert!(refusal(&opening.repeat(nested)).unwrap().ends_with("100 blocks within each other"), "{opening}");
+        }
+        assert_eq!(refusal(&"{% set a = 1 %}{% with a = 1 %}{% endwith %}".repeat(nested)), None);
         assert!(refusal(&"{% set a %}".repeat(nested)).is_some());
         assert!(refusal("{% block a %}{{ self.a() }}{% endblock %}").unwrap().ends_with("has no {% block %}"));
         assert!(refusal(&"{% elif a %}".repeat(TEMPLATE_BRANCHES + 1)).unwrap().ends_with("1000 elif in it"));
