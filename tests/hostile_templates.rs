@@ -1,7 +1,7 @@
 //! Promise: a chat template that would take memory, time or the stack without end is an error that names its file, within 5 seconds of a CPU
 //! and 500 MB. Every template: `cargo test --release --test promises hostile_templates -- --include-ignored`.
 
-mod table;
+pub(crate) mod table;
 
 use std::fs;
 use std::path::Path;

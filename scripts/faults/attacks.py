@@ -39,7 +39,7 @@ class Attack:
 
     def judge(self, ended, done, *, sent=(), times=1, may_abort=False):
         """After a program ended: a clean end, no damaged file, nothing lost that was saved; then it goes on to the same result."""
-        fault = ended.fault(sent=(*sent, signal.SIGABRT, signal.SIGSEGV) if may_abort else sent)
+        fault = None if may_abort and ended.status in (-signal.SIGABRT, -signal.SIGSEGV) else ended.fault(sent=sent)
         problems = ([fault] if fault else []) + self.job.damaged() + self.job.lost(ended)
         word = "refused" if ended.status in (programs.FAILED, programs.WRONG_USAGE) else "stopped"
         if ended.is_done:

@@ -1,6 +1,8 @@
 //! Makes the inputs that fuzzing begins with, from fixtures and from files that this program writes. scripts/fuzz --minimise keeps those that
 //! reach code which no other reaches.
 
+mod mistakes;
+
 use std::fs;
 use std::io::{Cursor, Read};
 use std::num::NonZeroUsize;
@@ -77,20 +79,47 @@ fn writes_the_seeds() {
     columns(&mut seeds);
     hub(&mut seeds);
     serve(&mut seeds);
+    mistakes::add(&mut seeds);
     seeds.write(&folder);
 }
 
 fn formats(seeds: &mut Seeds) {
-    let heads = json!([{"counts": [0, 3, 4], "total": 5, "accuracy": [0.0, 0.6, 0.8]}, {"counts": [0, 2, 3], "total": 5, "accuracy": [0.0, 0.4, 0.6]}]);
-    let base = json!({"heads": heads, "joint": {"total": 5, "paths": [{"path": [0], "count": 3}, {"path": [0, 1], "count": 2}]},
-        "backbone": "tiny", "heads_sha256": "ab", "tokens": 7, "by": "me"});
-    seeds.add("calibration", base.to_string());
+    let head =
+        |counts: [u64; 2]| json!({"counts": counts, "total": 5, "accuracy": counts.map(|count| count as f64 / 5.0)});
+    let path = |path: &[usize], count: u64| json!({"path": path, "count": count});
+    let base = json!({"heads": [head([3, 1]), head([2, 1])], "joint": {"total": 5, "paths": [path(&[0], 2), path(&[0, 1], 1), path(&[1], 1)]},
+        "backbone": "tiny", "heads_sha256": "ab".repeat(32), "tokens": 7, "by": "me"});
     let mut with_runs = base.clone();
-    with_runs["joint"]["runs"] = json!([[[0, 1], [1, 0], [2, 2]], [[0, 0]]]);
-    with_runs["dynamic"] = json!({"top_k": 2, "runs": [[[[0], [1]], [[1], [0]]]]});
-    with_runs["exported_from"] = json!({"heads_sha256": "cd", "calibration_sha256": "ef"});
+    with_runs["joint"]["runs"] = json!([[[0, 1], [1, 0], []], [[0]]]);
+    with_runs["dynamic"] = json!({"top_k": 2, "runs": [[[[0, 0], [1]], [[1, 2]], []], [[[0]]]]});
+    with_runs["exported_from"] = json!({"heads_sha256": "cd".repeat(32), "calibration_sha256": "ef".repeat(32)});
     with_runs["checksum"] = json!("sha256:00");
-    seeds.add("calibration", with_runs.to_string());
+    seeds.all("calibration", [base.to_string(), with_runs.to_string()]);
+    let wrong = [
+        ("/heads", json!([])),
+        ("/heads/0/total", json!(0)),
+        ("/heads/0/total", json!(1_u64 << 60)),
+        ("/heads/0/counts", json!([3])),
+        ("/heads/0/counts", json!([5, 5])),
+        ("/heads/0/accuracy", json!([0.6])),
+        ("/heads/0/accuracy", json!([0.6, 0.5])),
+        ("/joint/total", json!(6)),
+        ("/joint/paths/0/path", json!([])),
+        ("/joint/paths/0/path", json!([2])),
+        ("/joint/paths/0/path", json!([0, 0])),
+        ("/joint/paths/0/count", json!(9)),
+        ("/joint/paths/1/count", json!(9)),
+        ("/joint/runs", json!([[]])),
+        ("/joint/runs", json!([[[2]]])),
+        ("/joint/runs", json!([[[1], [1]]])),
+        ("/dynamic/top_k", json!(0)),
+        ("/dynamic/runs", json!([[]])),
+        ("/dynamic/runs", json!([[[[0, 0, 0]]]])),
+        ("/dynamic/runs", json!([[[[1, 0]]]])),
+        ("/dynamic/runs", json!([[[[0]]]])),
+        ("/heads_sha256", json!("")),
+    ];
+    changed(seeds, "calibration", &with_runs, &wrong);
     let share = json!({"share": "1/1", "heads_sha256": "ab", "backbone_fingerprint": "cd", "dtype": "float32", "device": "cpu",
         "quantization": null, "rows": 2, "rows_sha256": "ef", "top_k": 2, "dynamic_top_k": 2, "backbone": "tiny", "tokens": 9,
         "hits": [[1, 1], [0, 1]], "totals": [3, 2], "joint_total": 2, "paths": [{"path": [0], "count": 1}],
@@ -101,25 +130,73 @@ fn formats(seeds: &mut Seeds) {
         seeds.add("calibration_share", share.to_string());
         seeds.add("calibration", share.to_string());
     }
-    let step = |nodes: usize, dynamic: bool| json!({"nodes": nodes, "depth": 2, "step_ms": 1.5, "dynamic": dynamic});
+    let step = |nodes: usize, dynamic: bool| json!({"nodes": nodes, "depth": nodes.min(2), "step_ms": 1.5, "dynamic": dynamic});
     let latency = json!({"device": "cpu", "engine": "cpu", "engine_flag": "auto", "dtype": "float32", "quantization": "int8", "threads": 2,
         "context": 64, "backbone": "tiny", "backbone_sha256": "ab", "heads_sha256": "cd", "busy_cores": 1.5, "plain_step_ms": 1.0,
         "steps": [step(1, false), step(4, false), step(8, true)],
         "by_sequences": [{"sequences": 2, "plain_step_ms": 2.0, "steps": [step(3, false)]}], "checksum": "sha256:00"});
-    seeds.add("latency", latency.to_string());
-    seeds.add("latency", latency.to_string().replace("1.5", "-1.5"));
+    seeds.all("latency", [latency.to_string(), latency.to_string().replace("1.5", "-1.5")]);
+    let wrong = [
+        ("/threads", json!(0)),
+        ("/context", json!(0)),
+        ("/busy_cores", json!(-1.0)),
+        ("/busy_cores", json!(null)),
+        ("/plain_step_ms", json!(0.0)),
+        ("/steps", json!([])),
+        ("/steps/1/nodes", json!(0)),
+        ("/steps/1/nodes", json!(1)),
+        ("/steps/1/depth", json!(9)),
+        ("/steps/0/step_ms", json!(1e300)),
+        ("/by_sequences/0/sequences", json!(1)),
+        ("/by_sequences/0/plain_step_ms", json!(-2.0)),
+        ("/by_sequences/0/steps", json!([])),
+    ];
+    changed(seeds, "latency", &latency, &wrong);
     trees(seeds);
+}
+
+/// The value with each of these changes: a pointer, and what stands there instead.
+fn changed(seeds: &mut Seeds, reader: &'static str, whole: &Value, changes: &[(&str, Value)]) {
+    for (place, value) in changes {
+        let mut other = whole.clone();
+        *other.pointer_mut(place).unwrap_or_else(|| panic!("{reader} has no {place}")) = value.clone();
+        seeds.add(reader, other.to_string());
+    }
 }
 
 fn trees(seeds: &mut Seeds) {
     let choices = json!([[0], [1], [0, 0], [0, 1], [0, 0, 0]]);
-    let fixed = json!({"nodes": 5, "expected_tokens_per_step": 2.5, "choices": choices, "by_sequences": [{"sequences": 4, "choices": [[0]]},
-        {"sequences": 8, "choices": [], "dynamic": {"nodes": 4, "depth": 2, "top_k": 3}}], "checksum": "sha256:00"});
-    let dynamic = json!({"nodes": 0, "choices": [], "expected_tokens_per_step": 3.0, "dynamic": {"nodes": 16, "depth": 4, "top_k": 8}});
+    let limits = json!({"nodes": 4, "depth": 2, "top_k": 3});
+    let fixed = json!({"nodes": 5, "expected_tokens_per_step": 2.5, "expected_tokens_per_second": 80.0, "choices": choices,
+        "by_sequences": [{"sequences": 4, "choices": [[0]], "expected_tokens_per_second": 90.0}, {"sequences": 6, "choices": [],
+        "expected_tokens_per_second": 91.0}, {"sequences": 8, "choices": [], "dynamic": limits, "expected_tokens_per_second": 92.0}],
+        "calibration_sha256": "ab", "latency_sha256": "cd", "checksum": "sha256:00"});
+    let dynamic =
+        json!({"nodes": 16, "expected_tokens_per_step": 3.0, "dynamic": {"nodes": 16, "depth": 4, "top_k": 8}});
     seeds.all(
         "tree",
-        [fixed.to_string(), dynamic.to_string(), choices.to_string(), "[[0], [0]]".into(), "[[1,2],[2]]".into()],
+        [
+            fixed.to_string(),
+            dynamic.to_string(),
+            choices.to_string(),
+            "[[0], [0]]".into(),
+            "[[1,2],[2]]".into(),
+            "{}".into(),
+        ],
     );
+    let wrong = [
+        ("/nodes", json!(6)),
+        ("/expected_tokens_per_step", json!(9.0)),
+        ("/expected_tokens_per_second", json!(0.0)),
+        ("/by_sequences/0/sequences", json!(6)),
+        ("/by_sequences/0/sequences", json!(1)),
+        ("/by_sequences/0/choices", json!([[0, 0]])),
+        ("/by_sequences/2/dynamic/nodes", json!(0)),
+    ];
+    changed(seeds, "tree", &fixed, &wrong);
+    let wrong = [("/dynamic/depth", json!(0)), ("/dynamic/top_k", json!(100_000)), ("/dynamic/nodes", json!(15))];
+    changed(seeds, "tree", &dynamic, &wrong);
+    seeds.add("tree", json!({"choices": [[0]], "dynamic": limits}).to_string());
     seeds.add("tree", bytes("tests/fixtures/reference/medusa_choices.json"));
 }
 
@@ -427,6 +504,93 @@ fn batches() -> Vec<RecordBatch> {
     batches.push(RecordBatch::try_from_iter([("input_ids", ids.clone()), ("labels", ids)]).expect("a batch"));
     batches.push(one("prompt", &text));
     batches.extend(messages);
+    batches.extend(texts_of_all_types(&text));
+    batches.extend(columns_of_ids());
+    batches.extend(structs_of_lists());
+    batches
+}
+
+fn named(columns: &[(&str, &ArrayRef)]) -> RecordBatch {
+    RecordBatch::try_from_iter(columns.iter().map(|(name, column)| (*name, (*column).clone()))).expect("a batch")
+}
+
+/// Texts in all types of Arrow, in the columns of all forms of rows, and where no text is read.
+fn texts_of_all_types(text: &ArrayRef) -> Vec<RecordBatch> {
+    use arrow::datatypes::DataType;
+    let as_type = |to: DataType| arrow::compute::cast(text, &to).expect("a cast of texts");
+    let dictionary = as_type(DataType::Dictionary(Box::new(DataType::Int32), Box::new(DataType::Utf8)));
+    let numbers: ArrayRef = Arc::new(arrow::array::Int64Array::from(vec![1, 2, 3]));
+    let mut batches = vec![
+        named(&[("instruction", text), ("input", text), ("output", text)]),
+        named(&[("prompt", text), ("completion", text)]),
+        named(&[("prompt", text), ("completion", &numbers)]),
+        named(&[("other", text)]),
+        named(&[("text", &numbers)]),
+        named(&[("messages", text)]),
+        named(&[("text", &dictionary)]),
+    ];
+    for to in [DataType::LargeUtf8, DataType::Utf8View, DataType::Binary] {
+        batches.push(named(&[("text", &as_type(to))]));
+    }
+    batches
+}
+
+/// Lists of token ids in all types, with nulls, of other lengths, and of texts.
+fn columns_of_ids() -> Vec<RecordBatch> {
+    use arrow::array::{FixedSizeListArray, LargeListArray, ListArray};
+    use arrow::datatypes::{Int64Type, UInt8Type};
+    let ids = || [Some(vec![Some(1), Some(2)]), Some(vec![Some(3), Some(4)])];
+    let wide: ArrayRef = Arc::new(ListArray::from_iter_primitive::<Int64Type, _, _>(
+        ids().map(|ids| ids.map(|ids| ids.into_iter().map(|id| id.map(i64::from)).collect::<Vec<_>>())),
+    ));
+    let large: ArrayRef = Arc::new(LargeListArray::from_iter_primitive::<Int32Type, _, _>(ids()));
+    let fixed: ArrayRef = Arc::new(FixedSizeListArray::from_iter_primitive::<Int32Type, _, _>(ids(), 2));
+    let mask: ArrayRef = Arc::new(ListArray::from_iter_primitive::<UInt8Type, _, _>([
+        Some(vec![Some(0), Some(1)]),
+        Some(vec![Some(1)]),
+    ]));
+    let nulls: ArrayRef =
+        Arc::new(ListArray::from_iter_primitive::<Int32Type, _, _>([Some(vec![Some(1), None]), None]));
+    let long: ArrayRef = Arc::new(ListArray::from_iter_primitive::<Int32Type, _, _>([Some(vec![Some(1); 200])]));
+    let mut texts = arrow::array::ListBuilder::new(arrow::array::StringBuilder::new());
+    texts.append_value([Some("a"), Some("b")]);
+    let texts: ArrayRef = Arc::new(texts.finish());
+    let mut batches =
+        vec![named(&[("input_ids", &wide), ("loss_mask", &mask)]), named(&[("input_ids", &wide), ("labels", &mask)])];
+    batches.extend([&large, &fixed, &nulls, &long, &texts].map(|column| named(&[("input_ids", column)])));
+    batches
+}
+
+/// Conversations as structs of lists, with and without calls and tools.
+fn structs_of_lists() -> Vec<RecordBatch> {
+    use arrow::array::{Array, ListBuilder, StringBuilder, StructArray};
+    use arrow::datatypes::Field;
+    let list = |items: &[Option<&str>]| -> ArrayRef {
+        let mut lists = ListBuilder::new(StringBuilder::new());
+        lists.append_value(items.iter().copied());
+        Arc::new(lists.finish())
+    };
+    let messages = |parts: &[(&str, ArrayRef)]| -> ArrayRef {
+        let part = |(name, column): &(&str, ArrayRef)| {
+            (Arc::new(Field::new(*name, column.data_type().clone(), true)), column.clone())
+        };
+        Arc::new(StructArray::from(parts.iter().map(part).collect::<Vec<_>>()))
+    };
+    let (roles, contents) = (list(&[Some("user"), Some("assistant")]), list(&[Some("hi"), None]));
+    let calls = list(&[None, Some("[{\"name\": \"f\"}]")]);
+    let tools: ArrayRef = Arc::new(StringArray::from(vec!["[{\"name\": \"f\"}]"]));
+    let whole = messages(&[("role", roles.clone()), ("content", contents.clone()), ("tool_calls", calls)]);
+    let plain = messages(&[("from", roles.clone()), ("value", list(&[Some("a"), Some("b")]))]);
+    let short = messages(&[("role", roles.clone()), ("content", list(&[Some("a")]))]);
+    let without_role = messages(&[("role", list(&[None, Some("assistant")])), ("content", contents)]);
+    let few_calls =
+        messages(&[("role", roles), ("content", list(&[Some("a"), Some("b")])), ("tool_calls", list(&[None]))]);
+    let mut batches = [&whole, &short, &without_role, &few_calls].map(|column| named(&[("messages", column)])).to_vec();
+    batches.push(named(&[("conversations", &plain)]));
+    batches.push(named(&[("messages", &whole), ("tools", &tools)]));
+    batches.push(named(&[("messages", &whole), ("tools", &whole)]));
+    batches.push(named(&[("prompt", &plain), ("completion", &plain)]));
+    batches.push(named(&[("prompt", &tools), ("completion", &plain)]));
     batches
 }
 

@@ -8,7 +8,7 @@ use medusa::files::hex;
 use medusa::formats::calibration::Calibration;
 use medusa::formats::calibration_share::CalibrationShare;
 use medusa::formats::heads_config::PublishedHeadsConfig;
-use medusa::formats::latency::Latency;
+use medusa::formats::latency::{Latency, LatencyConditions};
 use medusa::formats::metrics::{MetricsFile, MetricsLine};
 use medusa::formats::provenance::{DistillProvenance, Provenance};
 use medusa::formats::sealed::{CHECKSUM, sealed};
@@ -35,7 +35,7 @@ pub(super) fn tree(input: &[u8]) {
     resealed("tree", "tree.json", input, |path| {
         let Some((tree, file)) = told(path, GuessTree::load(path)) else { return };
         let (nodes, depth) = (tree.nodes(), tree.depth());
-        let _ = tree.check_fits(depth, nodes);
+        let _ = (tree.check_fits(depth, nodes), tree.check_fits(1, 1), tree.as_static().is_some());
         if let Ok(trees) = GuessTree::by_load(tree, &file) {
             assert!(trees.at(1).is_none_or(|tree| tree.nodes() <= nodes.max(tree.nodes())));
         }
@@ -53,15 +53,17 @@ pub(super) fn calibration(input: &[u8]) {
         let Some(mut calibration) = told(path, Calibration::load(path)) else { return };
         let heads = calibration.heads.len();
         if input.len() < SEARCHED {
-            let _ = calibration.best_tree(4, heads);
-            let _ = calibration.dynamic_tree(4, 2);
-            let _ = calibration.independent();
+            let tree = calibration.best_tree(4, heads);
+            let _ = tree.map(|found| calibration.counts_for(&found.tree));
+            let _ = (calibration.dynamic_tree(4, 2), calibration.independent(), calibration.accuracies());
         }
         calibration.save(path).expect("a folder that can be written");
         Calibration::load(path).expect("a calibration that was written is read");
         calibration.keep_first(heads.min(2));
         calibration.export_to("ab".repeat(32), "cd".repeat(32));
         let _ = (calibration.knows_joint(), calibration.measured_sha256().len());
+        calibration.forget_joint();
+        let _ = calibration.best_tree(4, 2);
     });
 }
 
@@ -77,6 +79,9 @@ pub(super) fn calibration_share(input: &[u8]) {
 pub(super) fn latency(input: &[u8]) {
     resealed("latency", "latency.json", input, |path| {
         let Some(latency) = told(path, Latency::load(path)) else { return };
+        let asked = LatencyConditions { backbone: Some("other".into()), ..LatencyConditions::default() };
+        let _ =
+            (told(path, latency.check(&asked, path)), told(path, latency.check(&LatencyConditions::default(), path)));
         let _ = (latency.caveat(), latency.step_ms(3, 2), latency.step_ms_of(true, usize::MAX, usize::MAX));
         latency.save(path).expect("a folder that can be written");
         Latency::load(path).expect("latencies that were written are read");

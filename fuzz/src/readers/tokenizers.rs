@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use medusa::data::chat_template::{ChatTemplate, Message, TemplateInputs};
-use medusa::data::tokenize::TextTokenizer;
+use medusa::data::tokenize::{TextTokenizer, files_of};
 use serde_json::{Value, json};
 
 use super::scratch::{choice, folder, told, write};
@@ -40,7 +40,7 @@ fn used(folder: &Path) {
     let Some(tokenizer) = told(folder, TextTokenizer::load(folder)) else { return };
     let _ = (tokenizer.vocab_size(), tokenizer.longest_token(), tokenizer.bos_id(), tokenizer.eos_id());
     let _ = (told(folder, tokenizer.check_vocabulary(100)), tokenizer.special_token_at(TEXT));
-    let _ = told(folder, tokenizer.encode_around(TEXT));
+    let _ = (told(folder, tokenizer.encode_around(TEXT)), tokenizer.sha256().len(), files_of(folder).len());
     if let Some((ids, places)) = told(folder, tokenizer.encode_with_places(TEXT)) {
         assert_eq!(ids.len(), places.len());
     }
@@ -48,7 +48,11 @@ fn used(folder: &Path) {
     let _ = told(folder, tokenizer.decode(&ids, true));
     let mut stream = tokenizer.stream();
     for &id in ids.iter().chain(&[0, 1, -1, i32::MAX]) {
-        let _ = (tokenizer.is_special(id), told(folder, stream.push(id)));
+        let _ = (tokenizer.is_special(id), stream.is_special(id), told(folder, stream.text_of(id)));
+        let _ = told(folder, stream.push(id));
+    }
+    for id in (0..256).chain(200..256) {
+        let _ = told(folder, stream.push(id)); // bytes, in a tokenizer that has them: few are a character
     }
     let _ = told(folder, stream.finish());
 }

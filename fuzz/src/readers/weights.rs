@@ -1,18 +1,19 @@
 //! Files of tensors: safetensors, their index, torch.save's, and the folders that hold them.
 
 use std::cell::LazyCell;
+use std::fs;
 use std::io::{Cursor, Write};
 use std::path::Path;
 
 use medusa::draft::medusa::heads::import::HeadsFile;
-use medusa::formats::captured_states::{CapturedFile, StateSizes};
+use medusa::formats::captured_states::{CapturedError, CapturedFile, StateSizes};
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::model::peft;
 use medusa::model::pickle::Pickled;
-use medusa::model::weights::{WeightFiles, files_of};
+use medusa::model::weights::{WeightFiles, files_of, files_with};
 use serde_json::Value;
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
@@ -60,7 +61,7 @@ pub(super) fn safetensors(input: &[u8]) {
     weights(&file("safetensors", "model.safetensors", &bytes));
 }
 
-/// An index beside two shards.
+/// An index beside two shards; behind a `t`, one of torch.save's; without a byte, none.
 pub(super) fn index(input: &[u8]) {
     let folder = folder("weights_index");
     for (name, tensor) in [("a.safetensors", "a"), ("b.safetensors", "b")] {
@@ -70,8 +71,15 @@ pub(super) fn index(input: &[u8]) {
             write(&path, &safetensors_file(header.as_bytes()));
         }
     }
-    write(&folder.join("model.safetensors.index.json"), input);
-    let _ = told(&folder, files_of(&folder));
+    let (form, rest) = choice(input);
+    let names = ["model.safetensors.index.json", "pytorch_model.bin.index.json"];
+    let (name, index) = if form == b't' { (names[1], rest) } else { (names[0], input) };
+    names.iter().for_each(|name| drop(fs::remove_file(folder.join(name))));
+    if !input.is_empty() {
+        write(&folder.join(name), index);
+        let _ = told(&folder.join(name), WeightFiles::open_file(&folder.join(name)));
+    }
+    let _ = (told(&folder, files_of(&folder)), told(&folder, files_with(&folder, &["a"])));
     if let Some(files) = told(&folder, WeightFiles::open(&folder)) {
         let _ = (files.names().len(), files.tensors());
         files.release();
@@ -79,12 +87,19 @@ pub(super) fn index(input: &[u8]) {
     let _ = told(&folder, WeightFiles::open_tensors(&folder, &["a"]));
 }
 
+/// The header of a file of hidden states.
+const OTHER_STATES: &[u8] = br#"{"hidden_states":{"dtype":"F32","shape":[1,2,4],"data_offsets":[0,32]},"token_ids":{"dtype":"I64","shape":[1],"data_offsets":[32,40]}}"#;
+
 pub(super) fn captured_states(input: &[u8]) {
     let path = file("captured_states", "hs_0.safetensors", &safetensors_file(input));
     let sizes = StateSizes { hidden_size: 4, vocab_size: 64 };
-    let Some(captured) = told(&path, CapturedFile::open(&path, sizes)) else { return };
+    let captured = CapturedFile::open(&path, sizes);
+    let _ = captured.as_ref().err().map(CapturedError::kind);
+    let Some(captured) = told(&path, captured) else { return };
     let _ = (told(&path, captured.token_ids(64)), told(&path, captured.loss_mask()));
     let _ = captured.check_like(&captured);
+    let other = file("captured_states", "hs_1.safetensors", &safetensors_file(OTHER_STATES));
+    let _ = told(&path, captured.check_like(&CapturedFile::open(&other, sizes).expect("states of ours")));
     if captured.tokens > 0 && captured.tokens < 64 {
         let mut states = vec![0; captured.state_bytes() * 2];
         let last = captured.tokens - 1;
@@ -163,6 +178,7 @@ pub(super) fn heads(input: &[u8]) {
     let _ = told(&folder, heads.parameters());
     let _ = told(&folder, heads.bytes());
     let _ = told(&folder, heads.prefix_tensors());
+    let _ = (heads.path(), heads.kind(), heads.config().is_some(), told(&folder, heads.sha256()));
     let fits = CONFIG.with(|config| told(&folder, heads.check(config)));
     let shape = heads.shape();
     if fits.is_some() && shape.medusa_num_heads * (shape.medusa_num_layers + 1) < 64 {
@@ -171,5 +187,6 @@ pub(super) fn heads(input: &[u8]) {
             let _ = told(&folder, heads.stored(place));
         }
         let _ = told(&folder, heads.lm_head());
+        let _ = told(&folder, heads.compare_lm_head(&Tensor::zeros([16, 8], (Kind::Float, Device::Cpu))));
     }
 }
