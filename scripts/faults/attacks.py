@@ -52,7 +52,7 @@ class Attack:
     def differences_now(self, ended):
         """A program that says that all is well has written all."""
         found = {name: content for name, content in self.job.found().items() if not contents.is_partial(name)}
-        different = contents.differences(self.job.golden, found) + self.job.told_otherwise(ended)
+        different = self.job.differences_now(found) + self.job.told_otherwise(ended)
         return [f"exit status 0, and {what}" for what in different]
 
 

@@ -79,6 +79,10 @@ class Job:
             return [f"cannot go on: {ended.fault() or ended.last_words()}"]
         return self.differences(ended)
 
+    def differences_now(self, found):
+        """How these files differ from those of an undisturbed run."""
+        return contents.differences(self.golden, found)
+
     def differences(self, ended):
         """How the results of a run that ended well differ from those of an undisturbed one."""
         return contents.differences(self.golden, self.found()) + self.told_otherwise(ended)
@@ -134,6 +138,10 @@ class Training(Job):
             if hashlib.sha256((best / name).read_bytes()).hexdigest() != expected:
                 found.append(f"run/best/{name} is damaged")
         return found
+
+    def differences_now(self, found):
+        without = lambda files: {name: content for name, content in files.items() if not name.startswith("states/")}
+        return contents.differences(without(self.golden), without(found)) + self.differences_of_states()
 
     def differences(self, ended):
         """The last checkpoints: those of a run that was interrupted and saved may be of other steps."""

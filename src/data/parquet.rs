@@ -1,5 +1,7 @@
 //! Record batches of Parquet, as the Hugging Face Hub stores data sets.
 
+mod footer;
+
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
@@ -37,6 +39,9 @@ impl ParquetBatches {
 
     fn of(file: File, names: Option<&ColumnNames>) -> Result<Self, RowProblem> {
         let pages = Arc::new(file.try_clone().map_err(broken)?);
+        if !footer::is_bounded(&mut file.try_clone().map_err(broken)?).map_err(broken)? {
+            return Err(broken("its footer counts more items than it has bytes"));
+        }
         let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(broken)?;
         let wanted = ProjectionMask::roots(builder.parquet_schema(), columns::wanted(builder.schema(), names)?);
         let mut at_once = ROWS_AT_ONCE;

@@ -81,3 +81,11 @@ fn a_token_cache_whose_footer_names_tokens_before_its_beginning_is_damaged() {
         read("token_cache", &damaged);
     }
 }
+
+/// libFuzzer's time limit of 20 seconds.
+#[test]
+fn a_parquet_footer_with_four_billion_booleans_is_an_error_at_once() {
+    let began = std::time::Instant::now();
+    read("rows_parquet", b"\x0b4\xff\xff\xff\xff\x01!\xff\xff\xff\xff\xff\xff\x0e\xff\xff\xff\xff\xff\xff\xff\xff&");
+    assert!(began.elapsed().as_secs() < 5, "{:?}", began.elapsed());
+}
