@@ -67,7 +67,12 @@ READERS = {
 
 # Functions in these files that read nothing that bytes decide, and why. They are left out of the shares.
 LEFT_OUT = {
-    "src/model/torch_file.rs": {"save": "writes"},
+    "src/model/torch_file.rs": {"save": "writes", "state_dict": "writes", "push_text": "writes", "push_int": "writes"},
+    "src/draft/medusa/heads/import.rs": {"folder_of": "looks for a folder"},
+    "src/draft/medusa/heads/layout.rs": {
+        "noun": "words for messages", "title": "words for messages", "has_prefix": "of exports", "places_of": "of exports", "holds": "of exports",
+        "at_full_rank": "of exports", "with_own_w2": "of exports"},
+    "src/data/csv_rows.rs": {"unread": "of records beyond 100 MiB, and of disks that fail"},
     "src/model/peft.rs": {"save_adapters": "writes", "check": "compares with a recipe", "check_against_recipe": "compares with a recipe"},
     "src/formats/heads_config.rs": {"save": "writes", "best_of_run": "reads a run's other files"},
     "src/formats/latency.rs": {"check": "compares with what a command measures"},
@@ -75,16 +80,18 @@ LEFT_OUT = {
     "src/formats/metrics.rs": {"training_cost": "adds up lines"},
     "src/formats/captured_states.rs": {"check_unchanged": "another program's write in between"},
     "src/formats/tree.rs": {"save": "writes", "new": "writes", "chosen_at_each_step": "writes"},
-    "src/formats/provenance.rs": {"as_map": "writes"},
+    "src/formats/provenance.rs": {"as_map": "writes", "to_json": "writes"},
     "src/formats/bench.rs": {"headline": "chooses among results"},
     "src/distill/journal.rs": {"start": "writes", "append": "writes", "sync": "writes", "failed": "writes", "remove": "writes", "line": "writes"},
     "src/distill/refused_file.rs": {"of": "writes", "write": "writes"},
-    "src/data/token_file.rs": {name: "writes" for name in ["write", "flush", "new", "push_pieces", "push", "finish", "write_batch", "column"]},
+    "src/data/token_file.rs": {name: "writes" for name in [
+        "write", "flush", "new", "push_pieces", "push", "finish", "write_batch", "column", "path", "footer_sha256"]},
     "src/train/checkpoint.rs": {name: "writes" for name in [
-        "save_step", "write_step", "save_final", "save_best", "final_folder", "heads_config", "save_config", "remove_old", "save", "send_rest",
+        "save_step", "write_step", "save_heads", "set_aside", "save_final", "save_best", "final_folder", "heads_config", "save_config", "remove_old", "save", "send_rest",
         "next", "of", "remove_partial", "holds_only"]},
     "src/files/checksums.rs": {"seal": "writes", "write_list": "writes", "of": "of data sets"},
-    "src/hub/client.rs": {"post": "uploads", "read": "uploads", "page": "downloads"},
+    "src/hub/client.rs": {
+        "post": "uploads", "read": "uploads", "page": "downloads", "is_connection": "a network that fails", "reason": "a network that fails"},
     "src/serve/routes.rs": {"cors": "set by a flag", "discard": "waits for a slow client"},
 }
 

@@ -1,7 +1,10 @@
 //! The files that pass between commands.
 
+use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
+use arrow::array::{ArrayRef, Int64Array, RecordBatch};
 use medusa::distill::folder::{DistilledFolder, check_journal, check_refused};
 use medusa::files::checksums::{Checksums, read_list, verify};
 use medusa::files::hex;
@@ -17,6 +20,7 @@ use medusa::formats::{bench, load};
 use medusa::report::Run;
 use medusa::tree::calibration_shares::merge;
 use medusa::tree::guess_tree::GuessTree;
+use parquet::arrow::ArrowWriter;
 use sha2::{Digest, Sha256};
 
 use super::scratch::{choice, file, folder, told, write};
@@ -166,6 +170,18 @@ pub(super) fn journal(input: &[u8]) {
     }
 }
 
+/// A shard with the numbers of a text as its indices; without numbers, with another column.
+fn shard(text: &[u8]) -> Vec<u8> {
+    let numbers = String::from_utf8_lossy(text);
+    let numbers: Vec<i64> = numbers.split_whitespace().filter_map(|number| number.parse().ok()).collect();
+    let name = if numbers.is_empty() { "other" } else { "index" };
+    let column: ArrayRef = Arc::new(Int64Array::from(numbers));
+    let batch = RecordBatch::try_from_iter([(name, column)]).expect("a batch");
+    let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), None).expect("a writer");
+    writer.write(&batch).expect("a batch");
+    writer.into_inner().expect("a file")
+}
+
 fn with_checksums(lines: &[u8]) -> Vec<u8> {
     let lines = lines.split_inclusive(|&byte| byte == b'\n');
     lines.flat_map(|line| [checksum(line).into_bytes(), line.to_vec()].concat()).collect()
@@ -176,13 +192,22 @@ fn checksum(line: &[u8]) -> String {
     format!("{} ", hex(&Sha256::digest(line)[..8]))
 }
 
-/// A folder of distill without shards: distill.json, and behind a NUL the lines of its journal without their checksums.
+/// A folder of distill: distill.json, and behind NULs the lines of its journal without their checksums, the indices of its shard, and the
+/// distill.json of a second share.
 pub(super) fn distill_folder(input: &[u8]) {
-    let at = input.iter().position(|&byte| byte == 0).unwrap_or(input.len());
-    let (provenance, lines) = (&input[..at], input.get(at + 1..).unwrap_or_default());
+    let mut parts = input.split(|&byte| byte == 0);
+    let [provenance, lines, indices, second] = std::array::from_fn(|_| parts.next().unwrap_or_default());
+    let of_shares = if second.is_empty() { ["", "-2-of-2"] } else { ["-1-of-2", "-2-of-2"] };
     let folder = folder("distill_folder");
-    write(&folder.join("journal.jsonl"), &with_checksums(lines));
-    write(&folder.join("distill.json"), provenance);
+    fs::remove_dir_all(&folder).and_then(|()| fs::create_dir(&folder)).expect("a folder of ours");
+    write(&folder.join(format!("journal{}.jsonl", of_shares[0])), &with_checksums(lines));
+    write(&folder.join(format!("distill{}.json", of_shares[0])), provenance);
+    if !second.is_empty() {
+        write(&folder.join("distill-2-of-2.json"), second);
+    }
+    if !indices.is_empty() {
+        write(&folder.join(format!("shard{}-00000.parquet", of_shares[0])), &shard(indices));
+    }
     let _ = told(&folder, DistilledFolder::read(&folder));
     let (choice, _) = choice(input);
     let _ = medusa::distill::folder::is_next_shard(&folder, &format!("part-{choice:05}.parquet"));

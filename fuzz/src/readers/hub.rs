@@ -99,6 +99,9 @@ pub(super) fn hub(input: &[u8]) {
         b'd' => (id::data("owner/data"), Wanted::Data(DataSplit::HeldOut)),
         b't' => (id::data("owner/data@main/part/*.jsonl"), Wanted::Data(DataSplit::Train)),
         b'c' => (id::data("owner/data:config:split"), Wanted::Data(DataSplit::Any)),
+        b's' => (id::data("owner/data::split"), Wanted::Data(DataSplit::Any)),
+        b'v' => (id::data("owner/data:config"), Wanted::Data(DataSplit::Validation)),
+        b'r' => (id::data("owner/data@main"), Wanted::Data(DataSplit::Train)),
         b'h' => (id::model("owner/model@v1"), Wanted::Heads),
         _ => (id::model("owner/model"), Wanted::Backbone),
     };

@@ -178,6 +178,7 @@ pub(super) fn heads(input: &[u8]) {
     let _ = told(&folder, heads.parameters());
     let _ = told(&folder, heads.bytes());
     let _ = told(&folder, heads.prefix_tensors());
+    let _ = told(&folder, heads.prefix_tensor("prefix.layers.0.self_attn.q_proj.weight", &[8, 8]));
     let _ = (heads.path(), heads.kind(), heads.config().is_some(), told(&folder, heads.sha256()));
     let fits = CONFIG.with(|config| told(&folder, heads.check(config)));
     let shape = heads.shape();

@@ -13,6 +13,7 @@ pub(super) fn add(seeds: &mut Seeds) {
     templates(seeds);
     configs(seeds);
     tensors(seeds);
+    torch_files(seeds);
     heads(seeds);
     hub(seeds);
     folders(seeds);
@@ -424,6 +425,56 @@ fn tensors(seeds: &mut Seeds) {
     }
 }
 
+/// torch.save's files that are no archive as it is written, and weights that do not lie in their storage.
+fn torch_files(seeds: &mut Seeds) {
+    use std::io::{Cursor, Write};
+    let archive = |order: &[u8], name: &str| {
+        let options = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
+        let mut zip = zip::ZipWriter::new(Cursor::new(Vec::new()));
+        for (part, data) in [("data.pkl", &b"\x80\x02}."[..]), ("byteorder", order), ("data/0", &[0; 64])] {
+            zip.start_file(format!("{name}/{part}"), options)
+                .and_then(|()| Ok(zip.write_all(data)?))
+                .expect("a zip in memory");
+        }
+        zip.finish().expect("a zip in memory").into_inner()
+    };
+    let mut compressed = archive(b"little", "a");
+    for at in 0..compressed.len() - 12 {
+        match &compressed[at..at + 4] {
+            b"PK\x03\x04" => compressed[at + 8] = 8,
+            b"PK\x01\x02" => compressed[at + 10] = 8,
+            _ => {}
+        }
+    }
+    for file in [archive(b"big", "a"), archive(b"little", "a/b"), compressed] {
+        seeds.add("torch_file", [b"r", &file[..]].concat());
+    }
+    let tensor = |offset: u8, sizes: [u8; 2], strides: [u8; 2]| {
+        let pair = |numbers: [u8; 2]| [b"(K", &numbers[..1], b"K", &numbers[1..], b"t"].concat();
+        let storage = b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK@tQK";
+        [
+            &b"z\x80\x02}X\x01\0\0\0a"[..],
+            storage,
+            &[offset],
+            &pair(sizes),
+            &pair(strides),
+            b"\x89ccollections\nOrderedDict\n)RtRs.",
+        ]
+        .concat()
+    };
+    seeds.all(
+        "torch_file",
+        [
+            tensor(0, [2, 3], [3, 1]),
+            tensor(60, [2, 3], [3, 1]),
+            tensor(0, [2, 3], [1, 2]),
+            tensor(0, [0, 3], [3, 1]),
+            tensor(0, [9, 9], [200, 1]),
+        ],
+    );
+    seeds.all("torch_file", [&b"r\x80\x02\x8a\n\0"[..], b"r", b"rPK\x03\x04"]);
+}
+
 fn heads(seeds: &mut Seeds) {
     let medusa = [
         ("0.0.linear.weight", &[8usize, 8][..]),
@@ -462,6 +513,25 @@ fn heads(seeds: &mut Seeds) {
         all.push((config, vllm(&named("", more)).into_bytes()));
     }
     all.push((json!({}), named("medusa_heads.", &[]).into_bytes()));
+    let both: [(&str, &str, &[usize]); 3] = [own_w2[0], own_w2[1], ("w2.weight", "F32", &[16, 8])];
+    let empty_map: [(&str, &str, &[usize]); 3] = [truncated[0], truncated[1], ("token_map", "I64", &[0])];
+    let long_map: [(&str, &str, &[usize]); 3] = [truncated[0], truncated[1], ("token_map", "I64", &[5])];
+    for more in [&both, &empty_map, &long_map] {
+        all.push((json!({}), named("", more).into_bytes()));
+    }
+    let wide = named("", &own_w2).replace("[8, 8]", "[4, 16]");
+    all.push((json!({}), wide.into_bytes()));
+    let small = header(&[
+        ("0.0.linear.weight", "F32", &[4, 4]),
+        ("0.0.linear.bias", "F32", &[4]),
+        ("0.1.weight", "F32", &[16, 4]),
+    ]);
+    let few = header(&[
+        ("0.0.linear.weight", "F32", &[8, 8]),
+        ("0.0.linear.bias", "F32", &[8]),
+        ("0.1.weight", "F32", &[9, 8]),
+    ]);
+    all.extend([small, few].map(|tensors| (json!({}), tensors.into_bytes())));
     all.push((json!({}), named("x.", &own_w2).into_bytes()));
     all.push((json!({"hidden_state_offset": 1}), named("", &own_w2).into_bytes()));
     for file in ["hydra", "hydra++", "hydra_w2_bias", "hydra_truncated", "hydra_shared_w2", "hydra_low_rank"] {
@@ -481,10 +551,12 @@ fn hub(seeds: &mut Seeds) {
     let file = |path: &str| json!({"type": "file", "path": path, "size": 3, "oid": "1".repeat(40)});
     let list =
         |paths: &[&str]| format!("200\n\n{}", Value::from(paths.iter().map(|path| file(path)).collect::<Vec<_>>()));
-    for form in ["d", "t", "c", "h", "m"] {
+    for form in ["d", "t", "c", "h", "m", "s", "v", "r"] {
         for paths in [
             &["README.md"][..],
             &["en/train.jsonl", "fr/train.jsonl"],
+            &["a/split.jsonl", "b/split.jsonl", "data/c/other-split.parquet"],
+            &["split-0.jsonl", "a/split.jsonl"],
             &["config/split.jsonl", "config/train-0.jsonl", "config/validation.jsonl"],
             &["validation.jsonl", "test.csv"],
             &["data/train-0.parquet", "data/val-0.parquet"],
@@ -525,6 +597,17 @@ fn folders(seeds: &mut Seeds) {
         json!({"id": id, "index": id, "prompt_id": null, "category": null, "conversations": [{"from": "human", "value": "hi"}],
         "input_ids": [1, 2], "labels": [-100, 2], "finish_reason": "eos"})
     };
+    let first = distill("1/1").to_string();
+    seeds.all(
+        "distill_folder",
+        [
+            format!("{first}\0{}\n\x000 1 2 3", finished(0)),
+            format!("{first}\0\x000 1 1"),
+            format!("{}\0{}\n\x000\0{}", distill("1/2"), finished(2), distill("2/2")),
+            format!("{}\0\x000\0{}", distill("1/2"), distill("2/2").to_string().replace("0.7", "0.8")),
+            format!("{}\0\0\0{{}}", distill("1/2")),
+        ],
+    );
     for share in ["1/1", "1/2", "3/2", "x"] {
         seeds.add("distill_folder", format!("{}\0{}\n{}\n", distill(share), finished(0), finished(1)));
     }
