@@ -4,7 +4,7 @@
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -215,6 +215,25 @@ fn amid_training(small: &SmallRun, wrap: &[&str]) -> Child {
 
 fn end_of(child: Child) -> Ended {
     child.wait_with_output().expect("its output").into()
+}
+
+/// A handler's frame on a thread that is within a product of oneDNN would damage the heap.
+#[test]
+#[cfg(target_os = "linux")]
+fn signals_come_on_a_thread_that_computes_nothing() {
+    let small = SmallRun::new();
+    let mut child = amid_training(&small, &[]);
+    let tasks =
+        fs::read_dir(format!("/proc/{}/task", child.id())).expect("Linux").map(|task| task.expect("a task").path());
+    let takes_sigterm = |task: &PathBuf| {
+        let status = fs::read_to_string(task.join("status")).expect("a thread that goes on");
+        let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a mask").trim();
+        u64::from_str_radix(blocked, 16).expect("a mask") >> (Signal::TERM.as_raw() - 1) & 1 == 0
+    };
+    let names: Vec<String> =
+        tasks.filter(takes_sigterm).map(|task| fs::read_to_string(task.join("comm")).expect("a name")).collect();
+    child.kill().expect("a child");
+    assert_eq!(names, ["signals\n"]);
 }
 
 #[test]

@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::{fs, io, thread};
 
+#[cfg(unix)]
+use nix::sys::signal::{SigSet, Signal};
 use signal_hook::SigId;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
@@ -53,7 +55,10 @@ fn terminate() -> &'static Arc<AtomicBool> {
 }
 
 /// Installs the handlers, also one that does nothing for SIGXFSZ: a file that reaches `ulimit -f` is then an error of the call that writes it.
+/// Call it before other threads are started.
 pub(super) fn watch() -> anyhow::Result<()> {
+    #[cfg(unix)]
+    handle_on_own_thread()?;
     signal_hook::flag::register(SIGXFSZ, Arc::default())?;
     let ending = ending_signals();
     for &signal in &ending {
@@ -66,6 +71,23 @@ pub(super) fn watch() -> anyhow::Result<()> {
     }
     let arm = |&signal: &i32| signal_hook::flag::register(signal, Arc::clone(sigterm_ends()));
     let _ = ARM_SIGTERM.set(ending.iter().map(arm).collect::<io::Result<_>>()?); // set before only if the handlers are installed twice
+    Ok(())
+}
+
+/// Leaves signals to a thread that computes nothing. The kernel writes a handler's frame behind the stack pointer of the thread that it interrupts,
+/// and oneDNN's float32 products for AVX-512 have it in memory of the heap meanwhile: a Ctrl-C during a product would damage what lies there.
+#[cfg(unix)]
+fn handle_on_own_thread() -> anyhow::Result<()> {
+    const LEFT: [Signal; 6] =
+        [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGWINCH, Signal::SIGCONT];
+    let left: SigSet = LEFT.into_iter().collect();
+    left.thread_block()?; // here, and in all threads that are started from here
+    thread::Builder::new().name("signals".into()).spawn(move || {
+        let _ = left.thread_unblock(); // fails for no mask of this thread
+        loop {
+            thread::park();
+        }
+    })?;
     Ok(())
 }
 

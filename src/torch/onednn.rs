@@ -9,6 +9,7 @@ use std::ptr;
 use tch::{Device, Kind, Tensor};
 
 use super::dispatcher::{self, Handle, Operand};
+use super::guard::raise;
 
 unsafe extern "C" {
     #[allow(clippy::too_many_arguments)] // libtorch's signature
@@ -101,7 +102,9 @@ fn pointwise_linear(x_ni: &Tensor, weight: &Tensor, bias_o: Option<&Tensor>) -> 
             &raw mut output,
         )
     };
-    assert_eq!(status, 0, "oneDNN linear of {x_ni:?} failed");
+    if status != 0 {
+        raise(&format!("oneDNN has no memory for a product of {x_ni:?}, or cannot compute it")); // the status says no more
+    }
     // SAFETY: on success the output is an owned at::Tensor*.
     unsafe { Tensor::from_ptr(output.cast()) }
 }

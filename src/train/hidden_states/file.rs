@@ -11,7 +11,7 @@ use tch::{Device, Kind};
 
 use super::error::HiddenStatesError;
 use super::layout::{RowMarks, StatesLayout};
-use crate::files::{holder, lock_file};
+use crate::files::{holder, lock_file, parent, sync_folder};
 use crate::torch::transfer::HostTensor;
 
 /// An open file. Its rows are written once and never change.
@@ -47,6 +47,7 @@ impl StatesFile {
         let is_mine = lock_file(&file);
         if is_mine && file.metadata().is_ok_and(|metadata| metadata.len() == 0) {
             let made = file.set_len(layout.file_bytes()).and_then(|()| file.sync_all());
+            let made = made.and_then(|()| sync_folder(parent(&path)));
             made.inspect_err(|_| drop(fs::remove_file(&path))).map_err(|e| error("make", e))?;
         }
         let (marks, filled) = match layout.read_marks(&mut file, &path) {

@@ -22,7 +22,7 @@ use super::file::{StatesFile, StatesKind};
 use super::layout::{StatesLayout, identity, key};
 use crate::data::loader::Batch;
 use crate::data::pack::Sequences;
-use crate::files::{free_bytes, parent};
+use crate::files::{free_bytes, make_folders, parent};
 use crate::model::llama::Llama;
 use crate::torch::transfer::{HostTensor, wait_for};
 use crate::train::target_rule::TargetRule;
@@ -122,7 +122,7 @@ impl StatesPlace {
     pub fn open(self, backbone: &Llama, other_bytes: u64) -> Result<KeptStates<'_>, HiddenStatesError> {
         let Self { path, layout, reserved_bytes } = self;
         let folder = parent(&path);
-        fs::create_dir_all(folder).map_err(|error| layout.error("make", folder, error))?;
+        make_folders(folder).map_err(|error| layout.error("make", folder, error))?;
         let of =
             StatesKind { hidden_size: backbone.config.hidden_size, kind: backbone.kind(), device: backbone.device() };
         let file = Arc::new(StatesFile::open(path, layout, of)?);
