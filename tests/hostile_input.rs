@@ -232,7 +232,7 @@ fn signals_come_on_a_thread_that_computes_nothing() {
     };
     let names: Vec<String> =
         tasks.filter(takes_sigterm).map(|task| fs::read_to_string(task.join("comm")).expect("a name")).collect();
-    child.kill().expect("a child");
+    child.kill().and_then(|()| child.wait()).expect("a child");
     assert_eq!(names, ["signals\n"]);
 }
 

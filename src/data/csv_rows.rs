@@ -111,7 +111,7 @@ fn is_end(record: &csv::ByteRecord) -> bool {
 }
 
 fn is_cut_off(record: &csv::ByteRecord) -> bool {
-    record.iter().last().is_some_and(|field| field.ends_with(END))
+    record.iter().next_back().is_some_and(|field| field.ends_with(END))
 }
 
 fn cut_off() -> RowProblem {

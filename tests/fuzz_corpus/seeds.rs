@@ -120,6 +120,12 @@ fn formats(seeds: &mut Seeds) {
         ("/heads_sha256", json!("")),
     ];
     changed(seeds, "calibration", &with_runs, &wrong);
+    calibration_shares(seeds);
+    latencies(seeds);
+    trees(seeds);
+}
+
+fn calibration_shares(seeds: &mut Seeds) {
     let share = json!({"share": "1/1", "heads_sha256": "ab", "backbone_fingerprint": "cd", "dtype": "float32", "device": "cpu",
         "quantization": null, "rows": 2, "rows_sha256": "ef", "top_k": 2, "dynamic_top_k": 2, "backbone": "tiny", "tokens": 9,
         "hits": [[1, 1], [0, 1]], "totals": [3, 2], "joint_total": 2, "paths": [{"path": [0], "count": 1}],
@@ -130,6 +136,9 @@ fn formats(seeds: &mut Seeds) {
         seeds.add("calibration_share", share.to_string());
         seeds.add("calibration", share.to_string());
     }
+}
+
+fn latencies(seeds: &mut Seeds) {
     let step = |nodes: usize, dynamic: bool| json!({"nodes": nodes, "depth": nodes.min(2), "step_ms": 1.5, "dynamic": dynamic});
     let latency = json!({"device": "cpu", "engine": "cpu", "engine_flag": "auto", "dtype": "float32", "quantization": "int8", "threads": 2,
         "context": 64, "backbone": "tiny", "backbone_sha256": "ab", "heads_sha256": "cd", "busy_cores": 1.5, "plain_step_ms": 1.0,
@@ -152,7 +161,6 @@ fn formats(seeds: &mut Seeds) {
         ("/by_sequences/0/steps", json!([])),
     ];
     changed(seeds, "latency", &latency, &wrong);
-    trees(seeds);
 }
 
 /// The value with each of these changes: a pointer, and what stands there instead.

@@ -96,9 +96,10 @@ fn recipes(seeds: &mut Seeds) {
     }
 }
 
-fn rows(seeds: &mut Seeds) {
+/// Rows of every format that the loader takes.
+fn data_rows() -> Vec<Value> {
     let many: Vec<u8> = (0..200).map(|id| id % 60).collect();
-    let rows = [
+    vec![
         json!(1),
         json!({}),
         json!({"text": null}),
@@ -136,7 +137,11 @@ fn rows(seeds: &mut Seeds) {
         json!({"instruction": "a", "input": "", "output": "b"}),
         json!({"instruction": "a", "input": null, "output": "b"}),
         json!({"instruction": 1, "output": "b"}),
-    ];
+    ]
+}
+
+fn rows(seeds: &mut Seeds) {
+    let rows = data_rows();
     for row in &rows {
         seeds.add("rows_jsonl", row.to_string());
     }
@@ -224,10 +229,9 @@ fn prompts(seeds: &mut Seeds) {
     seeds.add("prompts", b"{\"prompt\": \"\xff\"}");
 }
 
-fn requests(seeds: &mut Seeds) {
-    let chat = json!({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]});
-    let completion = json!({"model": "tiny", "prompt": "a"});
-    let of_chats: [(&str, Value); 41] = [
+/// Keys of a chat's request, and what they hold.
+fn of_chats() -> Vec<(&'static str, Value)> {
+    vec![
         ("response_format", json!({"type": "text"})),
         ("response_format", json!({"type": "json_schema", "json_schema": {}})),
         ("response_format", json!({"type": "text", "x": 1})),
@@ -269,8 +273,12 @@ fn requests(seeds: &mut Seeds) {
         ("messages", json!([{"role": "user", "content": [1]}])),
         ("messages", json!([{"role": "user", "content": "a", "x": 1}])),
         ("messages", json!([{"role": "user", "content": "long words ".repeat(40)}])),
-    ];
-    let of_completions: [(&str, Value); 10] = [
+    ]
+}
+
+/// Keys of a completion's request, and what they hold.
+fn of_completions() -> Vec<(&'static str, Value)> {
+    vec![
         ("prompt", json!("")),
         ("prompt", json!(1)),
         ("prompt", json!([[]])),
@@ -281,11 +289,16 @@ fn requests(seeds: &mut Seeds) {
         ("prompt", json!("long words ".repeat(40))),
         ("prompt", json!("w".repeat(60_000))),
         ("echo", json!(true)),
-    ];
-    for (form, whole, changes) in [("c", &chat, &of_chats[..]), ("t", &completion, &of_completions[..])] {
+    ]
+}
+
+fn requests(seeds: &mut Seeds) {
+    let chat = json!({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]});
+    let completion = json!({"model": "tiny", "prompt": "a"});
+    for (form, whole, changes) in [("c", &chat, of_chats()), ("t", &completion, of_completions())] {
         for (key, value) in changes {
             let mut body = whole.clone();
-            body[*key] = value.clone();
+            body[key] = value;
             seeds.all("serve_request", [format!("{form}{body}")]);
             seeds.all("serve_http", [format!("{form}{body}")]);
         }
@@ -475,65 +488,41 @@ fn torch_files(seeds: &mut Seeds) {
     seeds.all("torch_file", [&b"r\x80\x02\x8a\n\0"[..], b"r", b"rPK\x03\x04"]);
 }
 
-fn heads(seeds: &mut Seeds) {
-    let medusa = [
-        ("0.0.linear.weight", &[8usize, 8][..]),
+type Tensor = (&'static str, &'static str, &'static [usize]);
+
+const OWN_W2: [Tensor; 2] = [("0.1.weight", "F32", &[16, 8]), ("1.1.weight", "F32", &[16, 8])];
+const TRUNCATED: [Tensor; 2] = [("0.1.weight", "F32", &[4, 8]), ("1.1.weight", "F32", &[4, 8])];
+
+/// A header of two heads' ResBlocks and of these tensors.
+fn two_heads(prefix: &str, more: &[Tensor]) -> String {
+    let blocks: [(&str, &[usize]); 4] = [
+        ("0.0.linear.weight", &[8, 8]),
         ("0.0.linear.bias", &[8]),
         ("1.0.linear.weight", &[8, 8]),
         ("1.0.linear.bias", &[8]),
     ];
-    let named = |prefix: &str, more: &[(&str, &str, &[usize])]| {
-        let names: Vec<String> = medusa.iter().map(|(name, _)| format!("{prefix}{name}")).collect();
-        let own = names.iter().zip(&medusa).map(|(name, (_, shape))| (name.as_str(), "F32", *shape));
-        header(&own.chain(more.iter().copied()).collect::<Vec<_>>())
-    };
-    let own_w2: [(&str, &str, &[usize]); 2] = [("0.1.weight", "F32", &[16, 8]), ("1.1.weight", "F32", &[16, 8])];
-    let truncated: [(&str, &str, &[usize]); 3] =
-        [("0.1.weight", "F32", &[4, 8]), ("1.1.weight", "F32", &[4, 8]), ("token_map", "I64", &[4])];
-    let ids = |ids: [i64; 4]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
-    let mut all: Vec<(Value, Vec<u8>)> = vec![(json!({}), named("", &own_w2).into_bytes())];
-    for token_map in [[1, 2, 3, 4], [1, 1, 2, 3], [-1, 0, 1, 2], [1, 2, 3, 99]] {
-        let data = [named("", &truncated).into_bytes(), b"\0".to_vec(), vec![0; 4 * (2 * 72 + 2 * 32)], ids(token_map)]
-            .concat();
-        all.push((json!({"medusa_num_heads": 2}), data));
+    let names = blocks.map(|(name, _)| format!("{prefix}{name}"));
+    let own = names.iter().zip(blocks).map(|(name, (_, shape))| (name.as_str(), "F32", shape));
+    header(&own.chain(more.iter().copied()).collect::<Vec<_>>())
+}
+
+fn heads(seeds: &mut Seeds) {
+    let mut all = vec![(json!({}), two_heads("", &OWN_W2).into_bytes())];
+    all.extend(token_maps());
+    all.extend(of_vllm());
+    all.push((json!({}), two_heads("medusa_heads.", &[]).into_bytes()));
+    all.push((json!({}), two_heads("", &[&OWN_W2[..], &[("w2.weight", "F32", &[16, 8])]].concat()).into_bytes()));
+    all.push((json!({}), two_heads("", &OWN_W2).replace("[8, 8]", "[4, 16]").into_bytes()));
+    for (hidden_size, rows) in [(4, 16), (8, 9)] {
+        let one = [
+            ("0.0.linear.weight", "F32", &[hidden_size, hidden_size][..]),
+            ("0.0.linear.bias", "F32", &[hidden_size]),
+            ("0.1.weight", "F32", &[rows, hidden_size]),
+        ];
+        all.push((json!({}), header(&one).into_bytes()));
     }
-    let vllm = |name: &str| name.replace("0.0.linear", "blocks.0.layers.0").replace("1.0.linear", "blocks.1.layers.0");
-    let lm_heads: [(&str, &str, &[usize]); 2] =
-        [("lm_heads.0.weight", "F32", &[16, 8]), ("lm_heads.1.weight", "F32", &[16, 8])];
-    let shared: [(&str, &str, &[usize]); 1] = [("lm_head.weight", "F32", &[16, 8])];
-    let of_other_size: [(&str, &str, &[usize]); 1] = [("lm_head.weight", "F32", &[16, 9])];
-    for (config, more) in [
-        (json!({}), &lm_heads[..]),
-        (json!({"original_lm_head": true}), &lm_heads[..]),
-        (json!({"original_lm_head": true}), &shared[..]),
-        (json!({"shared_w2": true}), &shared[..]),
-        (json!({"logit_scale": 2.0}), &lm_heads[..]),
-        (json!({}), &of_other_size[..]),
-    ] {
-        all.push((config, vllm(&named("", more)).into_bytes()));
-    }
-    all.push((json!({}), named("medusa_heads.", &[]).into_bytes()));
-    let both: [(&str, &str, &[usize]); 3] = [own_w2[0], own_w2[1], ("w2.weight", "F32", &[16, 8])];
-    let empty_map: [(&str, &str, &[usize]); 3] = [truncated[0], truncated[1], ("token_map", "I64", &[0])];
-    let long_map: [(&str, &str, &[usize]); 3] = [truncated[0], truncated[1], ("token_map", "I64", &[5])];
-    for more in [&both, &empty_map, &long_map] {
-        all.push((json!({}), named("", more).into_bytes()));
-    }
-    let wide = named("", &own_w2).replace("[8, 8]", "[4, 16]");
-    all.push((json!({}), wide.into_bytes()));
-    let small = header(&[
-        ("0.0.linear.weight", "F32", &[4, 4]),
-        ("0.0.linear.bias", "F32", &[4]),
-        ("0.1.weight", "F32", &[16, 4]),
-    ]);
-    let few = header(&[
-        ("0.0.linear.weight", "F32", &[8, 8]),
-        ("0.0.linear.bias", "F32", &[8]),
-        ("0.1.weight", "F32", &[9, 8]),
-    ]);
-    all.extend([small, few].map(|tensors| (json!({}), tensors.into_bytes())));
-    all.push((json!({}), named("x.", &own_w2).into_bytes()));
-    all.push((json!({"hidden_state_offset": 1}), named("", &own_w2).into_bytes()));
+    all.push((json!({}), two_heads("x.", &OWN_W2).into_bytes()));
+    all.push((json!({"hidden_state_offset": 1}), two_heads("", &OWN_W2).into_bytes()));
     for file in ["hydra", "hydra++", "hydra_w2_bias", "hydra_truncated", "hydra_shared_w2", "hydra_low_rank"] {
         let path = format!("tests/fixtures/hydra/{file}.safetensors");
         if root(&path).is_file() {
@@ -543,6 +532,36 @@ fn heads(seeds: &mut Seeds) {
     for (config, tensors) in all.iter().filter(|(_, tensors)| tensors.len() < 20_000) {
         seeds.add("heads", [config.to_string().as_bytes(), b"\0", tensors].concat());
     }
+}
+
+/// Heads over a part of the vocabulary.
+fn token_maps() -> Vec<(Value, Vec<u8>)> {
+    let ids = |ids: [i64; 4]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
+    let truncated =
+        |rows: &'static [usize]| two_heads("", &[&TRUNCATED[..], &[("token_map", "I64", rows)]].concat()).into_bytes();
+    let mut all: Vec<(Value, Vec<u8>)> = [&[0][..], &[5]].map(|rows| (json!({}), truncated(rows))).into();
+    for token_map in [[1, 2, 3, 4], [1, 1, 2, 3], [-1, 0, 1, 2], [1, 2, 3, 99]] {
+        let data = [truncated(&[4]), b"\0".to_vec(), vec![0; 4 * (2 * 72 + 2 * 32)], ids(token_map)].concat();
+        all.push((json!({"medusa_num_heads": 2}), data));
+    }
+    all
+}
+
+/// Heads with vLLM's names.
+fn of_vllm() -> Vec<(Value, Vec<u8>)> {
+    let vllm = |name: &str| name.replace("0.0.linear", "blocks.0.layers.0").replace("1.0.linear", "blocks.1.layers.0");
+    let lm_heads: [Tensor; 2] = [("lm_heads.0.weight", "F32", &[16, 8]), ("lm_heads.1.weight", "F32", &[16, 8])];
+    let shared: [Tensor; 1] = [("lm_head.weight", "F32", &[16, 8])];
+    let of_other_size: [Tensor; 1] = [("lm_head.weight", "F32", &[16, 9])];
+    let heads = [
+        (json!({}), &lm_heads[..]),
+        (json!({"original_lm_head": true}), &lm_heads),
+        (json!({"original_lm_head": true}), &shared),
+        (json!({"shared_w2": true}), &shared),
+        (json!({"logit_scale": 2.0}), &lm_heads),
+        (json!({}), &of_other_size),
+    ];
+    heads.map(|(config, more)| (config, vllm(&two_heads("", more)).into_bytes())).into()
 }
 
 fn hub(seeds: &mut Seeds) {
