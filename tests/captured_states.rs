@@ -83,9 +83,13 @@ fn integers(list: &Value) -> Vec<i64> {
 
 /// Leaves of the backbone's weights what is read beside a server's states.
 fn drop_layers(small: &SmallRun, wanted: &[&str]) {
+    keep_weights(small, |name| wanted.contains(&name));
+}
+
+fn keep_weights(small: &SmallRun, is_kept: impl Fn(&str) -> bool) {
     let path = small.path("backbone/model.safetensors");
     let files = WeightFiles::open(&small.path("backbone")).expect("weights");
-    let names: Vec<String> = wanted.iter().filter(|name| files.contains(name)).map(|&name| name.to_owned()).collect();
+    let names: Vec<String> = files.names().into_iter().filter(|name| is_kept(name)).map(str::to_owned).collect();
     let tensor = |name: &String| files.mapped(name, &files.shape(name).expect("a shape")).expect("a tensor").copy();
     let tensors: Vec<Tensor> = names.iter().map(tensor).collect();
     save(&path, &names.into_iter().zip(&tensors).collect::<Vec<_>>()).expect("a place for weights");
@@ -507,12 +511,20 @@ fn a_shard_with_decoder_layers_may_be_absent() {
 }
 
 /// A run of one step on states of the stories' backbone.
-fn stories_with_states(capture: Capture, decoder_layers: i64) -> SmallRun {
+fn stories_with_states(capture: Capture, decoder_layers: usize) -> SmallRun {
     let small = stories();
-    let layers = |count: i64| format!("\"num_hidden_layers\": {count}");
-    small.edit("backbone/config.json", &layers(5), &layers(decoder_layers));
+    let with_layers = |from: usize, to: usize| {
+        let layers = |count: usize| format!("\"num_hidden_layers\": {count}");
+        small.edit("backbone/config.json", &layers(from), &layers(to));
+    };
+    let [weights, whole] = ["backbone/model.safetensors", "whole.safetensors"].map(|name| small.path(name));
+    fs::copy(&weights, &whole).expect("a copy");
+    let later: Vec<String> = (decoder_layers..5).map(|layer| format!("model.layers.{layer}.")).collect();
+    keep_weights(&small, |name| !later.iter().any(|layer| name.starts_with(layer)));
+    with_layers(5, decoder_layers);
     capture.of(&small, &["rows.jsonl", "validation.jsonl"]);
-    small.edit("backbone/config.json", &layers(decoder_layers), &layers(5));
+    with_layers(decoder_layers, 5);
+    fs::rename(&whole, &weights).expect("the whole backbone");
     small.edit("recipe.toml", "[data]\n", "[data]\nhidden_states = \"states\"\n");
     small.edit("recipe.toml", "max_steps = 20", "max_steps = 3");
     small

@@ -50,6 +50,12 @@ class Ended:
         return " | ".join(self.stderr.strip().splitlines()[-4:])
 
 
+def give_hangups_back():
+    """Programs that this one starts take SIGHUP as usual, also under nohup: a signal with a handler is reset in them, an ignored one is not."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
+
+
 class Running:
     """A program that was started."""
 

@@ -4,13 +4,14 @@
 import errno
 import pathlib
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from faults import disk  # noqa: E402
+from faults import disk, programs  # noqa: E402
 from faults.shim import Shim, numbered  # noqa: E402
 
 PREPARED = """
@@ -64,6 +65,11 @@ def main():
         assert (shown.folder / "disk/run/.new").read_bytes() == b"wh", "a write that is killed writes half"
         assert shown.run(whole, call=("rename", 1, "disk/run/.new"), does=f"fail:{errno.ENOSPC}") == 1
         assert shown.shim.matched() == 1
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    programs.give_hangups_back()
+    asleep = programs.Running(["sleep", "60"], "/", None)
+    asleep.send(signal.SIGHUP)
+    assert asleep.ended(5).status == -signal.SIGHUP, "a hangup is heard under nohup"
     print("the campaign sees what is not synced, fails, is short, or is killed")
 
 
