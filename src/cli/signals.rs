@@ -6,6 +6,8 @@ use std::sync::{Arc, OnceLock};
 use std::{fs, io, thread};
 
 #[cfg(unix)]
+use anyhow::Context;
+#[cfg(unix)]
 use nix::sys::signal::{SigSet, Signal};
 use signal_hook::SigId;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
@@ -80,14 +82,17 @@ pub(super) fn watch() -> anyhow::Result<()> {
 fn handle_on_own_thread() -> anyhow::Result<()> {
     const LEFT: [Signal; 6] =
         [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGWINCH, Signal::SIGCONT];
+    const STACK: usize = 1 << 18; // bytes
     let left: SigSet = LEFT.into_iter().collect();
     left.thread_block()?; // here, and in all threads that are started from here
-    thread::Builder::new().name("signals".into()).spawn(move || {
+    let handle = move || {
         let _ = left.thread_unblock(); // fails for no mask of this thread
         loop {
             thread::park();
         }
-    })?;
+    };
+    let thread = thread::Builder::new().name("signals".into()).stack_size(STACK).spawn(handle);
+    thread.context("cannot start a thread that takes signals")?;
     Ok(())
 }
 

@@ -28,7 +28,7 @@ mod kind {
 
 /// Why a footer was not read to its end.
 #[derive(Debug, PartialEq, Eq)]
-enum Fault {
+enum FooterFault {
     /// Left to the parquet crate, which says what is wrong.
     Malformed,
     TooMany,
@@ -41,7 +41,7 @@ enum Fault {
 pub(super) fn is_bounded(file: &mut File) -> io::Result<bool> {
     let bytes = footer(file)?;
     let mut thrift = Thrift { items: bytes.len(), bytes: &bytes };
-    Ok(thrift.pass(kind::STRUCT, 0) != Err(Fault::TooMany))
+    Ok(thrift.pass(kind::STRUCT, 0) != Err(FooterFault::TooMany))
 }
 
 /// The footer's bytes; none in a file that is not Parquet, or encrypted.
@@ -72,9 +72,9 @@ struct Thrift<'b> {
 }
 
 impl Thrift<'_> {
-    fn pass(&mut self, kind: u8, depth: usize) -> Result<(), Fault> {
+    fn pass(&mut self, kind: u8, depth: usize) -> Result<(), FooterFault> {
         if depth > DEPTH {
-            return Err(Fault::Malformed);
+            return Err(FooterFault::Malformed);
         }
         match kind {
             kind::TRUE | kind::FALSE => Ok(()),
@@ -86,18 +86,18 @@ impl Thrift<'_> {
             kind::MAP => self.map(depth),
             kind::STRUCT => self.fields(depth),
             kind::UUID => self.take(16),
-            _ => Err(Fault::Malformed),
+            _ => Err(FooterFault::Malformed),
         }
     }
 
-    fn list(&mut self, depth: usize) -> Result<(), Fault> {
+    fn list(&mut self, depth: usize) -> Result<(), FooterFault> {
         let head = self.byte()?;
         let count = if head >> 4 == 15 { self.number()? } else { usize::from(head >> 4) };
         self.count(count)?;
         (0..count).try_for_each(|_| self.pass(head & 15, depth + 1))
     }
 
-    fn map(&mut self, depth: usize) -> Result<(), Fault> {
+    fn map(&mut self, depth: usize) -> Result<(), FooterFault> {
         let count = self.number()?;
         if count == 0 {
             return Ok(());
@@ -110,7 +110,7 @@ impl Thrift<'_> {
         })
     }
 
-    fn fields(&mut self, depth: usize) -> Result<(), Fault> {
+    fn fields(&mut self, depth: usize) -> Result<(), FooterFault> {
         loop {
             let head = self.byte()?;
             if head & 15 == kind::STOP {
@@ -123,33 +123,33 @@ impl Thrift<'_> {
         }
     }
 
-    fn count(&mut self, items: usize) -> Result<(), Fault> {
-        self.items = self.items.checked_sub(items).ok_or(Fault::TooMany)?;
+    fn count(&mut self, items: usize) -> Result<(), FooterFault> {
+        self.items = self.items.checked_sub(items).ok_or(FooterFault::TooMany)?;
         Ok(())
     }
 
-    fn byte(&mut self) -> Result<u8, Fault> {
-        let (&first, rest) = self.bytes.split_first().ok_or(Fault::Malformed)?;
+    fn byte(&mut self) -> Result<u8, FooterFault> {
+        let (&first, rest) = self.bytes.split_first().ok_or(FooterFault::Malformed)?;
         self.bytes = rest;
         Ok(first)
     }
 
-    fn take(&mut self, length: usize) -> Result<(), Fault> {
-        self.bytes = self.bytes.get(length..).ok_or(Fault::Malformed)?;
+    fn take(&mut self, length: usize) -> Result<(), FooterFault> {
+        self.bytes = self.bytes.get(length..).ok_or(FooterFault::Malformed)?;
         Ok(())
     }
 
     /// Seven bits a byte, the lowest first.
-    fn number(&mut self) -> Result<usize, Fault> {
+    fn number(&mut self) -> Result<usize, FooterFault> {
         let mut number = 0;
         for shift in (0..u64::BITS).step_by(7) {
             let byte = self.byte()?;
             number |= u64::from(byte & 0x7f) << shift;
             if byte < 0x80 {
-                return usize::try_from(number).map_err(|_| Fault::TooMany);
+                return usize::try_from(number).map_err(|_| FooterFault::TooMany);
             }
         }
-        Err(Fault::Malformed)
+        Err(FooterFault::Malformed)
     }
 }
 
