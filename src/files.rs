@@ -33,12 +33,13 @@ pub fn user_cache() -> Option<PathBuf> {
 }
 
 /// Writes a file so that `path` holds either its old content or all of the new one: temporary name beside it, fsync, rename. Missing
-/// folders are made.
+/// folders are made. Behind a symbolic link, the file that it names is written.
 /// Two processes that write the same file do so under two names.
 ///
 /// # Errors
-/// The I/O error; the temporary file is removed.
+/// The I/O error; the temporary file is removed. A pipe, a socket, a device or a folder stands there.
 pub fn write_atomic(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
+    let path = &file_to_write(path)?;
     let (partial, lock) = own_partial(path, open_file)?;
     let written = write_synced(&partial, fill).and_then(|()| fs::rename(&partial, path));
     if written.is_err() {
@@ -47,6 +48,23 @@ pub fn write_atomic(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::
     drop(lock); // after the name is gone: nobody else may have it before
     written?;
     sync_folder(parent(path))
+}
+
+/// The file that a path names: behind a symbolic link, what the link names, which need not be there.
+///
+/// # Errors
+/// The I/O error; that it is no regular file.
+fn file_to_write(path: &Path) -> io::Result<PathBuf> {
+    let is_there = match check_regular(path) {
+        Ok(()) => true,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+        Err(error) => return Err(error),
+    };
+    match (path.is_symlink(), is_there) {
+        (false, _) => Ok(path.to_owned()),
+        (true, true) => path.canonicalize(),
+        (true, false) => file_to_write(&parent(path).join(fs::read_link(path)?)),
+    }
 }
 
 /// The right to write a file, or the files of a share of a folder: until it is dropped, no other process has it. Where the disk has no locks,
@@ -73,8 +91,9 @@ impl Claim {
     /// Claims a file that will be written. Missing folders are made; [`write_atomic`] may write the file meanwhile.
     ///
     /// # Errors
-    /// [`ClaimError`].
+    /// [`ClaimError`]; as [`write_atomic`], no regular file stands there.
     pub fn of(path: &Path) -> Result<Self, ClaimError> {
+        let path = &file_to_write(path)?;
         let made_folder = !parent(path).exists();
         let (partial, lock) = first_partial(path, open_file)?;
         Ok(Self { partial, made_folder, _lock: lock })
@@ -678,6 +697,34 @@ mod tests {
         fs::remove_dir(&path).unwrap();
         fs::rename(&away, &path).unwrap();
         assert!(open.is_there().unwrap());
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn what_a_link_names_is_written_and_what_is_no_regular_file_stays() {
+        use std::os::unix::fs::{FileTypeExt, symlink};
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str| write_atomic(&dir.path().join(name), |out| out.write_all(b"new"));
+        fs::create_dir(dir.path().join("elsewhere")).unwrap();
+        for (link, target) in [("to_new", "elsewhere/new"), ("to_link", "to_new"), ("to_old", "elsewhere/old")] {
+            symlink(target, dir.path().join(link)).unwrap();
+        }
+        write_synced(&dir.path().join("elsewhere/old"), |out| out.write_all(b"old")).unwrap();
+        for (link, target) in [("to_link", "elsewhere/new"), ("to_old", "elsewhere/old")] {
+            drop(Claim::of(&dir.path().join(link)).unwrap());
+            write(link).unwrap();
+            assert!(dir.path().join(link).is_symlink());
+            assert_eq!(fs::read(dir.path().join(target)).unwrap(), b"new");
+        }
+        let pipe = dir.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        for error in [write("pipe").unwrap_err().to_string(), Claim::of(&pipe).unwrap_err().to_string()] {
+            assert!(error.contains("it is a pipe; expected a regular file"), "{error}");
+        }
+        assert!(fs::metadata(pipe).unwrap().file_type().is_fifo());
+        symlink("loop", dir.path().join("loop")).unwrap();
+        write("loop").unwrap_err();
+        assert_eq!(fs::read_dir(dir.path().join("elsewhere")).unwrap().count(), 2);
     }
 
     #[test]

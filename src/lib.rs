@@ -27,7 +27,7 @@
 //! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries, and kernels
 //! L2  torch             devices, optimizers, everything that uses libtorch's handles
 //! L1  formats http      files that pass between commands; HTTP clients
-//! L0  bounds files numbers dtype panics plural  bounds of input; atomic files; range-checked numbers; dtypes; panics; "1 row", "2 rows"
+//! L0  bounds files json numbers dtype panics plural  bounds of input; atomic files; JSON; range-checked numbers; dtypes; panics; "1 row", "2 rows"
 //! ```
 //!
 //! # Unsafe code
@@ -61,6 +61,7 @@ pub mod formats;
 pub mod fused;
 pub mod http;
 pub mod hub;
+pub mod json;
 pub mod latency;
 pub mod model;
 pub mod numbers;

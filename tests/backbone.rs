@@ -17,6 +17,7 @@ use medusa::model::lora::Adapters;
 use medusa::model::new_tokens::NewTokens;
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
@@ -526,4 +527,24 @@ fn a_config_that_leaves_out_layers_is_refused() {
         error.contains(&format!("config.json: num_hidden_layers: expected {layers} as in the weights, got 1")),
         "{error}"
     );
+}
+
+#[test]
+fn a_value_of_another_type_is_told_by_its_key() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("config.json");
+    let whole = std::fs::read_to_string(crate::embedded_default::tiny("backbone").join("config.json"));
+    let whole: Value = serde_json::from_str(&whole.expect("a config")).expect("JSON");
+    for (key, value, told) in [
+        ("eos_token_id", json!("1"), "eos_token_id: expected a token's id, or a list of them"),
+        ("hidden_act", json!(5), "hidden_act: invalid type: integer `5`, expected a string"),
+        ("rope_scaling", json!([]), "rope_scaling: invalid length 0, expected an object"),
+        ("rope_scaling", json!({"factor": "2"}), "rope_scaling.factor: invalid type: string \"2\", expected f64"),
+    ] {
+        let mut config = whole.clone();
+        config[key] = value;
+        write(&path, config.to_string().as_bytes());
+        let error = LlamaConfig::load(folder.path()).expect_err("a wrong type").to_string();
+        assert!(error.contains(&format!("config.json: {told}")), "{error}");
+    }
 }

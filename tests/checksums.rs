@@ -146,6 +146,21 @@ fn changed_heads_and_what_was_measured_of_them_are_refused_by_every_command_that
     run.train(&["--resume"]).failed(1, &facts);
 }
 
+#[test]
+fn a_calibration_of_other_heads_is_not_shown_as_the_runs() {
+    let run = finished_run();
+    let calibrate = ["calibrate", "--backbone", "backbone", "--heads", "run", "--data", "validation.jsonl"];
+    run.medusa(&[&calibrate[..], &["--out", "run/calibration.json"]].concat()).succeeded();
+    let words = "was measured with other heads than this run's";
+    let own = run.medusa(&["inspect", "run"]).succeeded().stdout;
+    assert!(!own.contains(words), "{own}");
+    let calibration: Value = serde_json::from_str(&run.read("run/calibration.json")).expect("JSON");
+    let heads = calibration["heads_sha256"].as_str().expect("a hash");
+    run.edit_trusted("run/calibration.json", heads, &"0".repeat(64));
+    let foreign = run.medusa(&["inspect", "run"]).succeeded().stdout;
+    assert!(foreign.contains(words), "{foreign}");
+}
+
 const FLAGS: [&str; 4] = ["--max-new-tokens", "10", "--batch-size", "8"];
 
 /// A shard and a journal, as a kill leaves them.
@@ -178,6 +193,11 @@ fn every_file_of_a_distilled_folder_is_verified_and_a_changed_shard_is_neither_r
         "the same files, byte by byte"
     );
     assert_eq!(not_right(&world.path(""), "out"), []);
+    for shard in ["shard-00001.parquet", "shard-00000.parquet"] {
+        fs::remove_file(world.path("out").join(shard)).expect("a shard");
+        let missing = (format!("out/{shard}"), "damaged".to_owned());
+        assert!(not_right(&world.path(""), "out").contains(&missing), "{shard}");
+    }
 }
 
 #[test]

@@ -202,6 +202,9 @@ fn an_output_never_replaces_an_input_or_another_output() {
     medusa::files::write_atomic(a.as_ref(), |out| std::io::Write::write_all(out, b"{}")).expect("a file of a test");
     let link = dir.path().join("link.json").display().to_string();
     std::os::unix::fs::symlink(&a, &link).expect("a link");
+    let folder = dir.path().display().to_string();
+    let weights = dir.path().join("sub/model.safetensors").display().to_string();
+    medusa::files::write_atomic(weights.as_ref(), |_| Ok(())).expect("a file of a test");
     let same = dir.path().join("b.json").display().to_string();
     let bench = ["bench", "--backbone", "x", "--heads", "x", "--sweep", "nodes=2", "--prompts"];
     for (arguments, told) in [
@@ -211,6 +214,14 @@ fn an_output_never_replaces_an_input_or_another_output() {
         (
             vec!["calibrate", "--backbone", "x", "--heads", "x", "--data", "y", &a, "--out", &link],
             "would replace the data",
+        ),
+        (vec!["tree", "--calibration", "x.json", "--latency", &a, "--out", &link], "would replace --latency"),
+        (vec!["init", "--backbone", "x", "--data", "y", &link, "--out", &a], "would replace the data"),
+        (vec!["init", "--backbone", "x", "--data", &folder, "--out", &a], "would replace the data"),
+        (vec!["report", "x", "--out", &weights], "would replace a file of a model or a run"),
+        (
+            vec!["tree", "--calibration", &a, "--nodes", "2", "--out", "/dev/null"],
+            "it is a device; expected a regular file",
         ),
     ] {
         let mut command = medusa(&arguments);

@@ -75,6 +75,28 @@ pub(crate) fn tokenizer_of(folder: &Path, pieces: &[&str]) -> TextTokenizer {
 
 pub(crate) const BYTE_VOCABULARY: usize = 8 + 256;
 
+#[test]
+fn tokens_around_a_text_that_the_vocabulary_lacks_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    tokenizer_of(dir.path(), &["a"]);
+    let refused = || TextTokenizer::load(dir.path()).unwrap_err().to_string();
+    let config = dir.path().join("tokenizer_config.json");
+    write(&config, r#"{"bos_token": "<s>", "eos_token": "<|end|>"}"#);
+    let wrong = refused();
+    let told = "tokenizer_config.json: eos_token: expected a token of tokenizer.json, or null, got \"<|end|>\"";
+    assert!(wrong.ends_with(told), "{wrong}");
+    write(&config, r#"{"bos_token": null, "eos_token": null}"#);
+    write(&dir.path().join("special_tokens_map.json"), r#"{"bos_token": {"content": "<x>"}}"#);
+    let wrong = refused();
+    assert!(wrong.contains("special_tokens_map.json: bos_token: expected a token of tokenizer.json"), "{wrong}");
+    write(&dir.path().join("special_tokens_map.json"), "{}");
+    let path = dir.path().join("tokenizer.json");
+    let whole = fs::read_to_string(&path).unwrap();
+    write(&path, &whole.replace("\"ids\":[1]", "\"ids\":[9999]"));
+    let wrong = refused();
+    assert!(wrong.ends_with("tokenizer.json: post_processor: expected ids of the vocabulary, got 9999"), "{wrong}");
+}
+
 fn settings(tokenizer: Option<&TextTokenizer>) -> LoadSettings<'_> {
     LoadSettings { tokenizer, ..LoadSettings::new(BYTE_VOCABULARY, NonZeroUsize::new(16).expect("not 0")) }
 }

@@ -150,6 +150,7 @@ fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<Clai
             UsageError(format!("--out {:?}: a file name without control characters is expected", args.out)).into()
         );
     }
+    outputs::check_is_no_data("--out", &args.out, &[args.data.as_slice(), &args.validation].concat())?;
     let claim = outputs::claim("--out", &args.out, common)?;
     if id::model(&args.backbone).is_none() {
         backbone_config(Path::new(&args.backbone))?;

@@ -43,7 +43,14 @@ impl Verb {
                 inputs.extend(args.merge.iter().map(|file| ("--merge", Some(file))));
                 inputs
             }
-            Verb::Tree(args) => vec![("--calibration", Some(&args.calibration)), ("--heads", args.heads.as_ref())],
+            Verb::Tree(args) => {
+                let measured = args.latency.as_ref().filter(|path| path.exists());
+                vec![
+                    ("--calibration", Some(&args.calibration)),
+                    ("--heads", args.heads.as_ref()),
+                    ("--latency", measured),
+                ]
+            }
             Verb::Generate(args) => {
                 let mut inputs = of_decoding(&args.heads, &args.tree, args.drafter.drafter.iter());
                 inputs.push(("--prompts", args.prompts.as_ref()));
@@ -94,17 +101,19 @@ impl Verb {
 
     /// Refuses an output that is another output or an input.
     fn check_distinct(&self, outputs: &[(&str, &PathBuf)]) -> Result<(), UsageError> {
-        let named = self.inputs().into_iter().filter_map(|(flag, path)| Some((flag, path?.as_path())));
-        let inputs: Vec<_> = named.chain(self.data().iter().map(|path| ("the data", Path::new(path)))).collect();
+        let inputs: Vec<_> = self.inputs().into_iter().filter_map(|(flag, path)| Some((flag, path?))).collect();
         for (at, (flag, path)) in outputs.iter().enumerate() {
-            let is_same = |other: &Path| location(other) == location(path);
-            let shown = path.display();
-            if let Some((other, _)) = outputs[..at].iter().find(|(_, other)| is_same(other)) {
-                return Err(UsageError(format!("{other} and {flag} name the same file, {shown}")));
+            if let Some((other, _)) =
+                outputs[..at].iter().find(|(_, other)| outputs::location(other) == outputs::location(path))
+            {
+                return Err(UsageError(format!("{other} and {flag} name the same file, {}", path.display())));
             }
-            if let Some((input, _)) = inputs.iter().find(|(_, input)| is_same(input)) {
-                return Err(UsageError(format!("{flag} {shown} would replace {input}; choose another file")));
+            if let Some((input, _)) =
+                inputs.iter().find(|(_, input)| outputs::location(input) == outputs::location(path))
+            {
+                return Err(outputs::would_replace(flag, path, input));
             }
+            outputs::check_is_no_data(flag, path, self.data())?;
         }
         Ok(())
     }
@@ -130,12 +139,6 @@ impl Verb {
             None => check_data(if let Verb::Calibrate(_) = self { "--data: " } else { "" }, self.data()),
         }
     }
-}
-
-/// Equal for two paths of one file, which need not exist yet.
-fn location(path: &Path) -> PathBuf {
-    let in_its_folder = || Some(files::parent(path).canonicalize().ok()?.join(path.file_name()?));
-    path.canonicalize().ok().or_else(in_its_folder).unwrap_or_else(|| path.to_owned())
 }
 
 fn of_decoding<'a>(

@@ -172,10 +172,12 @@ pub fn check_refused(path: &Path) -> Result<(), DistillError> {
     refused_file::read(path).map(drop)
 }
 
-/// Whether a file is the shard behind the last one of its share, whose checksum may be written already.
+/// Whether a file is the shard behind the last one of its share, whose checksum may be written already while the journal has its rows.
 pub fn is_next_shard(folder: &Path, name: &str) -> bool {
     let shares = begun_shares(folder).unwrap_or_default();
-    shares.keys().any(|&share| output::next_shard(folder, share) == folder.join(name))
+    shares
+        .keys()
+        .any(|&share| output::next_shard(folder, share) == folder.join(name) && output::holds_next_shard(folder, share))
 }
 
 /// The column `index` of a shard.

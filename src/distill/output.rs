@@ -335,6 +335,13 @@ pub(super) fn next_shard(folder: &Path, share: Share) -> PathBuf {
     folder.join(shard_name(share, shard_files(folder, share).count()))
 }
 
+/// Whether the journal has rows of [`next_shard`].
+pub(super) fn holds_next_shard(folder: &Path, share: Share) -> bool {
+    let next = shard_files(folder, share).count();
+    let rows_behind = |shards| journalled(folder, share, shards).map_or(0, |rows| rows.len());
+    rows_behind(next) > rows_behind(next + 1)
+}
+
 /// The conversations of a share that are in its journal, and in none of its first `shards` shards.
 pub(super) fn journalled(folder: &Path, share: Share, shards: usize) -> Result<Vec<Finished>, DistillError> {
     let (lines, _) = Journal::read(&folder.join(file_of(share, "journal", ".jsonl")))?;

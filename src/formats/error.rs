@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use super::misfit::Misfit;
 use super::sealed::{self, Broken};
 use super::share::Share;
-use crate::files;
+use crate::{files, json};
 
 /// Why a file cannot be read or written, or does not fit.
 #[derive(Debug, thiserror::Error)]
@@ -79,7 +79,7 @@ pub(super) fn read<T: DeserializeOwned>(
     what: &'static str,
     expected: &'static str,
 ) -> Result<T, FormatError> {
-    read_by(path, what, expected, |text| serde_json::from_str(text))
+    read_by(path, what, expected, json::from_str)
 }
 
 /// As [`read`], with `parse` instead of a JSON parser.

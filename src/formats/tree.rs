@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{self, FormatError};
 use super::sealed::sealed;
+use crate::json;
 
 const WHAT: &str = "tree file";
 const EXPECTED: &str = "is no tree file; expected {\"choices\":[[0],[0,0],[1]], …} or {\"dynamic\":{\"nodes\":…,\"depth\":…,\"top_k\":…}, …} as `medusa tree` writes it, or a bare list of paths";
@@ -147,7 +148,7 @@ fn parse(text: &str) -> Result<TreeFile, serde_json::Error> {
     if text.trim_start().starts_with('[') {
         return Ok(TreeFile { choices: serde_json::from_str(text)?, ..TreeFile::default() });
     }
-    let file: TreeFile = serde_json::from_str(text)?;
+    let file: TreeFile = json::from_str(text)?;
     match (file.dynamic, file.choices.is_empty()) {
         (None, false) | (Some(_), true) => Ok(file),
         (None, true) => Err(serde_json::Error::custom("it has neither \"choices\" nor \"dynamic\"")),

@@ -126,7 +126,7 @@ pub enum HubError {
         expected: String,
         got: String,
     },
-    /// A file name from the Hub that points outside its folder.
+    /// A file name from the Hub, or of an index of weights, that points outside its folder, or no file can have.
     #[error(
         "{repo} has a file named {name:?}, a path outside its folder; nothing was written: use another revision, or tell its owner"
     )]

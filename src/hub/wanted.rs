@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::HubError;
-use super::id::{DataPart, Id};
+use super::id::{DataPart, Id, is_safe};
 use crate::data::source;
 use crate::files;
 use crate::model::config::LlamaConfig;
@@ -145,6 +145,9 @@ fn shards(id: &Id, folder: &Path, index: &str, names: &[String], tensors: &[&str
     let is_needed = |tensor: &String| tensors.is_empty() || tensors.contains(&tensor.as_str());
     let files = read.weight_map.iter().filter(|(tensor, _)| is_needed(tensor));
     let files: BTreeSet<String> = files.filter_map(|(_, file)| file.as_str().map(str::to_owned)).collect();
+    if let Some(name) = files.iter().find(|file| !is_safe(file)) {
+        return Err(HubError::UnsafeName { repo: id.to_string(), name: name.clone() });
+    }
     match files.iter().find(|file| !names.contains(file)) {
         Some(file) => Err(HubError::NoFile { id: id.to_string(), file: file.clone(), holds: names.to_vec() }),
         None => Ok([index.to_owned()].into_iter().chain(files).collect()),
@@ -339,7 +342,7 @@ mod tests {
         let output = Wanted::BackboneOutput(OutputPart::NormAndLmHead).weights(&id(), folder.path(), &all).unwrap();
         assert_eq!(output.join(" "), "model.safetensors.index.json model.safetensors", "without decoder layers");
         write(r#"{"weight_map": {"a": "../../x.safetensors"}}"#);
-        assert!(matches!(Wanted::Backbone.weights(&id(), folder.path(), &all), Err(HubError::NoFile { .. })));
+        assert!(matches!(Wanted::Backbone.weights(&id(), folder.path(), &all), Err(HubError::UnsafeName { .. })));
         let of = |text| Wanted::Backbone.weights(&id(), folder.path(), &names(text));
         assert_eq!(of("config.json model.safetensors pytorch_model.bin").unwrap(), ["model.safetensors"]);
         assert_eq!(of("config.json pytorch_model.bin training_args.bin").unwrap(), ["pytorch_model.bin"]);

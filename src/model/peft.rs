@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::files::{self, FileError, failed, write_json};
+use crate::json;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -86,8 +87,7 @@ struct PeftConfig {
 impl PeftConfig {
     fn read(path: &Path) -> Result<Self, PeftError> {
         let text = files::read(path).map_err(failed("read", path))?;
-        let config: Self =
-            serde_json::from_slice(&text).map_err(|source| PeftError::Json { path: path.into(), source })?;
+        let config: Self = json::from_slice(&text).map_err(|source| PeftError::Json { path: path.into(), source })?;
         config.check(path).map(|()| config)
     }
 

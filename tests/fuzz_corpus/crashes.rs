@@ -69,6 +69,13 @@ fn a_header_of_the_hub_without_a_colon_is_an_error_or_left_out() {
 }
 
 #[test]
+fn a_control_character_in_a_file_name_of_a_cached_index_reaches_no_error() {
+    let pieces =
+        [r#"["data/train.jsonl"]"#, "{\"weight_map\": {\"a\": \"b\x7f.safetensors\"}}", r#"{"model_type": "llama"}"#];
+    read("hub", format!("o!\0{}", pieces.join("\0")).as_bytes());
+}
+
+#[test]
 fn a_token_cache_whose_footer_names_tokens_before_its_beginning_is_damaged() {
     let whole = token_cache(3);
     let key = b"\"end\":";

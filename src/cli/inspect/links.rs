@@ -1,9 +1,12 @@
 //! Hashes by which one file names another: a calibration its heads, a tree its calibration.
 
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use super::checked::{CheckedFile, FileState};
+use crate::draft::medusa::heads::HEADS_FILE;
 use crate::draft::medusa::heads::import::HeadsFile;
+use crate::files::checksums::Checksums;
 use crate::files::{failed, parent, sha256};
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::Latency;
@@ -47,20 +50,34 @@ pub(super) fn of(files: &[PathBuf]) -> anyhow::Result<Vec<CheckedFile>> {
     Ok(checked)
 }
 
+/// Whether a calibration names other heads than those beside it, by their recorded checksums. One that cannot be read has been told already.
+pub(super) fn is_of_other_heads(calibration: &Path) -> bool {
+    let Ok(named) = Calibration::load(calibration).map(|calibration| calibration.heads_sha256) else { return false };
+    let places = places_of_heads(parent(calibration)).unwrap_or_default();
+    let lists = places.iter().filter_map(|place| Checksums::read(place).ok().flatten());
+    let recorded: Vec<String> = lists.filter_map(|list| list.expected(HEADS_FILE).map(str::to_owned)).collect();
+    !recorded.is_empty() && !recorded.contains(&named)
+}
+
 /// `None` if there are no heads beside it.
 fn of_heads(file: &Path, expected: &str) -> anyhow::Result<Option<CheckedFile>> {
-    let folder = parent(file);
-    let mut places = vec![folder.join(FINAL), folder.join(BEST), folder.to_owned()];
-    let entries = std::fs::read_dir(folder).map_err(failed("read", folder))?.flatten().map(|entry| entry.path());
-    places.extend(entries.filter(|path| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        step_of(&name).is_some() || is_finished_at(&name)
-    }));
+    let places = places_of_heads(parent(file)).map_err(failed("read", parent(file)))?;
     let mut sums = vec![];
     for heads in places.iter().filter_map(|place| HeadsFile::open(place).ok()) {
         sums.push(heads.sha256()?);
     }
     Ok((!sums.is_empty()).then(|| link(file, expected, &sums, &places[0])))
+}
+
+/// Folders of a run, or of heads, in which heads may be.
+fn places_of_heads(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut places = vec![folder.join(FINAL), folder.join(BEST), folder.to_owned()];
+    let entries = fs::read_dir(folder)?.flatten().map(|entry| entry.path());
+    places.extend(entries.filter(|path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        step_of(&name).is_some() || is_finished_at(&name)
+    }));
+    Ok(places)
 }
 
 /// Whether one of several files is the one that is named; else the first is told.

@@ -1,13 +1,14 @@
 //! A run's folder: progress, accuracies and files.
 
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use console::Term;
 use serde::Serialize;
 use serde_json::Value;
 
 use super::super::{load_table, wrap};
+use super::links;
 use super::tensors::{self, HeadsFound, WeightsFound};
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::formats::FormatError;
@@ -32,6 +33,9 @@ pub(super) struct RunContents {
     /// The evaluation that `best/` was kept for.
     best: Option<BestEvaluation>,
     accuracy: Vec<TopAccuracy>,
+    /// What is wrong with a file whose numbers are left out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    warning: Option<String>,
     /// Results of `medusa bench --json` for these heads, if the folder has them as bench.json.
     bench: Option<JsonLine<BenchHeadline>>,
     /// Its results under load, if the folder has them as load.json.
@@ -62,12 +66,17 @@ impl RunContents {
         let of_line = |(text, line): &(Vec<u8>, MetricsLine)| JsonLine { whole: whole(text), read: line.clone() };
         let newest = |split| lines.iter().rfind(|(_, line)| line.split == split).map(of_line);
         let (training, validation) = (newest(MetricsSplit::Train), newest(MetricsSplit::Validation));
+        let calibration = path.join(CALIBRATION);
+        let is_foreign = links::is_of_other_heads(&calibration);
         let files = names(path)?;
         let checkpoints: Vec<String> = files.iter().filter(|name| step_of(name).is_some()).cloned().collect();
         Ok(Self {
             finished: path.join(FINAL).join(HEADS_FILE).is_file(),
             heads: newest_heads(path, &checkpoints)?,
-            accuracy: accuracy(&path.join(CALIBRATION), validation.as_ref().map(|line| &line.read))?,
+            accuracy: accuracy((!is_foreign).then_some(&calibration), validation.as_ref().map(|line| &line.read))?,
+            warning: is_foreign.then(|| {
+                format!("{CALIBRATION} was measured with other heads than this run's; its accuracies are left out")
+            }),
             bench: JsonLine::fastest(&path.join(BENCH))?,
             load: load(&path.join(LOAD))?,
             best: PublishedHeadsConfig::best_of_run(path),
@@ -103,6 +112,9 @@ impl RunContents {
             writeln!(out, "best         {BEST}/: {best}")?;
         }
         writeln!(out, "files        {}", self.files.join(" "))?;
+        if let Some(warning) = &self.warning {
+            writeln!(out, "warning      {warning}")?;
+        }
         accuracy_text(&self.accuracy, out)?;
         self.bench.as_ref().map_or(Ok(()), |bench| bench.text(out))?;
         match self.load.is_empty() {
@@ -186,8 +198,8 @@ pub(super) fn accuracy_of(calibration: &Calibration) -> Vec<TopAccuracy> {
 }
 
 /// From the calibration if there is one, else from the last evaluation.
-fn accuracy(calibration: &Path, validation: Option<&MetricsLine>) -> anyhow::Result<Vec<TopAccuracy>> {
-    if calibration.is_file() {
+fn accuracy(calibration: Option<&PathBuf>, validation: Option<&MetricsLine>) -> anyhow::Result<Vec<TopAccuracy>> {
+    if let Some(calibration) = calibration.filter(|path| path.is_file()) {
         return Ok(accuracy_of(&Calibration::load(calibration)?));
     }
     let pair = |(&top1, &top5): (&Option<f64>, &Option<f64>)| TopAccuracy {
@@ -247,12 +259,12 @@ mod tests {
         let line = r#"{"split":"validation","step":1,"head_top1":[0.5],"head_top5":[0.75]}"#;
         let line: MetricsLine = serde_json::from_str(line).unwrap();
         let of_evaluation = [TopAccuracy { top1: 0.5, top5: 0.75 }];
-        assert_eq!(accuracy(&path, Some(&line)).unwrap(), of_evaluation);
-        assert_eq!(accuracy(&path, None).unwrap(), []);
+        assert_eq!(accuracy(Some(&path), Some(&line)).unwrap(), of_evaluation);
+        assert_eq!(accuracy(Some(&path), None).unwrap(), []);
         let text =
             br#"{"heads":[{"counts":[4,1,1,1,1,4],"total":16,"accuracy":[0.25,0.0625,0.0625,0.0625,0.0625,0.25]}],
             "joint":{"total":0,"paths":[]},"backbone":"b","heads_sha256":"","tokens":16}"#;
         crate::files::write_atomic(&path, |out| out.write_all(text)).unwrap();
-        assert_eq!(accuracy(&path, Some(&line)).unwrap(), [TopAccuracy { top1: 0.25, top5: 0.5 }]);
+        assert_eq!(accuracy(Some(&path), Some(&line)).unwrap(), [TopAccuracy { top1: 0.25, top5: 0.5 }]);
     }
 }

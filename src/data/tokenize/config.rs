@@ -68,6 +68,22 @@ impl TokenizerConfig {
         ["bos_token", "eos_token"].iter().all(|name| self.named(name).is_some())
     }
 
+    /// Refuses a `bos_token` or `eos_token` that is no token: its letters would be in the texts.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Key`].
+    pub(super) fn check_ends(&self, is_token: impl Fn(&str) -> bool) -> Result<(), TokenizeError> {
+        for key in ["bos_token", "eos_token"] {
+            let files = [("tokenizer_config.json", &self.config), ("special_tokens_map.json", &self.map)];
+            let named = files.into_iter().find(|(_, values)| !values[key].is_null());
+            let Some((file, value)) = named.map(|(file, values)| (file, &values[key])) else { continue };
+            if token_text(value).is_some_and(|token| !token.is_empty() && !is_token(&token)) {
+                return Err(self.wrong(file, key, "a token of tokenizer.json, or null", value));
+            }
+        }
+        Ok(())
+    }
+
     /// What of these files decides ids.
     pub(super) fn deciding(&self) -> String {
         let mut config = self.config.clone();

@@ -88,8 +88,19 @@ impl TextTokenizer {
         let mut tokenizer = of_library(|| Pipeline::from_bytes(&bytes)).map_err(unusable)?;
         // Left in the file by whoever saved it; a row's length is the recipe's business (as in transformers).
         tokenizer.with_truncation(None).map_err(unusable)?.with_padding(None);
-        let probed = panics::of_library(|| tokenizer.encode_fast(PROBE, false));
-        let _ = probed.map_err(|panic| unusable(panic.into()))?; // other texts may have tokens where this one has none
+        let probed =
+            panics::of_library(|| tokenizer.encode_fast(PROBE, true)).map_err(|panic| unusable(panic.into()))?;
+        // Other texts may have tokens where this one has none.
+        let ids = probed.as_ref().map_or(&[][..], Encoding::get_ids);
+        if let Some(id) = ids.iter().find(|&&id| tokenizer.id_to_token(id).is_none()) {
+            return Err(TokenizeError::Key {
+                key: "post_processor".into(),
+                expected: "ids of the vocabulary",
+                got: id.to_string(),
+                path,
+            });
+        }
+        config.check_ends(|token| tokenizer.token_to_id(token).is_some())?;
         let sha256 = files::hex(&Sha256::digest(&bytes));
         Ok(Self { growth, ..Self::of(tokenizer, path, sha256, &config.special_tokens(&[])) })
     }

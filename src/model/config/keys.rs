@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::{Deserialize, Deserializer};
 
 use super::error::ConfigError;
-use crate::files;
+use crate::{files, json};
 
 /// The architecture that `config.json` names.
 #[derive(Debug, Deserialize)]
@@ -70,6 +70,7 @@ fn written<'de, T: Deserialize<'de>, D: Deserializer<'de>>(value: D) -> Result<W
 
 /// `rope_scaling` or `rope_parameters`. Files that transformers has saved again have both `type` and `rope_type`.
 #[derive(Debug, Clone, Default, Deserialize)]
+#[serde(expecting = "an object")]
 pub(super) struct RopeKeys {
     pub rope_type: Option<String>,
     #[serde(rename = "type")]
@@ -124,7 +125,7 @@ impl<'de> Deserialize<'de> for RopeByLayer {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a token's id, or a list of them")]
 pub(super) enum OneOrMany {
     One(i64),
     Many(Vec<i64>),
@@ -147,5 +148,5 @@ pub(super) struct GenerationKeys {
 
 pub(super) fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
     let text = files::read_text(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
-    serde_json::from_str(&text).map_err(|source| ConfigError::Json { path: path.into(), source })
+    json::from_str(&text).map_err(|source| ConfigError::Json { path: path.into(), source })
 }
