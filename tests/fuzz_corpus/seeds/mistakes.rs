@@ -19,6 +19,16 @@ pub(super) fn add(seeds: &mut Seeds) {
     folders(seeds);
 }
 
+/// What contradicts itself: keys of the backbone, of the data, and further tables.
+const CLASHES: [[&str; 3]; 6] = [
+    ["", "", "[stage.medusa2]\n[train]\nhidden_state_cache = \"states\""],
+    ["quantization = \"nf4\"", "", "[stage.medusa2.lora]\nrank = 4\nalpha = 8.0"],
+    ["", "", "[loss]\non_unlabelled = true"],
+    ["", "hidden_states = \"hs\"", "[stage.medusa2]"],
+    ["quantization = \"int8\"", "hidden_states = \"hs\"", "[stage.medusa1]"],
+    ["", "", "[heads]\nshared_lm_head = true\nw2_rank = 2\ndraft_vocab_size = 4\nshared_w2 = true"],
+];
+
 /// Changes of a recipe's text.
 const RECIPES: [(&str, &str); 47] = [
     ("medusa_num_heads = 5", "medusa_num_heads = 500"),
@@ -86,6 +96,10 @@ fn recipes(seeds: &mut Seeds) {
     let shortest = "[backbone]\npath = \"b\"\n[data]\ntrain = [\"a\"]\n";
     seeds
         .all("recipe", [shortest, "[backbone", "a = 1", "[backbone]\npath = 1\n[data]\ntrain = \"a\"\n[train]\n[x]\n"]);
+    let clashes = CLASHES.map(|[backbone, data, tables]| {
+        format!("[backbone]\npath = \"b\"\n{backbone}\n[data]\ntrain = [\"a\"]\n{data}\n{tables}\n")
+    });
+    seeds.all("recipe", clashes);
     let second = String::from_utf8(bytes("recipes/vicuna7b_stage2.toml")).expect("a recipe of ours");
     for (from, to) in [
         ("[stage.medusa2.lora]", "[stage.medusa2.lor]"),
