@@ -261,4 +261,9 @@ fn threads_that_the_system_refuses_are_an_error() {
     let error = words(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{error}");
     assert!(error.starts_with("error: cannot start 2 threads; use a smaller --threads"), "{error}");
+    let rows = rows.trim_start_matches("--threads 2 ");
+    let output = shell(&format!("RUST_MIN_STACK=140737488355328 exec \"$0\" {rows}"), MEDUSA);
+    let error = words(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.starts_with("error: cannot start threads; use a smaller --threads"), "{error}");
 }

@@ -62,14 +62,17 @@ pub(super) fn count(text: &str) -> Result<NonZeroUsize, String> {
     if count.get() > MOST_THREADS { Err(format!("expected at most {MOST_THREADS}")) } else { Ok(count) }
 }
 
-/// Starts the threads that tokenise, if their number was given.
+/// Starts the threads that tokenise and hash: the number that was given, or one for each core. Started at their first use, rayon would panic if the
+/// system refuses them.
 ///
 /// # Errors
 /// If the system refuses to start them.
-pub(super) fn limit_tokenisers(threads: Option<NonZeroUsize>) -> anyhow::Result<()> {
-    let Some(count) = threads else { return Ok(()) };
-    let started = rayon::ThreadPoolBuilder::new().num_threads(count.get()).build_global();
-    started.with_context(|| format!("cannot start {count} threads; use a smaller --threads"))
+pub(super) fn start_tokenisers(threads: Option<NonZeroUsize>) -> anyhow::Result<()> {
+    let of_rayon = 0; // RAYON_NUM_THREADS, or the number of cores
+    let started =
+        rayon::ThreadPoolBuilder::new().num_threads(threads.map_or(of_rayon, NonZeroUsize::get)).build_global();
+    let count = threads.map_or_else(String::new, |count| format!("{count} "));
+    started.with_context(|| format!("cannot start {count}threads; use a smaller --threads"))
 }
 
 /// Limits the threads of libtorch, whose MKL reads `MKL_NUM_THREADS` before `OMP_NUM_THREADS`, and those of the CPU kernels.
