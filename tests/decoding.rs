@@ -695,7 +695,9 @@ fn what_does_not_fit_is_one_clear_error() {
     world.write("p.jsonl", &json!({"prompt_ids": [1, BYTE_VOCABULARY]}));
     assert!(world.complaint(&PLAIN, 1).contains(&format!("{BYTE_VOCABULARY}")));
     world.write("p.jsonl", &json!({"prompt_ids": vec![4; CONTEXT]}));
-    assert!(world.complaint(&PLAIN, 1).contains("the prompt has 64 tokens, but the backbone's context is 64"));
+    let too_long = world.complaint(&PLAIN, 1);
+    assert!(too_long.contains("the prompt has 64 tokens, but the backbone's context is 64"), "{too_long}");
+    assert!(too_long.contains("p.jsonl, line 1"), "{too_long}");
     assert!(
         world
             .complaint(&["generate", "--backbone", "none", "--prompt", "a"], 2)

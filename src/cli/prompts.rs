@@ -92,7 +92,12 @@ impl FitFlags {
     ) -> anyhow::Result<()> {
         let Some(first) = too_long.first() else { return Ok(()) };
         if too_long.len() + fit == 1 {
-            return Err(DecodeError::PromptTooLong { length: first.length, context: context as i64 }.into());
+            let error =
+                anyhow::Error::new(DecodeError::PromptTooLong { length: first.length, context: context as i64 });
+            return Err(match &first.place {
+                Some(place) => error.context(place.to_string()),
+                None => error,
+            });
         }
         let place = first.place.iter().map(|place| format!("{place}, ")).collect::<String>();
         let (count, all) = (too_long.len(), counted(too_long.len() + fit, "prompt"));

@@ -157,7 +157,10 @@ pub(super) fn check_name(path: &Path) -> Result<(), SourceError> {
 
 /// The data files of a folder, without those of its folders. Texts count where there is nothing else: beside rows they are notes.
 fn files_of(folder: &Path) -> Result<FoundFiles, SourceError> {
-    let names = names_in(folder)?.into_iter().filter(|name| is_data(&name.to_string_lossy()));
+    let names = names_in(folder)?;
+    let is_distilled = names.iter().any(|name| is_of_distillation(&name.to_string_lossy()));
+    let is_row_file = |name: &str| is_data(name) && (!is_distilled || name.starts_with("shard"));
+    let names = names.into_iter().filter(|name| is_row_file(&name.to_string_lossy()));
     let files = names.map(|name| folder.join(name)).filter(|path| path.is_file());
     let (texts, others): (Vec<PathBuf>, _) = files.partition(|path| is_text(&path.to_string_lossy()));
     let (files, texts_left_out) = if others.is_empty() { (texts, vec![]) } else { (others, texts) };
@@ -168,6 +171,12 @@ fn files_of(folder: &Path) -> Result<FoundFiles, SourceError> {
         (Some(train), Some(held_out)) => Err(SourceError::SeveralSplits { path: folder.to_owned(), train, held_out }),
         _ => Ok(FoundFiles { files, texts_left_out }),
     }
+}
+
+/// `distill.json`, or that of a share: beside it are shards, which hold rows, a journal, and refused questions.
+fn is_of_distillation(name: &str) -> bool {
+    let share = name.strip_prefix("distill").and_then(|name| name.strip_suffix(".json"));
+    share.is_some_and(|share| share.is_empty() || share.starts_with('-') && share.contains("-of-"))
 }
 
 /// The names of what lies in a folder, sorted.
@@ -227,6 +236,21 @@ mod tests {
         assert!(matches!(find(&[at("x.jsonl")]), Err(SourceError::Missing { .. })));
         assert!(matches!(find(&[at("*.parquet")]), Err(SourceError::NoMatch { .. })));
         assert!(matches!(find(&[at("[.parquet")]), Err(SourceError::BadPattern { .. })));
+    }
+
+    #[test]
+    #[expect(clippy::disallowed_methods, reason = "a file of a test")]
+    fn a_distilled_folder_is_its_shards() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["shard-00000.parquet", "shard-2-of-3-00000.parquet", "journal.jsonl", "refused.jsonl"] {
+            fs::write(dir.path().join(name), "{}").unwrap();
+        }
+        let found = || find(&[dir.path().display().to_string()]).unwrap().files.len();
+        assert_eq!(found(), 4);
+        for name in ["distill-2-of-3.json", "distill.json"] {
+            fs::write(dir.path().join(name), "{}").unwrap();
+            assert_eq!(found(), 2);
+        }
     }
 
     #[test]
