@@ -292,3 +292,24 @@ fn run_that_loses(name: &str, moves: bool) -> (SmallRun, Ended) {
     }
     (small, end_of(child))
 }
+
+#[test]
+fn a_run_that_resumes_without_its_log_says_which_steps_it_lacks() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    let resume = || {
+        fs::remove_dir_all(small.path("run/final")).expect("a finished run");
+        small.train(&["--resume"]).succeeded().stderr
+    };
+    let warning = "warning: run/metrics.jsonl has no lines of steps ";
+    let whole = resume();
+    assert!(!whole.contains(warning), "{whole}");
+    let lines = small.read("run/metrics.jsonl");
+    let first: String = lines.split_inclusive('\n').take(2).collect();
+    small.write("run/metrics.jsonl", &first);
+    let cut = resume();
+    assert!(cut.contains(&format!("{warning}3 to ")), "{cut}");
+    fs::remove_file(small.path("run/metrics.jsonl")).expect("a log");
+    let removed = resume();
+    assert!(removed.contains(&format!("{warning}1 to ")), "{removed}");
+}

@@ -53,6 +53,8 @@ class Attack:
         """A program that says that all is well has written all."""
         found = {name: content for name, content in self.job.found().items() if not contents.is_partial(name)}
         different = self.job.differences_now(found) + self.job.told_otherwise(ended)
+        if "metrics.jsonl has no lines of steps" in ended.stderr:
+            different = [what for what in different if "run/metrics.jsonl" not in what and "run/tensorboard" not in what]
         return [f"exit status 0, and {what}" for what in different]
 
 

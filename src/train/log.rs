@@ -2,6 +2,8 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
+use std::num::NonZeroUsize;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -101,6 +103,8 @@ pub struct RunLog {
     path: PathBuf,
     lines: File,
     events: EventFile,
+    /// The last step with a line when the log was opened; 0 without one.
+    last_step: usize,
 }
 
 impl RunLog {
@@ -119,7 +123,18 @@ impl RunLog {
         let mut events = EventFile::create(&run.join(TENSORBOARD))?;
         kept.iter().try_for_each(|(_, line)| events.append(line.step, &line.curves()))?;
         let folder = Arc::new(LoggedFolder::open(run, &path, events.path())?);
-        Ok(Self { folder, path, lines, events })
+        let last_step = kept.iter().map(|(_, line)| line.step).max().unwrap_or(0);
+        Ok(Self { folder, path, lines, events, last_step })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The steps up to `step` that have no line, although every `log_every`-th should have one: the file was moved or changed.
+    pub(super) fn gap(&self, step: usize, log_every: NonZeroUsize) -> Option<RangeInclusive<usize>> {
+        let due = step / log_every * log_every.get();
+        (self.last_step < due).then_some(self.last_step + 1..=step)
     }
 
     /// Syncs all lines to disk. Call it before a checkpoint: a run resumed from there needs the lines up to it.

@@ -152,6 +152,10 @@ impl TrainRun {
         memory::keep_freed_blocks();
         let log = ranks.is_first().then(|| RunLog::open(&plan.train.output_dir, state.step)).transpose();
         let log = ranks.agree(log.map_err(TrainError::from))?;
+        if let Some((steps, log)) = log.as_ref().and_then(|log| Some((log.gap(state.step, plan.train.log_every)?, log)))
+        {
+            tell(RunEvent::LogLacks { path: log.path(), steps });
+        }
         let watch = LossWatch::default();
         Ok(TrainingLoop { checked: &self.checked, ranks, backbone, checkpoints, state, log, watch, tell })
     }

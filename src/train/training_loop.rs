@@ -1,5 +1,6 @@
 //! The training loop, from the newest checkpoint: steps, evaluations, checkpoints and finally `final/`.
 
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -53,6 +54,8 @@ pub enum RunEvent<'e> {
         /// It has checksums; those of earlier versions have none.
         is_verified: bool,
     },
+    /// The log of a resumed run lacks these steps.
+    LogLacks { path: &'e Path, steps: RangeInclusive<usize> },
     /// The run uses this cache of hidden states.
     HiddenStates {
         path: &'e Path,

@@ -50,6 +50,12 @@ impl<'c> TrainProgress<'c> {
                 let unverified = if *is_verified { "" } else { ", which has no checksums (written by an earlier version)" };
                 self.line(&format!("resuming from {}{unverified}", checkpoint.display()));
             }
+            RunEvent::LogLacks { path, steps } => self.line(&format!(
+                "warning: {} has no lines of steps {} to {}, so the curves lack them: was it moved or changed?",
+                path.display(),
+                steps.start(),
+                steps.end()
+            )),
             RunEvent::HiddenStates { path, filled, rows, are_verified } => {
                 let unverified = if *are_verified { "" } else { ", without checksums (written by an earlier version)" };
                 let path = path.display();
