@@ -249,6 +249,33 @@ fn killed_while_best_is_written_it_is_whole_or_absent() {
 }
 
 #[test]
+fn two_kills_before_the_first_checkpoint_leave_a_run_that_starts_again() {
+    let small = evaluated_often("loss");
+    small.train(&[]).succeeded();
+    let heads = small.bytes("run/final/heads.safetensors");
+    // As after a kill between the evaluation of step 1 and its checkpoint.
+    small.names("run").iter().filter(|name| name.starts_with("step-") || *name == "final").for_each(|name| {
+        fs::remove_dir_all(small.path(&format!("run/{name}"))).expect("a folder");
+    });
+    let metrics = small.read("run/metrics.jsonl");
+    let of_step_1: Vec<&str> = metrics.split_inclusive('\n').filter(|line| line.contains("\"step\":1,")).collect();
+    assert!(of_step_1.len() > 1, "no training and validation lines of step 1 in {metrics}");
+    small.write("run/metrics.jsonl", of_step_1.concat());
+
+    let mut child =
+        small.trainer(&["--resume"]).stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("it starts");
+    while small.read("run/metrics.jsonl") == of_step_1.concat() && child.try_wait().expect("a child").is_none() {
+        sleep(Duration::from_micros(100));
+    }
+    child.kill().expect("a child");
+    child.wait().expect("a child");
+    let is_left_alone = small.read("run/metrics.jsonl").is_empty() && small.path("run/best").exists();
+    assert!(!is_left_alone, "the log was emptied before best/ was removed");
+    small.train(&["--resume"]).succeeded();
+    assert!(small.bytes("run/final/heads.safetensors") == heads);
+}
+
+#[test]
 fn what_best_holds_is_read_as_final_is() {
     let small = evaluated_often("tokens_per_step");
     small.train(&[]).succeeded();

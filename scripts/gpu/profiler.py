@@ -28,7 +28,7 @@ def measure(part, program, seconds):
 def by_kernel(text, part, steps):
     """The longest first, from ncu's CSV (a row a launch and metric; lines of ncu's own begin with ==). A metric that ncu could not read is
     left out: kernels without a time have no line, and those without bytes no GB/s."""
-    table = [line for line in text.splitlines() if line.startswith('"')]
+    table = [row for row in text.splitlines() if row.startswith('"')]
     kernels = {}
     for row in csv.DictReader(io.StringIO("\n".join(table))):
         value = number(row)
@@ -37,7 +37,7 @@ def by_kernel(text, part, steps):
             of.setdefault(row["Metric Name"], []).append(value)
     kernels = {name: of for name, of in kernels.items() if of.get(TIME)}
     total = sum(sum(of[TIME]) for of in kernels.values())
-    return [line(name, of, part, max(steps, 1), total) for name, of in sorted(kernels.items(), key=lambda pair: -sum(pair[1][TIME]))]
+    return [kernel_line(name, of, part, max(steps, 1), total) for name, of in sorted(kernels.items(), key=lambda pair: -sum(pair[1][TIME]))]
 
 
 def number(row):
@@ -48,7 +48,7 @@ def number(row):
         return None
 
 
-def line(name, of, part, steps, total):
+def kernel_line(name, of, part, steps, total):
     seconds = sum(of[TIME])
     is_counted = all(len(of.get(metric, ())) == len(of[TIME]) for metric in (READ, WRITTEN))
     speed = (sum(of[READ]) + sum(of[WRITTEN])) / seconds / 1e9 if is_counted and seconds else None

@@ -11,8 +11,9 @@ use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import;
 use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::files::checksums::{self, CHECKSUMS};
+use crate::files::{failed, remove_folder};
 use crate::formats::metrics::MetricsSplit;
-use crate::formats::run_folder::FINAL;
+use crate::formats::run_folder::{BEST, FINAL};
 use crate::model::llama::Llama;
 use crate::model::loading::{LoadError, Purpose};
 use crate::model::weights::{WeightFiles, WeightsError};
@@ -150,8 +151,8 @@ impl TrainRun {
         }
         state.take_values_of_first(ranks)?;
         memory::keep_freed_blocks();
-        let log = ranks.is_first().then(|| RunLog::open(&plan.train.output_dir, state.step)).transpose();
-        let log = ranks.agree(log.map_err(TrainError::from))?;
+        let log = ranks.is_first().then(|| open_log(&plan.train.output_dir, state.step)).transpose();
+        let log = ranks.agree(log)?;
         if let Some((steps, log)) = log.as_ref().and_then(|log| Some((log.gap(state.step, plan.train.log_every)?, log)))
         {
             tell(RunEvent::LogLacks { path: log.path(), steps });
@@ -289,6 +290,16 @@ impl TrainRun {
 }
 
 /// Loads the backbone as the plan trains it.
+/// The run's log after `step`. A run from step 0 removes the `best/` of the killed one before the log loses its lines: without them, `best/`
+/// would say that checkpoints are missing.
+fn open_log(run: &Path, step: usize) -> Result<RunLog, TrainError> {
+    let best = run.join(BEST);
+    if step == 0 && best.exists() {
+        remove_folder(&best).map_err(failed("remove", &best))?;
+    }
+    Ok(RunLog::open(run, step)?)
+}
+
 fn load_backbone(checked: &CheckedRun) -> Result<Llama, TrainError> {
     let CheckedRun { plan, stages, .. } = checked;
     let (folder, kind) = (Path::new(&plan.backbone.path), plan.backbone.dtype.kind());
