@@ -23,13 +23,13 @@ from processes import CACHE, ENVIRONMENT, PeakMemory, Trouble, run, skipped
 # `training distill texts` have 480 s each.
 STAGES = {
     "smoke": {"versions": 15, "mask": 30, "operators": 15, "brief": 40},
-    "engine": {"kernels": 85, "loops": 35, "overlap": 15, "hydra": 30, "steps": 75, "endurance": 25, "transformers": 35},
-    "profile": {"profile-plain": 40, "profile-tree": 40},
+    "engine": {"kernels": 85, "loops": 35, "overlap": 15, "hydra": 30, "steps": 60, "endurance": 20, "transformers": 35},
+    "profile": {"profile-plain": 55, "profile-tree": 45},
     "training": {"fused": 15, "backbone": 50, "medusa1": 50, "peer": 45, "peer-transformers": 45, "medusa2": 50},
     "distill": {"backbone": 50, "distill": 75, "transformers-batch": 40},
     "texts": {"wider-heads": 5, "train-tiny": 45, "choose-tree": 30, "bench": 30},
     "layers": {"layers": 60},
-    "sanitizers": {"memcheck": 180, "racecheck": 180, "synccheck": 120},
+    "sanitizers": {"memcheck": 330, "racecheck": 120, "synccheck": 90},
 }
 ON_REQUEST = ("sanitizers",)
 BESIDE_PARTS = 40  # seconds to unpack the program, to look at the machine, and to remove what was written

@@ -28,7 +28,7 @@ fn check_attention(case: &Case, [n, context, q, g, d]: [i64; 5], window: Option<
     let places = Places { nodes: &nodes, state: &state };
     let room = context + n; // no spare row
     let rotations = rotations(case, room, d);
-    let (has_bias, has_norms) = HEAD_INPUTS[case.seed as usize % HEAD_INPUTS.len()];
+    let (has_bias, has_norms) = HEAD_INPUTS[case.seed as usize / HEADS.len() % HEAD_INPUTS.len()];
     let bias_w = has_bias.then(|| case.normal(&[(q + 2 * g) * d]));
     let weights = [case.normal(&[d]), case.normal(&[d])];
     let [query_d, key_d] = &weights;

@@ -59,45 +59,79 @@ struct Inputs {
     const float *cos_table, *sin_table;
 };
 
-// Eight numbers of a vector, from `chunk` on: with their bias, normed and rotated. ROW_CHUNKS neighbouring lanes call this for the chunks of
-// the same vector.
-INLINE uint4 head_piece(const Inputs& in, const Heads& heads, int node, int head, int chunk, int position) {
+// Eight numbers of a vector, from a chunk on, as they were loaded: with the eight that they are rotated with, and the angles.
+struct Loaded {
+    uint4 own, other, cos[2], sin[2];
+};
+
+INLINE const element* product_at(const Inputs& in, const Heads& heads, int node, int head) {
+    return in.qkv + ((size_t)node * (heads.q + 2 * heads.g) + head) * HEAD_SIZE;
+}
+
+// Loads do not wait for each other, so callers issue several before they finish the first.
+INLINE Loaded load_piece(const Inputs& in, const Heads& heads, int node, int head, int chunk, int position) {
     constexpr int HALF = ROW_CHUNKS / 2;
-    const int pieces[2] = {chunk, chunk ^ HALF}, all = heads.q + 2 * heads.g;  // its own, and the one that it is rotated with
+    const element* x = product_at(in, heads, node, head);
+    const size_t angle = (size_t)position * (HEAD_SIZE / 2) + chunk % HALF * 8;
+    const float *cosines = in.cos_table + angle, *sines = in.sin_table + angle;
+    return Loaded{load16(x + chunk * 8), load16(x + (chunk ^ HALF) * 8),
+                  {load16(cosines), load16(cosines + 4)}, {load16(sines), load16(sines + 4)}};
+}
+
+INLINE void add_bias(float (&x)[8], const Inputs& in, int head, int chunk) {
+    if (!in.bias) return;
+    float bias[8];
+    unpack8(bias, load16(in.bias + (size_t)head * HEAD_SIZE + chunk * 8));
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = rounded(x[j] + bias[j]);
+}
+
+INLINE void scale_by(float (&x)[8], float scale, const element* norm, int chunk) {
+    float weights[8];
+    unpack8(weights, load16(norm + chunk * 8));
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = rounded(x[j] * scale * weights[j]);
+}
+
+INLINE float number(const uint4 (&four)[2], int j) {
+    const uint4 of = four[j / 4];
+    return __uint_as_float(j % 4 == 0 ? of.x : j % 4 == 1 ? of.y : j % 4 == 2 ? of.z : of.w);
+}
+
+// A piece of a query or key: with its bias, normed and rotated. ROW_CHUNKS neighbouring lanes call this for the chunks of the same vector.
+INLINE uint4 rotated_piece(const Inputs& in, const Heads& heads, int head, int chunk, const Loaded& from) {
+    constexpr int HALF = ROW_CHUNKS / 2;
     const element* norm = head < heads.q ? in.query_norm : in.key_norm;
-    float x[2][8], squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        unpack8(x[i], load16(in.qkv + ((size_t)node * all + head) * HEAD_SIZE + pieces[i] * 8));
-        if (!in.bias) continue;
-        float bias[8];
-        unpack8(bias, load16(in.bias + (size_t)head * HEAD_SIZE + pieces[i] * 8));
-#pragma unroll
-        for (int j = 0; j < 8; j++) x[i][j] = rounded(x[i][j] + bias[j]);
-    }
-    if (head >= heads.q + heads.g) return pack8(x[0]);
+    float x[8], other[8];
+    unpack8(x, from.own);
+    unpack8(other, from.other);
+    add_bias(x, in, head, chunk);
+    add_bias(other, in, head, chunk ^ HALF);
     if (norm) {
+        float squares = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 8; j++) squares += x[0][j] * x[0][j];
+        for (int j = 0; j < 8; j++) squares += x[j] * x[j];
 #pragma unroll
         for (int step = 1; step < ROW_CHUNKS; step *= 2) squares += __shfl_xor_sync(ALL_LANES, squares, step);
         const float scale = rsqrtf(squares / HEAD_SIZE + in.eps);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float weights[8];
-            unpack8(weights, load16(norm + pieces[i] * 8));
-#pragma unroll
-            for (int j = 0; j < 8; j++) x[i][j] = rounded(x[i][j] * scale * weights[j]);
-        }
+        scale_by(x, scale, norm, chunk);
+        scale_by(other, scale, norm, chunk ^ HALF);
     }
-    const size_t angle = (size_t)position * (HEAD_SIZE / 2) + chunk % HALF * 8;
     float y[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const float sine = chunk < HALF ? -in.sin_table[angle + j] : in.sin_table[angle + j];
-        y[j] = x[0][j] * in.cos_table[angle + j] + x[1][j] * sine;
+        const float sine = chunk < HALF ? -number(from.sin, j) : number(from.sin, j);
+        y[j] = x[j] * number(from.cos, j) + other[j] * sine;
     }
     return pack8(y);
+}
+
+// A piece of a value, as it was loaded, with its bias.
+INLINE uint4 value_piece(const Inputs& in, int head, int chunk, uint4 from) {
+    float x[8];
+    unpack8(x, from);
+    add_bias(x, in, head, chunk);
+    return pack8(x);
 }
 
 // What one row attends to.
@@ -140,23 +174,33 @@ INLINE void merge(const Parts& from, element* o, float* weights, Heads heads, in
     for (int step = 1; step < EACH; step *= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
     if (lane == 0) totals[row] = total;
     __syncthreads();
-    for (int at = threadIdx.x; at < count * PIECES; at += 128) {
-        const int of = at / PIECES, column = at % PIECES * 4, node = (first + of) % n, head = blockIdx.x * share + (first + of) / n;
-        const float* sums = from.sums + (base + of) * HEAD_SIZE + column;
-        float x[4] = {};
+    constexpr int AT_ONCE = 4;
+    for (int from_piece = threadIdx.x; from_piece < count * PIECES; from_piece += 128 * AT_ONCE) {
+        float x[AT_ONCE][4] = {};
 #pragma unroll 4
         for (int part = 0; part < parts; part++) {
-            const float weight = weights[of * parts + part];
-            uint4 words = make_uint4(0, 0, 0, 0);
-            if (weight != 0.0f) words = load16(sums + part * stride * HEAD_SIZE);  // else nothing seen, and perhaps nothing written
-            x[0] += weight * __uint_as_float(words.x);
-            x[1] += weight * __uint_as_float(words.y);
-            x[2] += weight * __uint_as_float(words.z);
-            x[3] += weight * __uint_as_float(words.w);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int at = min(from_piece + i * 128, count * PIECES - 1), of = at / PIECES;
+                const float weight = weights[of * parts + part];
+                uint4 words = make_uint4(0, 0, 0, 0);
+                if (weight != 0.0f)  // else nothing seen, and perhaps nothing written
+                    words = load16(from.sums + (base + of + part * stride) * HEAD_SIZE + at % PIECES * 4);
+                x[i][0] += weight * __uint_as_float(words.x);
+                x[i][1] += weight * __uint_as_float(words.y);
+                x[i][2] += weight * __uint_as_float(words.z);
+                x[i][3] += weight * __uint_as_float(words.w);
+            }
         }
-        u32* out = (u32*)(o + ((size_t)node * heads.q + head) * HEAD_SIZE + column);
-        out[0] = pack(x[0] / totals[of], x[1] / totals[of]);
-        out[1] = pack(x[2] / totals[of], x[3] / totals[of]);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int at = from_piece + i * 128, of = at / PIECES;
+            if (at >= count * PIECES) continue;
+            const int node = (first + of) % n, head = blockIdx.x * share + (first + of) / n;
+            u32* out = (u32*)(o + ((size_t)node * heads.q + head) * HEAD_SIZE + at % PIECES * 4);
+            out[0] = pack(x[i][0] / totals[of], x[i][1] / totals[of]);
+            out[1] = pack(x[i][2] / totals[of], x[i][3] / totals[of]);
+        }
     }
 }
 
@@ -181,12 +225,22 @@ INLINE void attend(const Inputs& in, element* cache, const u64* sees_words, cons
 
     // Queries pass through the second stage of values, which is not in use yet.
     uint4* queries = shared + 3 * STAGE;
+    constexpr int ROWS_AT_ONCE = 128 / ROW_CHUNKS, TIMES = ROW_WARPS * 16 / ROWS_AT_ONCE, LOADS = TIMES < 4 ? TIMES : 4;
+    const int place = threadIdx.x / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
 #pragma unroll
-    for (int i = 0; i < ROW_WARPS * 16 * ROW_CHUNKS / 128; i++) {
-        const int piece = threadIdx.x + i * 128, place = piece / ROW_CHUNKS, chunk = piece % ROW_CHUNKS;
-        const int at = blockIdx.y * ROW_WARPS * 16 + place, real = min(at, rows - 1), node = real % n;
-        const uint4 query = head_piece(in, heads, node, g * share + real / n, chunk, context + depths[node]);
-        queries[key_at(place, chunk)] = at < rows ? query : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < TIMES; i += LOADS) {
+        Loaded loaded[LOADS];
+#pragma unroll
+        for (int j = 0; j < LOADS; j++) {
+            const int at = blockIdx.y * ROW_WARPS * 16 + place + (i + j) * ROWS_AT_ONCE, real = min(at, rows - 1), node = real % n;
+            loaded[j] = load_piece(in, heads, node, g * share + real / n, chunk, context + depths[node]);
+        }
+#pragma unroll
+        for (int j = 0; j < LOADS; j++) {
+            const int of_block = place + (i + j) * ROWS_AT_ONCE, at = blockIdx.y * ROW_WARPS * 16 + of_block;
+            const uint4 query = rotated_piece(in, heads, g * share + min(at, rows - 1) / n, chunk, loaded[j]);
+            queries[key_at(of_block, chunk)] = at < rows ? query : make_uint4(0, 0, 0, 0);
+        }
     }
     __syncthreads();
     u32 q[HEAD_SIZE / 16][4];
@@ -211,17 +265,30 @@ INLINE void attend(const Inputs& in, element* cache, const u64* sees_words, cons
 
     // The step's own keys and values in a tile.
     auto make_keys = [&](uint4* stage, int tile) {
-        for (int i = 0; i < KEYS * ROW_CHUNKS / 128; i++) {
-            const int piece = threadIdx.x + i * 128, place = piece / ROW_CHUNKS, chunk = piece % ROW_CHUNKS;
-            const int key = tile * KEYS + place, node = max(0, min(key - context, n - 1));
-            const uint4 k = head_piece(in, heads, node, heads.q + g, chunk, context + depths[node]);
-            const uint4 v = head_piece(in, heads, node, heads.q + heads.g + g, chunk, 0);
-            if (key < context || key >= end) continue;
-            stage[key_at(place, chunk)] = k;
-            stage[2 * STAGE + key_at(place, chunk)] = v;
-            if (blockIdx.y > 0) continue;
-            store16(keys + (size_t)key * HEAD_SIZE + chunk * 8, k);
-            store16(values + (size_t)key * HEAD_SIZE + chunk * 8, v);
+        constexpr int AT_ONCE = 2;
+        for (int i = 0; i < KEYS / ROWS_AT_ONCE; i += AT_ONCE) {
+            const int first = tile * KEYS + i * ROWS_AT_ONCE;
+            if (first >= end || first + AT_ONCE * ROWS_AT_ONCE <= context) continue;  // none of these
+            Loaded k[AT_ONCE];
+            uint4 v[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int node = max(0, min(first + j * ROWS_AT_ONCE + place - context, n - 1));
+                k[j] = load_piece(in, heads, node, heads.q + g, chunk, context + depths[node]);
+                v[j] = load16(product_at(in, heads, node, heads.q + heads.g + g) + chunk * 8);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int of_tile = (i + j) * ROWS_AT_ONCE + place, key = tile * KEYS + of_tile;
+                const uint4 made_k = rotated_piece(in, heads, heads.q + g, chunk, k[j]);
+                const uint4 made_v = value_piece(in, heads.q + heads.g + g, chunk, v[j]);
+                if (key < context || key >= end) continue;
+                stage[key_at(of_tile, chunk)] = made_k;
+                stage[2 * STAGE + key_at(of_tile, chunk)] = made_v;
+                if (blockIdx.y > 0) continue;
+                store16(keys + (size_t)key * HEAD_SIZE + chunk * 8, made_k);
+                store16(values + (size_t)key * HEAD_SIZE + chunk * 8, made_v);
+            }
         }
     };
     auto fetch = [&](int tile) {
