@@ -111,6 +111,16 @@ fn curves(lines: &[Value]) -> BTreeMap<Point, f32> {
 }
 
 #[test]
+fn a_finished_run_gets_its_event_file_back() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    let written = events(&small, "run");
+    fs::remove_dir_all(small.path("run/tensorboard")).expect("a folder");
+    assert!(small.train(&["--resume"]).succeeded().stderr.contains("already finished"));
+    assert_eq!(events(&small, "run"), written);
+}
+
+#[test]
 fn the_folder_of_a_run_is_the_documented_one() {
     let small = SmallRun::new();
     let ended = small.train(&[]).succeeded();

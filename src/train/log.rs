@@ -127,6 +127,21 @@ impl RunLog {
         Ok(Self { folder, path, lines, events, last_step })
     }
 
+    /// Writes the event file of a finished run again if it is gone: metrics.jsonl has all that it holds.
+    ///
+    /// # Errors
+    /// [`MetricsError`].
+    pub(super) fn restore_events(run: &Path) -> Result<(), MetricsError> {
+        let folder = run.join(TENSORBOARD);
+        if folder.exists() {
+            return Ok(());
+        }
+        let mut events = EventFile::create(&folder)?;
+        let lines = MetricsFile::read(&run.join(METRICS))?.lines;
+        lines.iter().try_for_each(|(_, line)| events.append(line.step, &line.curves()))?;
+        events.sync()
+    }
+
     pub(super) fn path(&self) -> &Path {
         &self.path
     }

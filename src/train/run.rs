@@ -109,6 +109,7 @@ impl TrainRun {
         claimed.damaged.iter().for_each(|damaged| tell(RunEvent::Damaged(damaged)));
         if finished.exists() {
             checksums::verify(&finished)?;
+            RunLog::restore_events(run)?;
         }
         if !claimed.changes.is_empty() {
             let total_steps = claimed.length_changed.then_some(self.checked.total_steps);
