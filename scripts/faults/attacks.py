@@ -184,8 +184,8 @@ class Vanish(Attack):
     def run(self, number, random):
         self.job.begin()
         calls = [call for call in numbered(self.job.calls) if call[2].startswith("disk/")]
-        last = max(at for at, call in enumerate(calls) if call[0] in CHANGING)
-        call = random.choice(calls[: last + 1])  # behind it, all has been written
+        last = max(at for at, call in enumerate(calls) if call[0] in CHANGING - {"unlink", "rmdir"})
+        call = random.choice(calls[: last + 1])  # behind it, all has been written, and a lock or an empty folder may be removed
         path = self.world.disk / random.choice(self.job.vanishing)
         running = self.world.start(self.job.command, self.shim.environment(self.world.folder, call=call, does=f"signal:{int(signal.SIGSTOP)}"))
         what = "nothing was there"

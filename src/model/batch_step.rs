@@ -28,7 +28,7 @@ pub struct BatchStep {
     pub(super) read: i64,
     /// `[P]` of the product's rows, float32.
     positions_p: Tensor,
-    /// `[B·2G]` int64: where the new keys and values go in [`LayerCache::flat_nd`].
+    /// `[B·2G]` int64: where the new keys and values go in `LayerCache::flat_nd`.
     pub(super) at_n: Tensor,
     /// `[B]` int64: committed tokens of each row.
     pub(super) lengths_b: Tensor,

@@ -45,7 +45,7 @@ const TOGETHER: &str = "without heads, conversations are decoded together";
 /// Answers the prompts of this machine's share.
 ///
 /// # Errors
-/// An error in the prompts, the backbone, the heads or the folder; [`Interrupted`] after Ctrl-C.
+/// An error in the prompts, the backbone, the heads or the folder; `Interrupted` after Ctrl-C.
 pub(super) fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let folder = args.backbone.as_deref().context("--backbone is given")?;
     if args.heads.is_none() && args.engine.engine == EngineName::Cuda {
