@@ -196,10 +196,15 @@ def keep(results, out):
         path = out / f"{gpu}-{results['date']}-{results['time']}-{results['stage']}{suffix}"
         try:
             partial = path.with_suffix(suffix + ".partial")
-            partial.write_text(text(results))
+            partial.write_text(without_folders(text(results)))
             partial.rename(path)
         except OSError as error:
             say(f"{path} was not written: {error}")
+
+
+def without_folders(text):
+    """Absolute paths lose their folders: results are published, and where a machine keeps its files is nobody's concern."""
+    return re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+", "", text)
 
 
 def say(what):

@@ -290,7 +290,6 @@ impl TrainRun {
     }
 }
 
-/// Loads the backbone as the plan trains it.
 /// The run's log after `step`. A run from step 0 removes the `best/` of the killed one before the log loses its lines: without them, `best/`
 /// would say that checkpoints are missing.
 fn open_log(run: &Path, step: usize) -> Result<RunLog, TrainError> {
@@ -301,6 +300,7 @@ fn open_log(run: &Path, step: usize) -> Result<RunLog, TrainError> {
     Ok(RunLog::open(run, step)?)
 }
 
+/// Loads the backbone as the plan trains it.
 fn load_backbone(checked: &CheckedRun) -> Result<Llama, TrainError> {
     let CheckedRun { plan, stages, .. } = checked;
     let (folder, kind) = (Path::new(&plan.backbone.path), plan.backbone.dtype.kind());
