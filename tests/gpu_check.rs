@@ -269,7 +269,9 @@ fn sanitizers_and_the_profiler_run_the_program() {
     let run = machine.check(&["sanitizers", "profile"]);
     let said = words(&run.stderr);
     assert!(said.contains("error: failed: memcheck, racecheck, synccheck;"), "{said}");
-    let parts = &machine.recorded("sanitizers")["parts"];
+    let recorded = machine.recorded("sanitizers");
+    assert!(!recorded.to_string().contains("/gpu_check gpu-check"), "a folder of this machine is in {recorded}");
+    let parts = &recorded["parts"];
     for (tool, ends) in [("memcheck", "gpu_check gpu-check brief caching=1"), ("racecheck", "gpu-check brief caching=")]
     {
         let why = parts[tool]["failed"].as_str().expect("it fails");
