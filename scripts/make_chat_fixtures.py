@@ -6,14 +6,15 @@ tests/fixtures/chat.json, hashes of 200 conversations of tests/fixtures/data to 
     python3 scripts/make_chat_fixtures.py PUBLISHED --check    # computes again and compares with the files, writes nothing
 
 PUBLISHED is a folder with the templates as their authors publish them, which are not part of this repository: the value of
-`chat_template` in tokenizer_config.json of each model of SOURCES, as zephyr.jinja and so on. Vicuna publishes none; FastChat's
+`chat_template` in tokenizer_config.json of each model of SOURCES, as zephyr.jinja and so on; or src/data/chat_templates, which write the
+same texts (the fixture has the hash of each template). Vicuna publishes none; FastChat's
 conversation template is reimplemented below.
 
 For every template and conversation, the files have the text, its ids by data/tiny/backbone's tokenizer (without added tokens) and a mask,
 "1" for a token that carries loss: the assistant's text and the end of its turn. For a template with `{% generation %}` the mask comes from
 transformers; for the others this script renders the text turn by turn. `null` if the template refuses the roles. The 200 conversations are
-tokenized by tests/fixtures/models/tokenizer-mistral-v1-32000. Tool calls are assistant turns without loss; a tool's result is a turn of
-"tool" if the template shows those, else of "user".
+tokenized by tests/fixtures/models/tokenizer-mistral-v1-32000. Tool calls are assistant turns; a tool's result is a turn of "tool" if the
+template shows those, else of "user".
 """
 
 import hashlib
@@ -30,7 +31,7 @@ FIXTURE = ROOT / "tests" / "fixtures" / "chat.json"
 FIXTURE_200 = ROOT / "tests" / "fixtures" / "chat_200.json"
 PUBLISHED_DATA = ROOT / "tests" / "fixtures"
 FILES = {"sharegpt_500.json": 80, "sharegpt_toolcall_300.json": 60, "messages_1k.jsonl": 60}
-ROLES = {"human": "user", "gpt": "assistant", "function_call": "call", "observation": "tool"}
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 LIMIT_BYTES = 300_000
 SOURCES = {
     "zephyr": "HuggingFaceH4/zephyr-7b-beta",
@@ -115,18 +116,17 @@ def renderer(name, template, tokenizer):
     return render
 
 
-def answers(name, render, messages, text, eos, learned):
+def answers(name, render, messages, text, eos):
     """Spans of characters, from the start of the assistant's text to the end of its turn."""
     for at, message in enumerate(messages):
-        if learned[at]:
+        if message["role"] == "assistant":
             start, end = len(render(messages[:at], True)), len(render(messages[: at + 1]).rstrip())
             assert text[start:end].endswith(ENDS[name].format(eos=eos)), (name, text[start:end])
             assert message["content"].strip() in text[start:end], (name, text[start:end])
             yield start, end
 
 
-def masked(name, template, messages, tokenizer, learned=None):
-    learned = learned or [message["role"] == "assistant" for message in messages]
+def masked(name, template, messages, tokenizer):
     render = renderer(name, template, tokenizer)
     try:
         text = render(messages)
@@ -138,31 +138,14 @@ def masked(name, template, messages, tokenizer, learned=None):
             messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
         )
         assert by_template["input_ids"] == encoded["input_ids"]
-        mask = without_calls(by_template["assistant_masks"], messages, learned)
+        mask = by_template["assistant_masks"]
     else:
         mask = [0] * len(encoded["input_ids"])
-        for start, end in answers(name, render, messages, text, tokenizer.eos_token, learned):
+        for start, end in answers(name, render, messages, text, tokenizer.eos_token):
             for token in range(encoded.char_to_token(start), encoded.char_to_token(end - 1) + 1):
                 mask[token] = 1
     ids = " ".join(map(str, encoded["input_ids"]))
     return dict(text=text, prompt=render(messages, True), ids=ids, mask="".join(map(str, mask)))
-
-
-def without_calls(mask, messages, learned):
-    """The template marks every turn of the assistant: unmarks the spans of tool calls."""
-    runs, start = [], None
-    for at, bit in enumerate(mask + [0]):
-        if bit and start is None:
-            start = at
-        elif not bit and start is not None:
-            runs.append((start, at))
-            start = None
-    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    assert len(runs) == len(turns), (runs, turns)
-    for (start, end), at in zip(runs, turns):
-        if not learned[at]:
-            mask[start:end] = [0] * (end - start)
-    return mask
 
 
 def shows_tools(name, template, tokenizer):
@@ -188,9 +171,8 @@ def talks():
 def hashed(name, template, tokenizer):
     tool = "tool" if shows_tools(name, template, tokenizer) else "user"
     for talk in talks():
-        roles = [{"call": "assistant", "tool": tool}.get(role, role) for role, _ in talk]
-        messages = [dict(role=role, content=content) for role, (_, content) in zip(roles, talk)]
-        case = masked(name, template, messages, tokenizer, [role == "assistant" for role, _ in talk])
+        messages = [dict(role=tool if role == "tool" else role, content=content) for role, content in talk]
+        case = masked(name, template, messages, tokenizer)
         digest = lambda text: hashlib.sha256(text.encode()).hexdigest()[:16]
         yield case and dict(text=digest(case["text"]), tokens=digest(case["ids"] + "\n" + case["mask"]))
 
