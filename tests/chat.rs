@@ -230,7 +230,7 @@ fn a_template_that_rewrites_earlier_turns_is_masked_by_where_the_answers_stand()
         {% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}";
     let turns = talk(&[("user", "Hi"), ("assistant", " yes "), ("user", "Hi"), ("assistant", "yes")]);
     let (learned, text) = World::with_source(thinking).learned(turns.clone());
-    assert_eq!(learned, ["yes<|end|>", "yes<|end|>"]);
+    assert_eq!(learned, ["yes<|end|>", "(thinks)yes<|end|>"]);
     assert!(text.ends_with("<|assistant|>(thinks)yes<|end|>\n"), "{text}");
 
     // The end of the text is not the end of a turn, and there is no generation prompt.
@@ -244,19 +244,20 @@ fn a_template_that_rewrites_earlier_turns_is_masked_by_where_the_answers_stand()
 }
 
 #[test]
-fn what_tools_say_stays_and_is_not_learned() {
+fn what_tools_say_stays_and_is_not_learned_and_calls_are() {
     let turns = json!([{"from": "human", "value": "Sum?"}, {"from": "function_call", "value": "add(1, 2)"},
         {"from": "observation", "value": "three"}, {"from": "gpt", "value": "It is 3."}]);
     for name in BUILT_IN.into_iter().chain(["tokenizer"]) {
         let world = World::new(&tiny(), name);
         let (learned, text) = world.learned(turns.clone());
-        assert!(learned.len() == 1 && learned[0].trim_start().starts_with("It is 3."), "{name}: {learned:?}");
+        assert!(learned.len() == 2 && learned[0].trim_start().starts_with("add(1, 2)"), "{name}: {learned:?}");
+        assert!(learned[1].trim_start().starts_with("It is 3."), "{name}: {learned:?}");
         assert!(text.contains("Sum?") && text.contains("add(1, 2)") && text.contains("three"), "{name}: {text}");
     }
     let chatml = World::new(&tiny(), "chatml").learned(turns.clone()).1;
     assert!(chatml.contains("<|im_start|>tool\nthree<|im_end|>"), "a role that the template shows stays: {chatml}");
     let marked = World::with_source(fixture()["generation_template"].as_str().unwrap()).learned(turns);
-    assert_eq!(marked.0, [" It is 3.<|end|>"]); // a token across the border carries loss as a whole
+    assert_eq!(marked.0, [" add(1, 2)<|end|>", " It is 3.<|end|>"]); // a token across the border carries loss as a whole
 }
 
 #[test]
@@ -287,7 +288,7 @@ fn conversation_column(rows: &[Vec<(&str, Option<&str>)>], names: [&str; 2]) -> 
 }
 
 #[test]
-fn calls_beside_the_content_are_not_learned_from_columns_either() {
+fn calls_beside_the_content_are_learned_from_columns_too() {
     let turns = [("user", "Sum?"), ("assistant", "Let me see."), ("tool", "3"), ("assistant", "It is 3.")];
     let column = |part: fn(&(&'static str, &'static str)) -> &'static str| -> ArrayRef {
         Arc::new(StringArray::from_iter_values(turns.iter().map(part)))
@@ -317,7 +318,7 @@ fn calls_beside_the_content_are_not_learned_from_columns_either() {
     assert_eq!(world.load(&path).expect("a row").0, rows);
     let learned: Vec<i32> = rows[0].labels.iter().copied().filter(|label| *label != IGNORE).collect();
     let text = |ids: &[i32]| world.tokenizer.decode(ids, false).expect("known ids");
-    assert_eq!(text(&learned).trim(), "It is 3.<|end|>");
+    assert_eq!(text(&learned), "Let me see.[add(1, 2)]<|end|>It is 3.<|end|>");
     assert!(text(&rows[0].input_ids).contains("Let me see.[add(1, 2)]"), "{}", text(&rows[0].input_ids));
 }
 
@@ -523,7 +524,11 @@ fn a_broken_array_or_row_is_named_by_its_place() {
         vec![("messages", conversation_column(&[vec![("user", Some("a")), ("user", None)]], ["role", "content"]))],
     );
     let error = world.load(&path).unwrap_err().to_string();
-    assert!(error.ends_with("rows.parquet, row 1: messages[1]: expected a string, got null"), "{error}");
+    assert!(
+        error
+            .ends_with("rows.parquet, row 1: messages[1].content: expected a string or a list of text parts, got null"),
+        "{error}"
+    );
     write_parquet(&path, vec![("messages", conversation_column(&[vec![]], ["role", "text"]))]);
     let error = world.load(&path).unwrap_err().to_string();
     assert!(error.contains("messages: expected a column of lists of structs with strings \"role\" and"), "{error}");
@@ -536,8 +541,8 @@ fn published_conversations_are_read() {
         .map(|file| published("data").join(file));
     let (answers, kept) = ([1000, 746, 1100], [500, 299, 1000]);
     // Tokens and tokens with loss, as counted by transformers when it renders turn by turn.
-    let vicuna = [(44_180, 16_836), (137_240, 86_296), (91_587, 34_820)];
-    let chatml = [(55_960, 22_646), (153_381, 90_228), (90_620, 40_821)];
+    let vicuna = [(44_180, 16_836), (137_240, 93_606), (91_587, 34_820)];
+    let chatml = [(55_960, 22_646), (153_381, 98_804), (90_620, 40_821)];
     let too_long: BTreeMap<_, _> = [(DropReason::NoLabelLeft, 1)].into(); // 6,293 Chinese characters before the only answer
     for (template, tokens) in [("vicuna", vicuna), ("chatml", chatml)] {
         let mut world = World { long_rows: LongRows::Truncate, ..World::new(&backbone, template) };
@@ -656,11 +661,13 @@ fn tools_and_calls_go_to_the_template_and_calls_in_the_models_own_way_are_learne
 }
 
 #[test]
-fn calls_that_a_template_leaves_out_stay_as_text_without_loss() {
+fn calls_that_a_template_leaves_out_are_text_and_counted() {
     let world = World::new(&tiny(), "chatml");
     let (learned, text) = world.learned(with_a_call());
-    assert_eq!(learned, ["It is sunny.<|im_end|>"]);
-    assert!(text.contains(r#""name":"look""#) && text.contains("sunny"), "{text}");
+    assert!(learned[0].contains(r#""name":"look""#) && learned[1] == "It is sunny.<|im_end|>", "{learned:?}");
+    assert!(text.contains("sunny"), "{text}");
+    let (_, report) = world.lines(&[json!({"messages": with_a_call()})]).expect("a row");
+    assert!(report.to_string().contains("1 answers with calls as text"), "{report}");
 }
 
 #[test]
@@ -672,9 +679,12 @@ fn thoughts_that_a_template_drops_from_earlier_turns_do_not_drop_the_conversatio
         ("user", "again"),
         ("assistant", "Yes."),
     ]);
-    let (learned, text) = world.learned(talk);
+    let (learned, text) = world.learned(talk.clone());
     assert_eq!(text, "<user>hi</s><assistant>Hello.</s><user>again</s><assistant>Yes.</s>");
     assert_eq!(learned, ["Hello.</s>", "Yes.</s>"]);
+    let (_, report) = world.lines(&[json!({"messages": talk})]).expect("a row");
+    assert_eq!(report.counts.shortened_turns, 1);
+    assert!(report.to_string().contains("1 answers shortened by the chat template"), "{report}");
 }
 
 /// The texts of the rows that conversations become, without special tokens.

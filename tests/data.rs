@@ -679,16 +679,15 @@ fn a_chat_template_is_a_string_one_of_several_or_a_file() {
         r#"{"bos_token": "<s>", "chat_template": "{{ bos_token }}1{{ messages[0].content }}{{ eos_token }}"}"#,
     );
     assert_eq!(render().unwrap(), "<s>1hi");
-    let named =
-        json!({"chat_template": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "2"}]});
+    let named = json!({"chat_template": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "2{{ messages[0].content }}"}]});
     write(&config, &named.to_string());
-    assert_eq!(render().unwrap(), "2");
+    assert_eq!(render().unwrap(), "2hi");
     write(&config, r#"{"chat_template": [{"name": "rag", "template": "no"}]}"#);
     assert!(render().unwrap_err().to_string().contains("one named \"default\""));
     write(&config, r#"{"chat_template": "{% if %}"}"#);
     assert!(render().unwrap_err().to_string().contains("cannot be used"));
-    write(&dir.path().join("chat_template.jinja"), "3{{ messages | length }}");
-    assert_eq!(render().unwrap(), "31");
+    write(&dir.path().join("chat_template.jinja"), "3{{ messages[0].content }}");
+    assert_eq!(render().unwrap(), "3hi");
 }
 
 #[test]

@@ -16,6 +16,7 @@ mod chat;
 mod chat_command;
 mod checksums;
 mod command_line;
+mod conversations;
 mod cuda_engine;
 mod cuda_hydra;
 mod cuda_kernels;

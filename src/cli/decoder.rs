@@ -12,7 +12,8 @@ use super::drafter::model::{self, Target};
 use super::drafter::plan::DrafterPlan;
 use super::loading::load_backbone;
 use super::served::{self, Served};
-use crate::data::chat_template::{ChatTemplate, Message, TemplateChoice};
+use crate::data::chat_template::{ChatTemplate, TemplateChoice};
+use crate::data::conversation::{Chat, Message};
 use crate::data::prompts::{self, PromptInput};
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
 use crate::engine::cpu::{CpuEngine, Unsupported};
@@ -105,13 +106,13 @@ impl Decoder {
             let ids = prompts::to_ids(input, &self.tokenizer, self.template.as_deref())?;
             return answer(0, &wide(&ids)).map(drop);
         };
-        let mut messages = Vec::new();
+        let mut chat = Chat::default();
         for (at, turn) in turns.iter().enumerate() {
             let context = || format!("turn {}", at + 1);
-            messages.push(Message::new("user", turn));
-            let ids = prompts::chat_ids(&messages, &self.tokenizer, self.template.as_deref()).with_context(context)?;
+            chat.messages.push(Message::new("user", turn));
+            let ids = prompts::chat_ids(&chat, &self.tokenizer, self.template.as_deref()).with_context(context)?;
             let said = answer(at as u64, &wide(&ids)).with_context(context)?;
-            messages.push(Message::new("assistant", said));
+            chat.messages.push(Message::new("assistant", said));
         }
         Ok(())
     }

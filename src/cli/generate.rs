@@ -252,7 +252,7 @@ fn asked(input: &PromptInput, turn: u64) -> String {
     match input {
         PromptInput::Text(text) => text.clone(),
         PromptInput::Ids(ids) => counted(ids.len(), "token"),
-        PromptInput::Chat(messages) => messages.last().map_or_else(String::new, |last| last.content.clone()),
+        PromptInput::Chat(chat) => chat.messages.last().map_or_else(String::new, |last| last.content.clone()),
         PromptInput::Turns(turns) => turns[turn as usize].clone(),
     }
 }

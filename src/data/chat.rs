@@ -1,13 +1,16 @@
-//! A conversation as tokens with labels. What the template renders decides which tokens carry loss: the text that it
-//! writes for a turn, never a search for what was said, so that an answer that repeats an earlier one is no trap.
+//! A conversation as tokens with labels. What the model writes carries loss: all that stands between the header of an assistant's turn and
+//! its end, end included, thoughts and calls among it. A template with `{% generation %}` says where that is; for the others it is read off
+//! the text that they write around what was said, never searched in what was said.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::chat_template::{ChatTemplate, Marked, Message, TemplateError, TemplateInputs};
-use super::conversation::{CALLS, Role, Turn};
+use super::answer_frame::{ending, header_of};
+use super::chat_template::{ChatTemplate, Marked, TemplateError};
+use super::conversation::{Message, TemplateInputs};
 use super::long_rows::RowFit;
+use super::marked::WrittenText;
 use super::report::DropReason;
 use super::rows::{IGNORE, ReadRow, RowForm, RowProblem, TokenRow};
 use super::tokenize::TextTokenizer;
@@ -37,14 +40,12 @@ pub(super) struct ConversationRenderer<'a> {
     pub(super) fit: RowFit,
 }
 
-/// With more answers than this in a conversation, what surrounds one of them is looked for around the others: to render the
-/// conversation up to each of them takes time that grows with the square of the turns.
+/// With more questions than this in a conversation, none is looked for by a rendering of its own: that takes time that grows with the
+/// square of the turns.
 const RENDERED_ONE_BY_ONE: usize = 16;
 
 /// A template that needs too many steps, or too much memory, for fewer turns than this loops; with more, the conversation is to blame.
 const TURNS_OF_A_TALK: usize = 1000;
-
-const END_OF_THOUGHTS: &str = "</think>";
 
 /// Why a conversation cannot be rendered.
 #[derive(Debug)]
@@ -67,15 +68,16 @@ impl From<TemplateError> for Refused {
             TemplateError::Endless { turns, .. } | TemplateError::TooMuch { turns, .. } if turns < TURNS_OF_A_TALK => {
                 Self::Template(error)
             }
+            TemplateError::UnknownRole { .. } => Self::Conversation(DropReason::UnknownRole),
             other => Self::Conversation(DropReason::TemplateRefuses(other.words())),
         }
     }
 }
 
 /// A conversation's text, and the bytes of it that carry loss, in order.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 struct MaskedText {
-    text: String,
+    written: WrittenText,
     learned: Vec<Range<usize>>,
 }
 
@@ -85,238 +87,144 @@ impl ConversationRenderer<'_> {
     ///
     /// # Errors
     /// The tokenizer's own, and a template that does not end.
-    pub(super) fn row(&self, turns: &[Turn]) -> Result<Result<ReadRow, DropReason>, RowProblem> {
-        let rendered = match self.render(turns) {
-            Ok(rendered) => rendered,
+    pub(super) fn row(&self, messages: &[Message]) -> Result<Result<ReadRow, DropReason>, RowProblem> {
+        let MaskedText { written, learned } = match self.render(messages) {
+            Ok(masked) => masked,
             Err(Refused::Conversation(reason)) => return Ok(Err(reason)),
             Err(Refused::Template(error)) => return Err(error.into()),
         };
-        let (input_ids, places) = self.tokenizer.encode_with_places(&rendered.text)?;
-        let labels = labels(&input_ids, &places, &rendered.learned);
+        let (input_ids, places) = self.tokenizer.encode_with_places(&written.text)?;
+        let labels = labels(&input_ids, &places, &learned);
         let tokens = TokenRow { input_ids, labels };
-        let begins = if self.fit.is_split(&tokens) { self.exchanges(turns, &rendered.text) } else { vec![] };
+        let begins = if self.fit.is_split(&tokens) { self.exchanges(messages, &written) } else { vec![] };
         let token = |begin: usize| places.partition_point(|place| place.start < begin);
         let exchanges = begins.into_iter().map(token).collect();
-        Ok(Ok(ReadRow { tokens, of: RowForm::Conversation, exchanges }))
+        let (shortened_turns, calls_as_text) = (written.shortened(), self.template.calls_as_text(messages));
+        Ok(Ok(ReadRow { tokens, of: RowForm::Conversation, exchanges, shortened_turns, calls_as_text }))
+    }
+
+    fn render(&self, messages: &[Message]) -> Result<MaskedText, Refused> {
+        if messages.iter().all(Message::is_empty) {
+            return Err(DropReason::EmptyConversation.into());
+        }
+        let written = self.written(messages, false)?;
+        if self.loss_on == LossOn::All {
+            return Ok(MaskedText { learned: std::iter::once(0..written.text.len()).collect(), written });
+        }
+        let answers: Vec<usize> = (0..messages.len()).filter(|&at| self.is_learned(messages, at)).collect();
+        if answers.is_empty() {
+            return Err(DropReason::NoAssistantTurn.into());
+        }
+        let learned = match self.template.marks_generation {
+            true => self.generation(messages, &written.text)?,
+            false => self.answers(messages, &answers, &written),
+        };
+        let learned = learned.filter(|learned| !learned.is_empty()).ok_or(DropReason::AnswersNotFound)?;
+        Ok(MaskedText { written, learned })
+    }
+
+    fn written(&self, messages: &[Message], add_generation_prompt: bool) -> Result<WrittenText, TemplateError> {
+        self.template.written(messages, self.inputs, add_generation_prompt)
+    }
+
+    fn is_learned(&self, messages: &[Message], at: usize) -> bool {
+        at >= self.given && messages[at].is_assistants() && messages[at].learned != Some(false)
+    }
+
+    /// The template's own `{% generation %}` blocks: one for each of the assistant's turns.
+    fn generation(&self, messages: &[Message], whole: &str) -> Result<Option<Vec<Range<usize>>>, TemplateError> {
+        let marked = self.template.render_generation(messages, self.inputs)?;
+        let Some(Marked { text, spans }) = marked.filter(|marked| marked.text == whole) else { return Ok(None) };
+        debug_assert_eq!(text, whole, "marks are no text");
+        let mut assistants = (0..messages.len()).filter(|&at| messages[at].is_assistants());
+        if spans.len() == assistants.clone().count() {
+            let learned = spans.into_iter().zip(assistants).filter(|(_, at)| self.is_learned(messages, *at));
+            return Ok(Some(learned.map(|(span, _)| span).collect()));
+        }
+        Ok(assistants.all(|at| self.is_learned(messages, at)).then_some(spans))
+    }
+
+    /// What the model writes in each of its turns. `None` where one is in the text and cannot be told from it. Turns that the template leaves
+    /// out have no place.
+    fn answers(&self, messages: &[Message], answers: &[usize], written: &WrittenText) -> Option<Vec<Range<usize>>> {
+        let mut found = Vec::with_capacity(answers.len());
+        for &at in answers {
+            if written.is_left_out(at) {
+                continue;
+            }
+            if !written.is_marked(at) && !messages[at].is_empty() {
+                return None;
+            }
+            found.push(self.answer(messages, at, written)?);
+        }
+        Some(found)
+    }
+
+    /// From the end of the turn's header to its end.
+    fn answer(&self, messages: &[Message], at: usize, written: &WrittenText) -> Option<Range<usize>> {
+        let [before, behind] = written.around(at);
+        let begin = before.start + self.header_end(messages, at, &written.text[before])?;
+        let said = behind.start.max(begin);
+        let end = said + self.turn_end(messages, at, &written.text[said..behind.end])?;
+        Some(begin..end)
+    }
+
+    /// Where the header of a turn ends in the text of the template before it. Behind others than the user's turns it is what the template
+    /// writes to let the assistant speak.
+    fn header_end(&self, messages: &[Message], at: usize, before: &str) -> Option<usize> {
+        let frame = self.template.frame.as_ref();
+        let opened = || {
+            let opened = self.written(&messages[..at], true).ok()?;
+            let header = header_of(opened.tail(), before);
+            Some(frame.map_or(header.len(), |frame| frame.without_thoughts(header)))
+        };
+        let usual = frame.and_then(|frame| frame.header_end(before));
+        usual.or_else(opened).or_else(|| frame?.sign_in(before))
+    }
+
+    /// How much of the text of the template behind an answer ends its turn. Templates may end the last turn in a way of its own, or the whole
+    /// text with EOS.
+    fn turn_end(&self, messages: &[Message], at: usize, behind: &str) -> Option<usize> {
+        if at + 1 == messages.len() {
+            return Some(ending(behind).len());
+        }
+        let special = |text: &str| self.tokenizer.special_token_at(text);
+        let as_last = || {
+            let alone = self.written(&messages[..=at], false).ok()?;
+            let end = ending(alone.tail());
+            (!end.is_empty() && behind.starts_with(end)).then_some(end.len())
+        };
+        let usual = self.template.frame.as_ref().and_then(|frame| frame.end_in(behind, special));
+        usual.or_else(as_last).or_else(|| special(behind))
     }
 
     /// Where in the text exchanges after the first begin: with a question behind an answer. Those that are not found, because the template
     /// writes a turn in another way once others follow, are left out.
-    fn exchanges(&self, turns: &[Turn], whole: &str) -> Vec<usize> {
-        let is_answer = |turn: &Turn| matches!(turn.role, Role::Assistant | Role::Call | Role::Tool);
-        let begins = |at: &usize| turns[*at].role == Role::User && is_answer(&turns[*at - 1]);
-        let questions: Vec<usize> = (1..turns.len()).filter(begins).collect();
-        let messages: Vec<Message> = turns.iter().map(|turn| self.message(turn)).collect();
-        match questions.len() {
-            0..=RENDERED_ONE_BY_ONE => {
-                questions.into_iter().filter_map(|at| self.begin_of(&messages, at, whole)).collect()
-            }
-            _ => self.begins_by_frame(&messages, &questions, whole).unwrap_or_default(),
-        }
+    fn exchanges(&self, messages: &[Message], written: &WrittenText) -> Vec<usize> {
+        let is_answer = |message: &Message| ["assistant", "tool"].contains(&message.role.as_str());
+        let begins = |at: &usize| messages[*at].role == "user" && is_answer(&messages[*at - 1]);
+        let questions: Vec<usize> = (1..messages.len()).filter(begins).collect();
+        let alone = |at: usize| self.begin_of(&messages[..at], &written.text);
+        let before = |at: usize| {
+            let [before, _] = written.around(at);
+            (before.start, written.text[before].trim_end())
+        };
+        let lead = questions.first().and_then(|&first| {
+            let (start, before) = before(first);
+            before.get(alone(first)?.checked_sub(start)?..).filter(|lead| !lead.is_empty())
+        });
+        let by_lead = |at: usize| {
+            let (start, before) = before(at);
+            before.strip_suffix(lead?).map(|others| start + others.len())
+        };
+        let few = questions.len() <= RENDERED_ONE_BY_ONE;
+        questions.iter().filter_map(|&at| by_lead(at).or_else(|| few.then(|| alone(at))?)).collect()
     }
 
     /// Where the text of a turn begins: behind that of the turns before it.
-    fn begin_of(&self, messages: &[Message], at: usize, whole: &str) -> Option<usize> {
-        let before = self.text(&messages[..at], false).ok()?;
+    fn begin_of(&self, before: &[Message], whole: &str) -> Option<usize> {
+        let before = self.written(before, false).ok()?.text;
         whole.starts_with(&before).then_some(before.len())
-    }
-
-    /// As [`Self::begin_of`] for many questions, by one rendering with marks around all of them: what the first one stands behind is what
-    /// the template writes before a question.
-    fn begins_by_frame(&self, messages: &[Message], questions: &[usize], whole: &str) -> Option<Vec<usize>> {
-        let spans = self.all_spans(messages, questions, whole)?;
-        let lead = &whole[self.begin_of(messages, questions[0], whole)?..spans[0].start];
-        let begin = |span: &Range<usize>| whole[..span.start].ends_with(lead).then_some(span.start - lead.len());
-        Some(spans.iter().filter_map(begin).collect())
-    }
-
-    fn render(&self, turns: &[Turn]) -> Result<MaskedText, Refused> {
-        if turns.iter().all(|turn| turn.content.trim().is_empty() && turn.calls().is_none()) {
-            return Err(DropReason::EmptyConversation.into());
-        }
-        if turns.iter().any(|turn| turn.role == Role::Unknown) {
-            return Err(DropReason::UnknownRole.into());
-        }
-        let messages: Vec<Message> = turns.iter().map(|turn| self.message(turn)).collect();
-        if self.loss_on == LossOn::All {
-            let text = self.text(&messages, false)?;
-            return Ok(MaskedText { learned: std::iter::once(0..text.len()).collect(), text });
-        }
-        let answers: Vec<usize> = (0..turns.len()).filter(|&at| self.is_learned(turns, at)).collect();
-        if answers.is_empty() {
-            return Err(DropReason::NoAssistantTurn.into());
-        }
-        if self.template.marks_generation {
-            return self.render_generation(turns, &messages);
-        }
-        let text = self.text(&messages, false)?;
-        let learned = self.answers(&messages, &answers, &text).ok_or(DropReason::AnswersNotFound)?;
-        Ok(MaskedText { text, learned })
-    }
-
-    fn text(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TemplateError> {
-        self.template.render_with(messages, self.inputs, add_generation_prompt)
-    }
-
-    /// Answers are learned, and calls where the template writes them in the model's own way. Calls that are text are not.
-    fn is_learned(&self, turns: &[Turn], at: usize) -> bool {
-        let turn = &turns[at];
-        at >= self.given && (turn.role == Role::Assistant || turn.calls().is_some() && self.template.takes_calls)
-    }
-
-    fn answers(&self, messages: &[Message], answers: &[usize], whole: &str) -> Option<Vec<Range<usize>>> {
-        let alone = |at: usize| self.by_prefix(messages, at, whole).or_else(|| self.by_marks(messages, at, whole));
-        let example = (answers.len() > RENDERED_ONE_BY_ONE).then(|| alone(answers[1])).flatten();
-        let framed = match example {
-            Some(example) => self.by_frame(messages, answers, whole, example),
-            None => vec![None; answers.len()],
-        };
-        // A call that is written in another way once others follow has no text of its own to look for: it stays masked.
-        let is_call = |at: usize| messages[at].more.contains_key(CALLS);
-        let found = framed.into_iter().zip(answers).map(|(known, &at)| match known.or_else(|| alone(at)) {
-            None if is_call(at) => Some(None),
-            found => found.map(Some),
-        });
-        let found: Vec<Range<usize>> = found.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect();
-        (!found.is_empty()).then_some(found)
-    }
-
-    /// Where answers stand in the whole, by one rendering with marks around all of them: an answer that stands between what
-    /// the second one (at `example`) stands between is learned like it. The first and the last may be written in another way.
-    fn by_frame(
-        &self,
-        messages: &[Message],
-        answers: &[usize],
-        whole: &str,
-        example: Range<usize>,
-    ) -> Vec<Option<Range<usize>>> {
-        let Some(spans) = self.all_spans(messages, answers, whole) else { return vec![None; answers.len()] };
-        let framed = |span: &Range<usize>| {
-            let lead = whole.get(example.start..spans[1].start)?;
-            let tail = whole.get(spans[1].end..example.end).filter(|tail| !tail.trim().is_empty())?;
-            let found = whole[..span.start].ends_with(lead) && whole[span.end..].starts_with(tail);
-            found.then(|| span.start - lead.len()..span.end + tail.len())
-        };
-        let mut found: Vec<_> = spans.iter().map(framed).collect();
-        found[0] = None;
-        found[answers.len() - 1] = None;
-        found
-    }
-
-    /// What was said in each of some turns, as the whole has it.
-    fn all_spans(&self, messages: &[Message], turns: &[usize], whole: &str) -> Option<Vec<Range<usize>>> {
-        let marks = Marked::marks(messages)?;
-        let attempt = |around: fn(&str, [char; 2]) -> String| {
-            let mut marked = messages.to_vec();
-            for &at in turns {
-                marked[at].content = around(&messages[at].content, marks);
-            }
-            let Marked { text, spans } = Marked::read(&self.text(&marked, false).ok()?, marks)?;
-            (text == whole && spans.len() == turns.len()).then_some(spans)
-        };
-        attempt(marked_with_blanks)
-            .or_else(|| attempt(marked_without_blanks))
-            .or_else(|| attempt(marked_without_thoughts))
-    }
-
-    /// A turn in the template's words. A tool's answer that the template does not show is the user's, and calls that it does not show are
-    /// text: they stay in sight.
-    fn message(&self, turn: &Turn) -> Message {
-        let has_id = turn.more.contains_key("tool_call_id");
-        let role = match turn.role {
-            Role::System => "system",
-            Role::Assistant | Role::Call => "assistant",
-            Role::Tool if self.template.takes_tool_turns || has_id && self.template.takes_tool_results => "tool",
-            Role::User | Role::Tool | Role::Unknown => "user",
-        };
-        match turn.calls() {
-            Some(calls) if !self.template.takes_calls => Message::new(role, format!("{}{calls}", turn.content)),
-            _ => Message { more: turn.more.clone(), ..Message::new(role, &turn.content) },
-        }
-    }
-
-    /// The template's own `{% generation %}` blocks: one for each of the assistant's turns, less those that call tools.
-    fn render_generation(&self, turns: &[Turn], messages: &[Message]) -> Result<MaskedText, Refused> {
-        let marked = self.template.render_generation(messages, self.inputs)?;
-        let Marked { text, spans } = marked.ok_or(DropReason::AnswersNotFound)?;
-        let is_assistants = |at: &usize| matches!(turns[*at].role, Role::Assistant | Role::Call);
-        let mut assistants = (0..turns.len()).filter(is_assistants);
-        if spans.len() == assistants.clone().count() {
-            let learned = spans.into_iter().zip(assistants).filter(|(_, at)| self.is_learned(turns, *at));
-            return Ok(MaskedText { text, learned: learned.map(|(span, _)| span).collect() });
-        }
-        if assistants.any(|at| !self.is_learned(turns, at)) {
-            return Err(DropReason::AnswersNotFound.into());
-        }
-        Ok(MaskedText { text, learned: spans })
-    }
-
-    /// The answer is what the template writes between "now the assistant speaks" and the end of its turn. It is learned
-    /// without the blanks behind the end of the turn: they belong to the next one. `None` where the conversation up to
-    /// here is not how the whole begins, or where something stands between the generation prompt and the answer.
-    fn by_prefix(&self, messages: &[Message], at: usize, whole: &str) -> Option<Range<usize>> {
-        let before = self.text(&messages[..at], true).ok()?;
-        let through = self.text(&messages[..=at], false).ok()?;
-        let turn = through.strip_prefix(before.as_str()).filter(|_| whole.starts_with(&through))?;
-        let ending = turn.trim_start().strip_prefix(messages[at].content.trim())?;
-        Some(before.len()..through.len() - blanks_behind(ending))
-    }
-
-    /// For templates that write a turn in another way once others follow (they end the text with EOS, or drop what
-    /// models thought): the answer with a mark on each side shows where it stands in the whole, and what the template
-    /// writes behind it when it is last (or else a special token right behind it) is the end of its turn.
-    fn by_marks(&self, messages: &[Message], at: usize, whole: &str) -> Option<Range<usize>> {
-        let marks = Marked::marks(messages)?;
-        let mut marked = messages.to_vec();
-        let mut attempt = |content: String| {
-            marked[at].content = content;
-            let (span, text) = self.only_span(&marked, marks).filter(|(_, text)| text == whole)?;
-            let (last_span, last_text) = self.only_span(&marked[..=at], marks)?;
-            let ends = self.ends_within(&text[span.end..], &last_text[last_span.end..])?;
-            Some(span.start..span.end + ends)
-        };
-        let content = &messages[at].content;
-        let all = [marked_with_blanks, marked_without_blanks, marked_without_thoughts];
-        all.into_iter().find_map(|marked| attempt(marked(content, marks)))
-    }
-
-    fn only_span(&self, marked: &[Message], marks: [char; 2]) -> Option<(Range<usize>, String)> {
-        let Marked { text, spans } = Marked::read(&self.text(marked, false).ok()?, marks)?;
-        let [span] = spans.as_slice() else { return None };
-        Some((span.clone(), text))
-    }
-
-    /// How many bytes of what stands behind an answer end its turn, if it is written as when it is the last one.
-    fn ends_within(&self, behind: &str, when_last: &str) -> Option<usize> {
-        let ending = &when_last[..when_last.len() - blanks_behind(when_last)];
-        let as_last = behind.starts_with(ending).then_some(ending.len());
-        as_last.or_else(|| self.tokenizer.special_token_at(behind))
-    }
-}
-
-/// Blanks at the ends are part of what was said …
-fn marked_with_blanks(content: &str, [start, end]: [char; 2]) -> String {
-    format!("{start}{content}{end}")
-}
-
-/// … unless the template trims them: then they are outside.
-fn marked_without_blanks(content: &str, [start, end]: [char; 2]) -> String {
-    let said = content.trim();
-    let lead = content.len() - content.trim_start().len();
-    format!("{}{start}{said}{end}{}", &content[..lead], &content[lead + said.len()..])
-}
-
-/// What a model thought stands before its answer; templates leave it out of earlier turns.
-fn marked_without_thoughts(content: &str, marks: [char; 2]) -> String {
-    let answer = content.rfind(END_OF_THOUGHTS).map_or(0, |at| at + END_OF_THOUGHTS.len());
-    format!("{}{}", &content[..answer], marked_without_blanks(&content[answer..], marks))
-}
-
-/// How many bytes of blanks end this, unless it is nothing else: then they are how a turn ends.
-fn blanks_behind(ending: &str) -> usize {
-    match ending.trim_end() {
-        "" => 0,
-        written => ending.len() - written.len(),
     }
 }
 
@@ -372,12 +280,20 @@ mod tests {
     }
 
     /// A conversation of many answers, some with blanks around them, some of them equal.
-    fn long_talk() -> Vec<Turn> {
+    fn long_talk() -> Vec<Message> {
         let said = ["yes", " yes", "a\nb \n", "\t</s> no", "yes", "[/INST] x", "Grüße 🙂 "];
-        let turn = |at: usize| {
-            Turn::new(if at.is_multiple_of(2) { Role::User } else { Role::Assistant }, said[at % said.len()])
-        };
-        (0..4 * RENDERED_ONE_BY_ONE).map(turn).collect()
+        let role = |at: usize| if at.is_multiple_of(2) { "user" } else { "assistant" };
+        (0..4 * RENDERED_ONE_BY_ONE).map(|at| Message::new(role(at), said[at % said.len()])).collect()
+    }
+
+    /// The slow way for templates that write every turn in the same way: an answer is what the template adds to the text that lets the
+    /// assistant speak.
+    fn by_prefix(chat: &ConversationRenderer, messages: &[Message], at: usize) -> Range<usize> {
+        let before = chat.written(&messages[..at], true).unwrap().text;
+        let through = chat.written(&messages[..=at], false).unwrap().text;
+        let turn = through.strip_prefix(&before).unwrap();
+        let behind = turn.trim_start().strip_prefix(messages[at].content.trim()).unwrap();
+        before.len()..through.len() - (behind.len() - ending(behind).len())
     }
 
     #[test]
@@ -391,26 +307,14 @@ mod tests {
             let fit = RowFit { max_length: 64, long_rows: LongRows::Split, bos: None };
             let (template, tokenizer) = (&template, &tokenizer);
             let chat = ConversationRenderer { template, inputs: &inputs, tokenizer, loss_on, given: 0, fit };
-            let turns = long_talk();
-            let messages: Vec<Message> = turns.iter().map(|turn| chat.message(turn)).collect();
-            let answers: Vec<usize> = (1..turns.len()).step_by(2).collect();
-            let text = template.render(&messages, false).unwrap();
-            let slow: Vec<_> = answers.iter().map(|&at| chat.by_prefix(&messages, at, &text).unwrap()).collect();
-            let framed = chat.by_frame(&messages, &answers, &text, slow[1].clone());
-            let found = framed.iter().flatten().count();
-            assert!(found >= answers.len() / 2, "{name}: {found} of {}", answers.len());
-            for (framed, slow) in framed.into_iter().zip(&slow) {
-                assert!(framed.is_none_or(|framed| framed == *slow), "{name}");
-            }
-            assert_eq!(chat.answers(&messages, &answers, &text), Some(slow), "{name}");
-            let questions: Vec<usize> = (2..turns.len()).step_by(2).collect();
-            let slow: Vec<_> = questions.iter().map(|&at| chat.begin_of(&messages, at, &text).unwrap()).collect();
-            assert_eq!(chat.exchanges(&turns, &text), slow, "{name}");
+            let messages = long_talk();
+            let answers: Vec<usize> = (1..messages.len()).step_by(2).collect();
+            let slow: Vec<_> = answers.iter().map(|&at| by_prefix(&chat, &messages, at)).collect();
+            let MaskedText { written, learned } = chat.render(&messages).unwrap();
+            assert_eq!(learned, slow, "{name}");
+            let questions = (2..messages.len()).step_by(2);
+            let slow: Vec<_> = questions.map(|at| chat.begin_of(&messages[..at], &written.text).unwrap()).collect();
+            assert_eq!(chat.exchanges(&messages, &written), slow, "{name}");
         }
-    }
-
-    #[test]
-    fn blanks_behind_a_turn_belong_to_the_next_unless_they_end_it() {
-        assert_eq!((blanks_behind("</s>\n"), blanks_behind("</s>"), blanks_behind("\n\n")), (1, 0, 0));
     }
 }

@@ -7,11 +7,15 @@ use std::path::{Path, PathBuf};
 use minijinja::value::{Serde, Value};
 use minijinja::{ErrorKind, context};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value as Json, json};
 use sha2::{Digest, Sha256};
 
+use super::answer_frame::AnswerFrame;
+use super::conversation::is_known_role;
+pub use super::conversation::{Message, TemplateInputs};
 use super::jinja::{self, MARKS, Metered};
+use super::marked::WrittenText;
 use super::shown::shown;
+use super::template_abilities::{Abilities, names};
 use super::tokenize::{SpecialTokens, TokenizeError, read_json, special_tokens};
 use crate::bounds::{TEMPLATE_STEPS, TEXT_BYTES};
 use crate::files;
@@ -46,70 +50,6 @@ pub enum TemplateChoice {
     BuiltIn(BuiltIn),
     /// A file of the user's; its name ends in `.jinja`.
     File(PathBuf),
-}
-
-/// One turn of a conversation.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Message {
-    /// `system`, `user`, `assistant`, or what else the template knows.
-    pub role: String,
-    /// What was said.
-    pub content: String,
-    /// The other keys of the message, for templates that read them: `tool_calls`, `tool_call_id`, `reasoning_content`.
-    #[serde(flatten)]
-    pub more: Map<String, Json>,
-}
-
-/// The inputs of a template besides the messages.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct TemplateInputs {
-    /// The functions that the assistant may call, as JSON schemas.
-    pub tools: Option<Vec<Json>>,
-    /// Variables of the template by name, such as `enable_thinking`.
-    pub kwargs: Map<String, Json>,
-}
-
-impl Message {
-    /// A turn of this role.
-    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into(), more: Map::new() }
-    }
-
-    /// Bytes of it, about.
-    fn size(&self) -> usize {
-        let more: usize = self.more.iter().map(|(key, value)| key.len() + json_size(value)).sum();
-        self.role.len() + self.content.len() + more + OF_VALUE
-    }
-
-    /// As transformers passes it. A content of null is among the other keys.
-    fn value(&self) -> Value {
-        let content = if self.content.is_empty() { self.more.get("content") } else { None };
-        let content = content.map_or_else(|| Value::from(&self.content), |content| Value::from(Serde(content)));
-        let own = [("role", Value::from(&self.role)), ("content", content)];
-        let more = self.more.iter().filter(|(key, _)| *key != "content");
-        Value::from_pairs(own.into_iter().chain(more.map(|(key, value)| (key.as_str(), Value::from(Serde(value))))))
-    }
-}
-
-impl TemplateInputs {
-    /// Bytes of them, about.
-    fn size(&self) -> usize {
-        let kwargs = self.kwargs.iter().map(|(key, value)| key.len() + json_size(value));
-        self.tools.iter().flatten().map(json_size).chain(kwargs).sum()
-    }
-}
-
-/// Bytes of a value without its text.
-const OF_VALUE: usize = 64;
-
-fn json_size(value: &Json) -> usize {
-    let parts: usize = match value {
-        Json::String(text) => text.len(),
-        Json::Array(items) => items.iter().map(json_size).sum(),
-        Json::Object(pairs) => pairs.iter().map(|(key, value)| key.len() + json_size(value)).sum(),
-        _ => 0,
-    };
-    parts + OF_VALUE
 }
 
 /// Why a chat template cannot be used.
@@ -147,6 +87,25 @@ pub enum TemplateError {
         roles: Vec<String>,
         /// Where in the template, and why.
         source: minijinja::Error,
+    },
+    /// A turn that is gone from the text.
+    #[error(
+        "{place}: the chat template writes nothing of turn {turn} (role {role:?}); give it a role that the template writes"
+    )]
+    NotWritten {
+        place: String,
+        /// Counted from 1.
+        turn: usize,
+        role: String,
+    },
+    /// A role that neither data sets nor the template have.
+    #[error(
+        "turn {turn}: expected the role system, developer, user, assistant or tool, or one that the chat template names, got {role:?}"
+    )]
+    UnknownRole {
+        /// Counted from 1.
+        turn: usize,
+        role: String,
     },
     /// A template that does not come to an end.
     #[error(
@@ -189,6 +148,7 @@ impl TemplateError {
     pub fn words(&self) -> String {
         match self {
             Self::Render { source, .. } => source.detail().map_or_else(|| source.to_string(), str::to_owned),
+            Self::NotWritten { role, .. } => format!("it writes nothing of a turn of the role {role:?}"),
             other => other.to_string(),
         }
     }
@@ -204,12 +164,9 @@ pub struct ChatTemplate {
     sha256: String,
     /// Whether the template marks the assistant's text with `{% generation %}`.
     pub(super) marks_generation: bool,
-    /// Whether a turn of the role `tool` becomes part of the text. Some templates refuse it, others leave it out.
-    pub(super) takes_tool_turns: bool,
-    /// The same of turns with a `tool_call_id` behind calls with ids, without which some templates refuse them.
-    pub(super) takes_tool_results: bool,
-    /// Whether `tool_calls` of a message become part of the text.
-    pub(super) takes_calls: bool,
+    abilities: Abilities,
+    /// What it writes around an answer; `None` where it refuses or changes short conversations.
+    pub(super) frame: Option<AnswerFrame>,
 }
 
 /// A rendered conversation, and the bytes of it that were between marks.
@@ -316,7 +273,40 @@ impl ChatTemplate {
         inputs: &TemplateInputs,
         add_generation_prompt: bool,
     ) -> Result<String, TemplateError> {
-        self.render_between(messages, inputs, add_generation_prompt, ["", ""])
+        Ok(self.written(messages, inputs, add_generation_prompt)?.text)
+    }
+
+    /// A conversation, and where in its text each message stands.
+    ///
+    /// # Errors
+    /// What the template raises, and a turn that it does not write; of an answer it may leave out what it likes.
+    pub(super) fn written(
+        &self,
+        messages: &[Message],
+        inputs: &TemplateInputs,
+        add_generation_prompt: bool,
+    ) -> Result<WrittenText, TemplateError> {
+        let is_unknown = |role: &str| !is_known_role(role) && !names(&self.source, role);
+        if let Some(at) = messages.iter().position(|message| is_unknown(&message.role)) {
+            return Err(TemplateError::UnknownRole { turn: at + 1, role: messages[at].role.clone() });
+        }
+        let render = |messages: &[Message]| self.render_between(messages, inputs, add_generation_prompt, ["", ""]);
+        let written = WrittenText::of(&self.abilities.adapt(messages), render)?;
+        match written.unwritten(|at| !messages[at].is_assistants()) {
+            Some(at) => {
+                let (place, role) = (self.place.clone(), messages[at].role.clone());
+                Err(TemplateError::NotWritten { place, turn: at + 1, role })
+            }
+            None => Ok(written),
+        }
+    }
+
+    /// How many messages have calls that the template does not write.
+    pub(super) fn calls_as_text(&self, messages: &[Message]) -> usize {
+        match self.abilities.writes_calls() {
+            true => 0,
+            false => messages.iter().filter(|message| message.calls().is_some()).count(),
+        }
     }
 
     /// What decides a rendered text: the template and the special tokens.
@@ -342,7 +332,8 @@ impl ChatTemplate {
     ) -> Result<Option<Marked>, TemplateError> {
         let Some([start, end]) = Marked::marks(messages) else { return Ok(None) };
         let marks = [start, end].map(String::from);
-        let text = self.render_between(messages, inputs, false, [&marks[0], &marks[1]])?;
+        let messages = self.abilities.adapt(messages);
+        let text = self.render_between(&messages, inputs, false, [&marks[0], &marks[1]])?;
         Ok(Marked::read(&text, [start, end]))
     }
 
@@ -389,44 +380,24 @@ impl ChatTemplate {
             place,
             sha256,
             marks_generation,
-            takes_tool_turns: false,
-            takes_tool_results: false,
-            takes_calls: false,
+            abilities: Abilities::default(),
+            frame: None,
         };
-        template.takes_tool_turns = template.shows_tool_turns()?;
-        [template.takes_calls, template.takes_tool_results] = template.shows_calls_and_results()?;
+        template.abilities = Abilities::of(&template.source, |messages| template.tried(messages))?;
+        template.frame = AnswerFrame::of(|messages, opened| {
+            let render =
+                |messages: &[Message]| template.render_between(messages, &TemplateInputs::default(), opened, ["", ""]);
+            WrittenText::of(messages, render).ok()
+        });
         Ok(template)
     }
 
     /// What the template makes of a conversation, which it may refuse.
     fn tried(&self, messages: &[Message]) -> Result<String, TemplateError> {
-        match self.render(messages, false) {
+        match self.render_between(messages, &TemplateInputs::default(), false, ["", ""]) {
             Err(error @ (TemplateError::Endless { .. } | TemplateError::TooMuch { .. })) => Err(error),
             rendered => Ok(rendered.unwrap_or_default()),
         }
-    }
-
-    fn shows_calls_and_results(&self) -> Result<[bool; 2], TemplateError> {
-        const ID: &str = "abcdefghi"; // Mistral's have nine characters
-        const SHOWN: [&str; 2] = ["name_of_the_function", "result_of_the_call"];
-        let call = json!([{"id": ID, "type": "function", "function": {"name": SHOWN[0], "arguments": {"a": 1}}}]);
-        let with =
-            |message: Message, more: Json| Message { more: more.as_object().cloned().unwrap_or_default(), ..message };
-        let messages = [
-            Message::new("user", "a"),
-            with(Message::new("assistant", ""), json!({"tool_calls": call})),
-            with(Message::new("tool", SHOWN[1]), json!({"name": SHOWN[0], "tool_call_id": ID})),
-            Message::new("assistant", "b"),
-        ];
-        let text = self.tried(&messages)?;
-        Ok(SHOWN.map(|shown| text.contains(shown)))
-    }
-
-    fn shows_tool_turns(&self) -> Result<bool, TemplateError> {
-        const RESULT: &str = "the result of the tool";
-        let turns = [("user", "a"), ("assistant", "b"), ("tool", RESULT), ("assistant", "c")];
-        let messages = turns.map(|(role, content)| Message::new(role, content));
-        Ok(self.tried(&messages)?.contains(RESULT))
     }
 }
 
@@ -483,17 +454,6 @@ mod tests {
         assert!(error.to_string().contains("x.jinja") && error.to_string().contains("user, user"), "{error}");
         let cause = std::error::Error::source(&error).unwrap().to_string();
         assert!(cause.contains("roles must alternate"), "{cause}");
-    }
-
-    #[test]
-    fn a_tool_turn_is_taken_only_if_it_is_shown() {
-        let takes = |template: &str| {
-            let template = ChatTemplate::parse(template, SpecialTokens::default(), "x.jinja".to_owned()).unwrap();
-            template.takes_tool_turns
-        };
-        assert!(takes("{% for m in messages %}{{ m.content }}{% endfor %}"));
-        assert!(!takes("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"));
-        assert!(!takes("{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}"));
     }
 
     #[test]

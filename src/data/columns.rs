@@ -9,10 +9,11 @@ use arrow::compute::cast;
 use arrow::datatypes::{ArrowNativeType, DataType, Field, FieldRef, Int64Type, Schema};
 use arrow::error::ArrowError;
 use arrow::util::display::array_value_to_string;
+use serde_json::{Value, json};
 
 use super::chat_template::TemplateInputs;
 use super::column_names::ColumnNames;
-use super::conversation::{self, Role, Turn};
+use super::conversation::{self, Message};
 use super::jsonl;
 use super::raw_row::RawRow;
 use super::rows::RowProblem;
@@ -322,7 +323,7 @@ impl Conversations {
         self.nulls.as_ref().is_none_or(|nulls| nulls.is_valid(row))
     }
 
-    fn turns(&self, key: &str, row: usize) -> Result<Vec<Turn>, RowProblem> {
+    fn turns(&self, key: &str, row: usize) -> Result<Vec<Message>, RowProblem> {
         let (roles, contents) = (self.roles.places(row), self.contents.places(row));
         if roles.len() != contents.len() {
             let got = format!("{} and {}", counted(roles.len(), "role"), counted(contents.len(), "content"));
@@ -333,23 +334,13 @@ impl Conversations {
             let got = format!("{} and {}", counted(roles.len(), "role"), counted(calls.len(), "list of calls"));
             return Err(RowProblem::Value { key: key.to_owned(), expected: "a list of tool_calls for each role", got });
         }
+        let text = |texts: &LargeStringArray, at: usize| texts.is_valid(at).then(|| texts.value(at).to_owned());
         let turn = |(index, (role, content)): (usize, (usize, usize))| {
-            let key = format!("{key}[{index}]");
-            if self.roles.texts.is_null(role) {
-                let expected = "a role";
-                return Err(RowProblem::Value { key, expected, got: "null".to_owned() });
-            }
-            let speaker = Role::named(self.roles.texts.value(role));
-            let turn = match self.contents.texts.is_null(content) {
-                true => Turn::without_content(&key, speaker)?,
-                false => Turn::new(speaker, self.contents.texts.value(content)),
-            };
-            Ok(match calls.clone().nth(index).and_then(|place| self.calls_at(place)) {
-                Some(calls) => Turn::new(Role::Call, format!("{}{calls}", turn.content)),
-                None => turn,
-            })
+            let calls = calls.clone().nth(index).and_then(|place| self.calls_at(place));
+            json!({"role": text(&self.roles.texts, role), "content": text(&self.contents.texts, content), "tool_calls": calls})
         };
-        roles.zip(contents).enumerate().map(turn).collect()
+        let turns: Value = roles.zip(contents).enumerate().map(turn).collect();
+        Ok(conversation::of_messages(key, &turns)?)
     }
 
     /// The calls of a turn as Arrow writes them (not as JSON): context, as everywhere, and not learned.

@@ -1,183 +1,394 @@
-//! Conversations as data sets have them: ShareGPT's `from` and `value`, OpenAI's `role` and `content`, Alpaca's
-//! `instruction`, `input` and `output`. Knows nothing of templates.
+//! Conversations as data sets, prompt files and clients of the server have them: OpenAI's `role` and `content`, ShareGPT's `from` and
+//! `value`, Alpaca's `instruction`, `input` and `output`. Every command reads them here. Knows nothing of templates.
 
-use serde_json::{Map, Value};
+use minijinja::value::{Serde, Value as TemplateValue};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 
 use super::rows::RowProblem;
 use super::shown::shown;
 
 /// The key of an assistant's calls in OpenAI's messages.
 pub(super) const CALLS: &str = "tool_calls";
+/// Keys under which a message has what its model thought, apart from what it said.
+pub(super) const THOUGHTS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
+/// Keys that say whether a turn carries loss: OpenAI's, axolotl's, ms-swift's.
+const LOSS: [&str; 3] = ["weight", "train", "loss"];
+const CONTENT: &str = "content";
 
-/// Who speaks, whatever a data set calls it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Role {
-    System,
-    User,
-    Assistant,
-    /// The assistant calls a tool: context, not something to learn, because every model writes calls in its own way.
-    Call,
-    /// What a tool answered.
-    Tool,
-    Unknown,
+/// One turn of a conversation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// `system`, `developer`, `user`, `assistant`, `tool`, or another name that a template may know.
+    pub role: String,
+    /// What was said.
+    pub content: String,
+    /// The other keys of the message, for templates that read them: `tool_calls`, `tool_call_id`, `reasoning_content`; `content`
+    /// where it is null.
+    #[serde(flatten)]
+    pub more: Map<String, Value>,
+    /// Whether training puts loss on the turn, where the row says so.
+    #[serde(skip)]
+    pub learned: Option<bool>,
 }
 
-/// One turn.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Turn {
-    pub(super) role: Role,
-    pub(super) content: String,
-    /// The other keys of the message, for templates that read them: `tool_calls`, `tool_call_id`, `reasoning_content`.
-    pub(super) more: Map<String, Value>,
+/// The inputs of a template besides the messages.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TemplateInputs {
+    /// The functions that the assistant may call, as JSON schemas.
+    pub tools: Option<Vec<Value>>,
+    /// Variables of the template by name, such as `enable_thinking`.
+    pub kwargs: Map<String, Value>,
 }
 
-impl Role {
-    /// The role behind the names that ShareGPT's collections and OpenAI's formats use.
-    pub(super) fn named(name: &str) -> Self {
-        match name.trim().to_lowercase().as_str() {
-            "system" | "developer" => Self::System,
-            "user" | "human" => Self::User,
-            "assistant" | "gpt" | "chatgpt" | "gpt4" | "gpt-4" | "bing" | "bard" | "claude" | "model" | "bot" => {
-                Self::Assistant
-            }
-            "function_call" | "tool_call" => Self::Call,
-            "tool" | "function" | "observation" | "function_response" | "tool_response" | "tool_result" | "ipython" => {
-                Self::Tool
-            }
-            _ => Self::Unknown,
-        }
+/// A conversation with what a template takes beside it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Chat {
+    pub messages: Vec<Message>,
+    pub inputs: TemplateInputs,
+}
+
+/// A value of a message that cannot be used.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MessageProblem {
+    /// Such as `messages[2].content`.
+    pub key: String,
+    pub expected: &'static str,
+    pub got: Value,
+}
+
+impl From<MessageProblem> for RowProblem {
+    fn from(MessageProblem { key, expected, got }: MessageProblem) -> Self {
+        Self::Value { key, expected, got: shown(&got) }
     }
 }
 
-impl Turn {
-    pub(super) fn new(role: Role, content: impl Into<String>) -> Self {
-        Self { role, content: content.into(), more: Map::new() }
+impl Message {
+    /// A turn of this role.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into(), more: Map::new(), learned: None }
     }
 
-    /// The calls of tools as the message has them. Calls that are text are part of the content.
+    pub(super) fn is_assistants(&self) -> bool {
+        self.role == "assistant"
+    }
+
+    /// The calls of tools.
     pub(super) fn calls(&self) -> Option<&Value> {
         self.more.get(CALLS)
     }
 
-    /// A turn of an assistant that says nothing is a call of a tool, kept elsewhere; of others it is a mistake.
-    pub(super) fn without_content(key: &str, role: Role) -> Result<Self, RowProblem> {
-        match role {
-            Role::Assistant | Role::Call => Ok(Self::new(Role::Call, "")),
-            _ => Err(RowProblem::Value { key: key.to_owned(), expected: "a string", got: "null".to_owned() }),
+    /// Whether nothing was said, thought or called.
+    pub(super) fn is_empty(&self) -> bool {
+        let is_thought = |key: &&str| self.more.get(*key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
+        self.content.trim().is_empty() && self.calls().is_none() && !THOUGHTS.iter().any(is_thought)
+    }
+
+    /// Bytes of it, about.
+    pub(super) fn size(&self) -> usize {
+        let more: usize = self.more.iter().map(|(key, value)| key.len() + json_size(value)).sum();
+        self.role.len() + self.content.len() + more + OF_VALUE
+    }
+
+    /// As OpenAI's API takes it: arguments of calls are JSON in a string.
+    pub fn to_openai(&self) -> Value {
+        let mut message = json!(self);
+        for call in message.get_mut(CALLS).and_then(Value::as_array_mut).into_iter().flatten() {
+            if let Some(arguments) = call.pointer_mut("/function/arguments").filter(|arguments| arguments.is_object()) {
+                *arguments = arguments.to_string().into();
+            }
         }
+        message
+    }
+
+    /// As transformers passes it to a template.
+    pub(super) fn value(&self) -> TemplateValue {
+        let content = if self.content.is_empty() { self.more.get(CONTENT) } else { None };
+        let content =
+            content.map_or_else(|| TemplateValue::from(&self.content), |null| TemplateValue::from(Serde(null)));
+        let own = [("role", TemplateValue::from(&self.role)), (CONTENT, content)];
+        let more = self.more.iter().filter(|(key, _)| *key != CONTENT);
+        let more = more.map(|(key, value)| (key.as_str(), TemplateValue::from(Serde(value))));
+        TemplateValue::from_pairs(own.into_iter().chain(more))
     }
 }
 
+impl Chat {
+    /// What a user says, without tools and variables.
+    pub fn of_user(content: impl Into<String>) -> Self {
+        Self { messages: vec![Message::new("user", content)], inputs: TemplateInputs::default() }
+    }
+
+    /// Its fields in a request of OpenAI's API, those of vLLM and SGLang among them.
+    pub fn to_openai(&self) -> Map<String, Value> {
+        let TemplateInputs { tools, kwargs } = &self.inputs;
+        let messages = self.messages.iter().map(Message::to_openai).collect();
+        let tools = tools.as_ref().map(|tools| ("tools".to_owned(), json!(tools)));
+        let kwargs = (!kwargs.is_empty()).then(|| ("chat_template_kwargs".to_owned(), json!(kwargs)));
+        [("messages".to_owned(), messages)].into_iter().chain(tools).chain(kwargs).collect()
+    }
+}
+
+impl TemplateInputs {
+    /// Bytes of them, about.
+    pub(super) fn size(&self) -> usize {
+        let kwargs = self.kwargs.iter().map(|(key, value)| key.len() + json_size(value));
+        self.tools.iter().flatten().map(json_size).chain(kwargs).sum()
+    }
+}
+
+/// Bytes of a value without its text.
+const OF_VALUE: usize = 64;
+
+fn json_size(value: &Value) -> usize {
+    let parts: usize = match value {
+        Value::String(text) => text.len(),
+        Value::Array(items) => items.iter().map(json_size).sum(),
+        Value::Object(pairs) => pairs.iter().map(|(key, value)| key.len() + json_size(value)).sum(),
+        _ => 0,
+    };
+    parts + OF_VALUE
+}
+
+/// The role behind the names that ShareGPT's collections and OpenAI's formats use; another name stays as it is.
+fn role_named(name: &str) -> &str {
+    match name.trim().to_lowercase().as_str() {
+        "system" => "system",
+        "developer" => "developer",
+        "user" | "human" => "user",
+        "assistant" | "gpt" | "chatgpt" | "gpt4" | "gpt-4" | "bing" | "bard" | "claude" | "model" | "bot"
+        | "function_call" | "tool_call" => "assistant",
+        "tool" | "function" | "observation" | "function_response" | "tool_response" | "tool_result" | "ipython" => {
+            "tool"
+        }
+        _ => name,
+    }
+}
+
+/// Whether a role is one of those that every data set has.
+pub(super) fn is_known_role(role: &str) -> bool {
+    ["system", "developer", "user", "assistant", "tool"].contains(&role)
+}
+
 /// The turns of `messages` or `conversations`.
-pub(super) fn of_messages(key: &str, value: &Value) -> Result<Vec<Turn>, RowProblem> {
+///
+/// # Errors
+/// The first value that is none of a conversation's.
+pub fn of_messages(key: &str, value: &Value) -> Result<Vec<Message>, MessageProblem> {
     let Some(messages) = value.as_array() else {
         return wrong(key, "a list of messages", value);
     };
-    messages.iter().enumerate().map(|(index, message)| turn(&format!("{key}[{index}]"), message)).collect()
+    messages.iter().enumerate().map(|(index, value)| message(&format!("{key}[{index}]"), value)).collect()
 }
 
 /// One user turn, the instruction and (if there is one) a blank line and the input; one assistant turn, the output.
 /// Alpaca's own prompt ("Below is an instruction …") is left out: the chat template is the model's prompt.
-pub(super) fn of_alpaca(instruction: &str, input: Option<&str>, output: &str) -> Vec<Turn> {
+pub(super) fn of_alpaca(instruction: &str, input: Option<&str>, output: &str) -> Vec<Message> {
     let asked = match input.filter(|input| !input.trim().is_empty()) {
         Some(input) => format!("{instruction}\n\n{input}"),
         None => instruction.to_owned(),
     };
-    vec![Turn::new(Role::User, asked), Turn::new(Role::Assistant, output)]
+    vec![Message::new("user", asked), Message::new("assistant", output)]
 }
 
-fn turn(key: &str, message: &Value) -> Result<Turn, RowProblem> {
-    if !message.is_object() {
-        return wrong(key, "an object with \"role\" and \"content\", or \"from\" and \"value\"", message);
-    }
-    let name = |names: [&'static str; 2]| names.into_iter().find(|name| !message[*name].is_null()).unwrap_or(names[0]);
-    let (speaker, said) = (name(["role", "from"]), name(["content", "value"]));
-    let Some(role) = message[speaker].as_str().map(Role::named) else {
-        return wrong(&format!("{key}.{speaker}"), "a string", &message[speaker]);
+fn message(key: &str, value: &Value) -> Result<Message, MessageProblem> {
+    let Value::Object(object) = value else {
+        return wrong(key, "an object with \"role\" and \"content\", or \"from\" and \"value\"", value);
     };
+    let name = |names: [&'static str; 2]| names.into_iter().find(|name| !value[*name].is_null()).unwrap_or(names[0]);
+    let (speaker, said) = (name(["role", "from"]), name([CONTENT, "value"]));
+    let Some(role) = value[speaker].as_str().filter(|role| !role.is_empty()) else {
+        return wrong(&format!("{key}.{speaker}"), "a string such as \"user\"", &value[speaker]);
+    };
+    let mut message = Message { more: other_keys(object, [speaker, said]), ..Message::new(role_named(role), "") };
+    message.learned = learned(key, &mut message)?;
+    with_calls_read(&mut message.more);
     let key = format!("{key}.{said}");
-    let mut turn = match &message[said] {
-        Value::String(content) => Turn::new(role, content),
-        Value::Array(parts) => Turn::new(role, text_of_parts(&key, parts)?),
-        Value::Null => Turn::without_content(&key, role)?,
+    match &value[said] {
+        Value::String(content) => message.content.clone_from(content),
+        Value::Array(parts) => read_parts(&key, parts, &mut message)?,
+        Value::Null if message.is_assistants() && !message.is_empty() => {
+            message.more.insert(CONTENT.to_owned(), Value::Null); // not the same as an empty text to every template
+        }
         other => return wrong(&key, "a string or a list of text parts", other),
-    };
-    turn.more = other_keys(message, [speaker, said]);
-    if turn.calls().is_some() {
-        turn.role = Role::Call;
     }
-    if message[said].is_null() {
-        turn.more.insert("content".to_owned(), Value::Null); // not the same as an empty text to every template
-    }
-    Ok(turn)
+    Ok(message)
 }
 
-/// OpenAI's content in parts: `[{"type": "text", "text": "…"}]`.
-fn text_of_parts(key: &str, parts: &[Value]) -> Result<String, RowProblem> {
-    let part = |(index, part): (usize, &Value)| match part["text"].as_str().or_else(|| part.as_str()) {
-        Some(text) => Ok(text.to_owned()),
-        None => wrong(&format!("{key}[{index}]"), "a part with \"text\"", part),
-    };
-    parts.iter().enumerate().map(part).collect()
+/// OpenAI's content in parts: `[{"type": "text", "text": "…"}]`. A part of thoughts becomes `reasoning_content`.
+fn read_parts(key: &str, parts: &[Value], message: &mut Message) -> Result<(), MessageProblem> {
+    let mut thoughts = String::new();
+    for (index, part) in parts.iter().enumerate() {
+        let kind = part["type"].as_str().unwrap_or("text");
+        match (kind, part["text"].as_str().or_else(|| part.as_str()), part[kind].as_str()) {
+            ("text" | "input_text" | "output_text", Some(text), _) => message.content += text,
+            ("thinking" | "reasoning", _, Some(thought)) => thoughts += thought,
+            _ => return wrong(&format!("{key}[{index}]"), "a part with \"text\"", part),
+        }
+    }
+    if !thoughts.is_empty() {
+        message.more.insert(THOUGHTS[0].to_owned(), thoughts.into());
+    }
+    Ok(())
+}
+
+/// Whether the turn carries loss, by the keys that say so, which no template reads.
+fn learned(key: &str, message: &mut Message) -> Result<Option<bool>, MessageProblem> {
+    let mut learned = None;
+    for name in LOSS {
+        let Some(value) = message.more.shift_remove(name) else { continue };
+        let says = match &value {
+            Value::Bool(says) => *says,
+            Value::Number(weight) if weight.as_f64() == Some(0.0) => false,
+            Value::Number(weight) if weight.as_f64() == Some(1.0) => true,
+            _ => return wrong(&format!("{key}.{name}"), "true, false, 0 or 1", &value),
+        };
+        let is_prompts = says && name == "train" && !message.is_assistants();
+        if is_prompts || learned.is_some_and(|learned| learned != says) {
+            let expected = if is_prompts {
+                "false: only turns of the assistant carry loss"
+            } else {
+                "what the turn's other key says"
+            };
+            return wrong(&format!("{key}.{name}"), expected, &value);
+        }
+        learned = Some(says);
+    }
+    Ok(learned)
 }
 
 /// The keys of a message besides those that were read. Without values of nothing: columns have them for every message.
-fn other_keys(message: &Value, read: [&str; 2]) -> Map<String, Value> {
+fn other_keys(message: &Map<String, Value>, read: [&str; 2]) -> Map<String, Value> {
     let is_nothing = |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
-    let keys = message.as_object().into_iter().flatten();
-    keys.filter(|(key, value)| !read.contains(&key.as_str()) && !is_nothing(value))
-        .map(|(key, value)| (key.clone(), value.clone()))
-        .collect()
+    let others = message.iter().filter(|(key, value)| !read.contains(&key.as_str()) && !is_nothing(value));
+    others.map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
-fn wrong<T>(key: &str, expected: &'static str, got: &Value) -> Result<T, RowProblem> {
-    Err(RowProblem::Value { key: key.to_owned(), expected, got: shown(got) })
+/// Calls as transformers' templates take them. OpenAI's older `function_call` is a list of one call. OpenAI's API has the arguments as
+/// JSON in a string; templates are written for the object that it holds. A string that holds no object stays.
+fn with_calls_read(more: &mut Map<String, Value>) {
+    if let (Some(call), None) = (more.get("function_call").filter(|call| call["name"].is_string()), more.get(CALLS)) {
+        let calls = json!([{"type": "function", "function": call}]);
+        more.shift_remove("function_call");
+        more.insert(CALLS.to_owned(), calls);
+    }
+    if let Some(Value::String(text)) = more.get(CALLS)
+        && let Ok(calls @ Value::Array(_)) = serde_json::from_str(text)
+    {
+        more.insert(CALLS.to_owned(), calls); // a cell of CSV or Parquet
+    }
+    for call in more.get_mut(CALLS).and_then(Value::as_array_mut).into_iter().flatten() {
+        for arguments in ["/function/arguments", "/arguments"] {
+            let Some(arguments) = call.pointer_mut(arguments) else { continue };
+            let object = arguments.as_str().and_then(|json| serde_json::from_str::<Map<String, Value>>(json).ok());
+            if let Some(object) = object {
+                *arguments = object.into();
+            }
+        }
+    }
+}
+
+fn wrong<T>(key: &str, expected: &'static str, got: &Value) -> Result<T, MessageProblem> {
+    Err(MessageProblem { key: key.to_owned(), expected, got: got.clone() })
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
+
+    fn read(value: Value) -> Vec<Message> {
+        of_messages("messages", &value).unwrap()
+    }
 
     #[test]
     fn sharegpt_and_openai_name_the_same_turns() {
         let sharegpt = json!([{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "function_call", "value": "c"},
             {"from": "observation", "value": "o"}, {"from": "GPT", "value": "a"}, {"from": "moderator", "value": "x"}]);
-        let roles = [Role::System, Role::User, Role::Call, Role::Tool, Role::Assistant, Role::Unknown];
-        let turns: Vec<Turn> =
-            roles.into_iter().zip(["s", "q", "c", "o", "a", "x"]).map(|(r, c)| Turn::new(r, c)).collect();
-        assert_eq!(of_messages("conversations", &sharegpt).unwrap(), turns);
-        let openai = json!([{"role": "developer", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "q"}]},
-            {"role": "assistant", "content": "c"}, {"role": "tool", "content": "o", "tool_call_id": "1"}]);
-        let read = of_messages("messages", &openai).unwrap();
-        assert_eq!(
-            (read[0].role, &read[1], read[2].role, read[3].role),
-            (Role::System, &turns[1], Role::Assistant, Role::Tool)
+        let roles = ["system", "user", "assistant", "tool", "assistant", "moderator"];
+        let turns = roles.into_iter().zip(["s", "q", "c", "o", "a", "x"]).map(|(role, said)| Message::new(role, said));
+        assert_eq!(read(sharegpt), turns.collect::<Vec<_>>());
+        let openai = read(
+            json!([{"role": "developer", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "q"}, "r"]},
+            {"role": "assistant", "content": "c"}, {"role": "function", "content": "o", "name": "f"}]),
         );
+        assert_eq!(
+            openai[..3],
+            [Message::new("developer", "s"), Message::new("user", "qr"), Message::new("assistant", "c")]
+        );
+        assert_eq!((openai[3].role.as_str(), &openai[3].more["name"]), ("tool", &json!("f")));
     }
 
     #[test]
     fn a_message_keeps_its_other_keys_and_none_that_is_empty() {
-        let calls = json!([{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}], "name": null},
-            {"role": "assistant", "content": null}, {"role": "assistant", "content": "a", "tool_calls": []},
-            {"role": "tool", "content": "r", "tool_call_id": "1"}]);
-        let with = |turn: Turn, more: Value| Turn { more: more.as_object().cloned().unwrap(), ..turn };
+        let messages = json!([{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}], "name": null},
+            {"role": "assistant", "content": "a", "tool_calls": []}, {"role": "tool", "content": "r", "tool_call_id": "1"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]}]);
+        let with = |message: Message, more: Value| Message { more: more.as_object().cloned().unwrap(), ..message };
         let expected = [
-            with(Turn::new(Role::Call, ""), json!({"tool_calls": [{"id": "1"}], "content": null})),
-            with(Turn::new(Role::Call, ""), json!({"content": null})),
-            Turn::new(Role::Assistant, "a"),
-            with(Turn::new(Role::Tool, "r"), json!({"tool_call_id": "1"})),
+            with(Message::new("assistant", ""), json!({"tool_calls": [{"id": "1"}], "content": null})),
+            Message::new("assistant", "a"),
+            with(Message::new("tool", "r"), json!({"tool_call_id": "1"})),
+            with(Message::new("assistant", "a"), json!({"reasoning_content": "hm"})),
         ];
-        assert_eq!(of_messages("messages", &calls).unwrap(), expected);
+        assert_eq!(read(messages), expected);
+    }
+
+    #[test]
+    fn every_spelling_of_a_call_is_one() {
+        let call = json!([{"type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": 2}}}]);
+        let text = "{\"b\": 1, \"a\": 2}";
+        let spellings = [
+            json!({"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": text}}]}),
+            json!({"tool_calls": call.to_string()}),
+            json!({"function_call": {"name": "f", "arguments": text}}),
+        ];
+        for mut spelling in spellings {
+            spelling["role"] = "assistant".into();
+            let read = read(json!([spelling]));
+            assert_eq!((&read[0].more["tool_calls"], read[0].more.len()), (&call, 2), "{spelling}");
+            assert_eq!(read[0].calls().unwrap()[0]["function"]["arguments"].to_string(), r#"{"b":1,"a":2}"#);
+        }
+        let none = json!([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "none"}}]}]);
+        assert_eq!(read(none)[0].calls().unwrap()[0]["function"]["arguments"], "none");
+    }
+
+    #[test]
+    fn a_turn_says_whether_it_is_learned() {
+        let of = |more: Value| {
+            let mut message = json!({"role": "assistant", "content": "a"});
+            message.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap());
+            of_messages("messages", &json!([message])).map(|read| (read[0].learned, read[0].more.len()))
+        };
+        assert_eq!(of(json!({})).unwrap(), (None, 0));
+        for no in
+            [json!({"weight": 0}), json!({"weight": 0.0}), json!({"train": false}), json!({"loss": 0, "weight": 0})]
+        {
+            assert_eq!(of(no).unwrap(), (Some(false), 0));
+        }
+        assert_eq!(of(json!({"weight": 1, "train": true})).unwrap(), (Some(true), 0));
+        let complaint = |more| RowProblem::from(of(more).unwrap_err()).to_string();
+        assert_eq!(complaint(json!({"weight": 0.5})), "messages[0].weight: expected true, false, 0 or 1, got 0.5");
+        let two = "messages[0].train: expected what the turn's other key says, got true";
+        assert_eq!(complaint(json!({"weight": 0, "train": true})), two);
+        let user = json!([{"role": "user", "content": "a", "train": true}]);
+        assert_eq!(
+            of_messages("messages", &user).unwrap_err().expected,
+            "false: only turns of the assistant carry loss"
+        );
     }
 
     #[test]
     fn a_complaint_names_the_turn() {
-        let complaint = |value| of_messages("messages", &value).unwrap_err().to_string();
+        let complaint = |value| RowProblem::from(of_messages("messages", &value).unwrap_err()).to_string();
         assert_eq!(complaint(json!("hi")), "messages: expected a list of messages, got \"hi\"");
-        assert_eq!(complaint(json!([{"content": "a"}])), "messages[0].role: expected a string, got null");
-        assert_eq!(complaint(json!([{"role": "user"}])), "messages[0].content: expected a string, got null");
+        assert_eq!(
+            complaint(json!([{"content": "a"}])),
+            "messages[0].role: expected a string such as \"user\", got null"
+        );
+        for role in ["user", "assistant"] {
+            let text = "messages[0].content: expected a string or a list of text parts, got null";
+            assert_eq!(complaint(json!([{"role": role}])), text);
+        }
         assert!(
             complaint(json!([{"role": "user", "content": 3}])).starts_with("messages[0].content: expected a string or")
         );
@@ -193,6 +404,6 @@ mod tests {
             (asked(Some("1 2")), asked(Some(" ")), asked(None)),
             ("Add.\n\n1 2".into(), "Add.".into(), "Add.".into())
         );
-        assert_eq!(of_alpaca("Add.", None, "3")[1], Turn::new(Role::Assistant, "3"));
+        assert_eq!(of_alpaca("Add.", None, "3")[1], Message::new("assistant", "3"));
     }
 }

@@ -185,6 +185,14 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
     Ok(if ensure_ascii == Some(true) { in_ascii(&json) } else { json })
 }
 
+/// A value as Python's json.dumps writes it, with ensure_ascii=False.
+pub(super) fn python_json(value: &serde_json::Value) -> String {
+    let mut json = Vec::new();
+    let written = value.serialize(&mut Serializer::with_formatter(&mut json, PythonFormatter));
+    written.expect("a value of JSON is JSON");
+    String::from_utf8(json).expect("JSON is UTF-8")
+}
+
 /// JSON of a size that the template may make.
 struct Limited(Vec<u8>);
 

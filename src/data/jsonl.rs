@@ -6,9 +6,8 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
-use super::chat_template::TemplateInputs;
 use super::column_names::ColumnNames;
-use super::conversation;
+use super::conversation::{self, TemplateInputs};
 use super::opened::UnpackedText;
 use super::raw_row::RawRow;
 use super::rows::{RowLocation, RowProblem};
@@ -207,7 +206,7 @@ pub(super) fn tools_of(value: Option<Value>) -> Result<Option<Vec<Value>>, RowPr
     Ok(Some(tools.ok_or_else(wrong)?).filter(|tools| !tools.is_empty()))
 }
 
-fn kwargs_of(value: Option<Value>) -> Result<Map<String, Value>, RowProblem> {
+pub(super) fn kwargs_of(value: Option<Value>) -> Result<Map<String, Value>, RowProblem> {
     match value {
         None => Ok(Map::new()),
         Some(Value::Object(kwargs)) => Ok(kwargs),
@@ -308,8 +307,8 @@ mod tests {
         assert_eq!(row(strings).unwrap(), pair);
         let messages =
             br#"{"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}"#;
-        let turn = |role, content: &str| conversation::Turn::new(role, content);
-        let (asked, said) = (turn(conversation::Role::User, "q"), turn(conversation::Role::Assistant, "a"));
+        let turn = |role, content: &str| conversation::Message::new(role, content);
+        let (asked, said) = (turn("user", "q"), turn("assistant", "a"));
         let expected = RawRow::conversation_pair(vec![asked], vec![said], TemplateInputs::default());
         assert_eq!(row(messages).unwrap(), expected);
         let mixed = r#"{"prompt": [{"role": "user", "content": "q"}], "completion": "a"}"#;

@@ -1,5 +1,6 @@
 //! Turns text into labelled token rows. No tensors: the results are plain vectors.
 
+mod answer_frame;
 mod arrow_ipc;
 mod best_fit;
 pub mod cache;
@@ -9,7 +10,7 @@ pub mod chat_template;
 mod column_advice;
 pub mod column_names;
 mod columns;
-mod conversation;
+pub mod conversation;
 mod csv_rows;
 mod documents;
 mod error;
@@ -18,6 +19,7 @@ mod json_array;
 mod jsonl;
 pub mod loader;
 pub mod long_rows;
+mod marked;
 pub mod mask;
 pub mod mix;
 mod opened;
@@ -35,6 +37,7 @@ mod settings;
 mod shown;
 pub mod source;
 pub mod store;
+mod template_abilities;
 mod token_file;
 pub mod tokenize;
 

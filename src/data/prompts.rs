@@ -3,11 +3,11 @@
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use super::chat_template::{ChatTemplate, Message, TemplateChoice, TemplateError};
-use super::conversation::Role;
+use super::chat_template::{ChatTemplate, TemplateChoice, TemplateError};
+use super::conversation::{self, Chat, Message, TemplateInputs};
 use super::rows::{RowError, RowLocation, RowProblem};
 use super::shown::shown;
 use super::tokenize::{TextTokenizer, TokenizeError};
@@ -84,7 +84,7 @@ pub enum PromptInput {
     /// Token ids as they are.
     Ids(Vec<i32>),
     /// A conversation up to what the assistant shall answer.
-    Chat(Vec<Message>),
+    Chat(Chat),
     /// A user's turns, asked one after another.
     Turns(Vec<String>),
 }
@@ -93,6 +93,17 @@ impl PromptInput {
     /// Whether a chat template renders it.
     pub fn needs_template(&self) -> bool {
         matches!(self, Self::Chat(_) | Self::Turns(_))
+    }
+
+    /// Its fields in a request of OpenAI's API. Of several turns the first is asked.
+    pub fn to_openai(&self) -> Map<String, Value> {
+        let prompt = |prompt| Map::from_iter([("prompt".to_owned(), prompt)]);
+        match self {
+            Self::Text(text) => prompt(json!(text)),
+            Self::Ids(ids) => prompt(json!(ids)),
+            Self::Chat(chat) => chat.to_openai(),
+            Self::Turns(turns) => turns.first().map(|first| Chat::of_user(first).to_openai()).unwrap_or_default(),
+        }
     }
 }
 
@@ -119,8 +130,10 @@ pub enum Questions {
     Ids(Vec<i32>),
     /// All of a user's turns, behind the system's if there is one.
     Turns {
-        /// The conversation's first message, if the system wrote it.
-        system: Option<String>,
+        /// The conversation's first message, if the system or the developer wrote it.
+        system: Option<Message>,
+        /// What the template takes beside the messages.
+        inputs: TemplateInputs,
         /// At least one.
         user: Vec<String>,
     },
@@ -236,11 +249,11 @@ pub fn to_ids(
     let ids = match input {
         PromptInput::Text(text) => tokenizer.encode(text, true)?,
         PromptInput::Ids(ids) => in_vocabulary(ids, tokenizer)?,
-        PromptInput::Chat(messages) => chat_ids(messages, tokenizer, template)?,
-        PromptInput::Turns(turns) => {
-            let first: Vec<Message> = turns.iter().take(1).map(|turn| Message::new("user", turn)).collect();
-            chat_ids(&first, tokenizer, template)?
-        }
+        PromptInput::Chat(chat) => chat_ids(chat, tokenizer, template)?,
+        PromptInput::Turns(turns) => match turns.first() {
+            Some(first) => chat_ids(&Chat::of_user(first), tokenizer, template)?,
+            None => vec![],
+        },
     };
     if ids.is_empty() { Err(PromptError::NoTokens) } else { Ok(ids) }
 }
@@ -250,11 +263,11 @@ pub fn to_ids(
 /// # Errors
 /// No template, or what it raises.
 pub fn chat_ids(
-    messages: &[Message],
+    Chat { messages, inputs }: &Chat,
     tokenizer: &TextTokenizer,
     template: Option<&ChatTemplate>,
 ) -> Result<Vec<i32>, PromptError> {
-    let text = template.ok_or(PromptError::NoTemplate)?.render(messages, true)?;
+    let text = template.ok_or(PromptError::NoTemplate)?.render_with(messages, inputs, true)?;
     Ok(tokenizer.encode(&text, false)?)
 }
 
@@ -281,7 +294,7 @@ fn id(object: &Map<String, Value>) -> Option<Value> {
 
 fn input(object: &Map<String, Value>) -> Result<PromptInput, RowProblem> {
     match asked(object)? {
-        (key, PromptInput::Chat(messages)) => before_the_answer(key, messages).map(PromptInput::Chat),
+        (key, PromptInput::Chat(chat)) => before_the_answer(key, chat).map(PromptInput::Chat),
         (_, input) => Ok(input),
     }
 }
@@ -290,8 +303,8 @@ fn questions(object: &Map<String, Value>) -> Result<Questions, RowProblem> {
     match asked(object)? {
         (_, PromptInput::Text(prompt)) => Ok(Questions::Text(prompt)),
         (_, PromptInput::Ids(ids)) => Ok(Questions::Ids(ids)),
-        (_, PromptInput::Turns(user)) => Ok(Questions::Turns { system: None, user }),
-        (key, PromptInput::Chat(messages)) => of_user(key, messages),
+        (_, PromptInput::Turns(user)) => Ok(Questions::Turns { system: None, inputs: TemplateInputs::default(), user }),
+        (key, PromptInput::Chat(chat)) => of_user(key, chat),
     }
 }
 
@@ -303,7 +316,7 @@ fn asked(object: &Map<String, Value>) -> Result<(&'static str, PromptInput), Row
             "prompt" if !value.is_array() => PromptInput::Text(text(key, value)?),
             "prompt_ids" => PromptInput::Ids(each(key, value, "a list of token ids", token)?),
             "turns" => PromptInput::Turns(each(key, value, "a list of strings", text)?),
-            _ => PromptInput::Chat(each(key, value, "a list of messages", message)?),
+            _ => PromptInput::Chat(chat(key, value, object)?),
         };
         return Ok((key, input));
     }
@@ -312,43 +325,43 @@ fn asked(object: &Map<String, Value>) -> Result<(&'static str, PromptInput), Row
     Err(RowProblem::Value { key: "the keys".to_owned(), expected, got: found.join(", ") })
 }
 
-fn of_user(key: &str, messages: Vec<Message>) -> Result<Questions, RowProblem> {
-    let system = messages.first().filter(|first| first.role == "system").map(|first| first.content.clone());
+/// The same that a row of training is made of.
+fn chat(key: &str, value: &Value, object: &Map<String, Value>) -> Result<Chat, RowProblem> {
+    if value.as_array().is_none_or(Vec::is_empty) {
+        let expected = "a list of messages";
+        return Err(RowProblem::Value { key: key.to_owned(), expected, got: shown(value) });
+    }
+    let given = |key: &str| object.get(key).filter(|value| !value.is_null()).cloned();
+    let tools = jsonl::tools_of(given("tools"))?;
+    let inputs = TemplateInputs { tools, kwargs: jsonl::kwargs_of(given("chat_template_kwargs"))? };
+    Ok(Chat { messages: conversation::of_messages(key, value)?, inputs })
+}
+
+fn of_user(key: &str, Chat { messages, inputs }: Chat) -> Result<Questions, RowProblem> {
+    let system = messages.first().filter(|first| is_systems(first)).cloned();
     let user: Vec<String> =
         messages.into_iter().filter(|message| message.role == "user").map(|message| message.content).collect();
     if user.is_empty() {
         let got = "none".to_owned();
         return Err(RowProblem::Value { key: key.to_owned(), expected: "a turn of the user", got });
     }
-    Ok(Questions::Turns { system, user })
+    Ok(Questions::Turns { system, inputs, user })
 }
 
 /// What stands before the answer that is to be decoded.
-fn before_the_answer(key: &str, mut messages: Vec<Message>) -> Result<Vec<Message>, RowProblem> {
-    while messages.last().is_some_and(|last| last.role == "assistant") {
-        messages.pop();
+fn before_the_answer(key: &str, mut chat: Chat) -> Result<Chat, RowProblem> {
+    while chat.messages.last().is_some_and(Message::is_assistants) {
+        chat.messages.pop();
     }
-    if messages.iter().any(|message| message.role != "system") {
-        return Ok(messages);
+    if chat.messages.iter().any(|message| !is_systems(message)) {
+        return Ok(chat);
     }
     let got = "none".to_owned();
     Err(RowProblem::Value { key: key.to_owned(), expected: "a turn for the assistant to answer", got })
 }
 
-/// OpenAI's `role` and `content`, or ShareGPT's `from` and `value`.
-fn message(key: &str, value: &Value) -> Result<Message, RowProblem> {
-    let part = |names: [&str; 2]| {
-        let name = names.into_iter().find(|name| !value[*name].is_null()).unwrap_or(names[0]);
-        text(&format!("{key}.{name}"), &value[name])
-    };
-    let role = part(["role", "from"])?;
-    let role = match Role::named(&role) {
-        Role::System => "system",
-        Role::User => "user",
-        Role::Assistant => "assistant",
-        Role::Call | Role::Tool | Role::Unknown => role.as_str(), // the template's business
-    };
-    Ok(Message::new(role, part(["content", "value"])?))
+fn is_systems(message: &Message) -> bool {
+    ["system", "developer"].contains(&message.role.as_str())
 }
 
 fn each<T>(
@@ -406,7 +419,7 @@ mod tests {
     #[test]
     fn a_prompt_of_messages_is_a_conversation() {
         let line = r#"{"prompt": [{"role": "user", "content": "q"}]}"#;
-        assert_eq!(read_line(line).unwrap().input, PromptInput::Chat(vec![Message::new("user", "q")]));
+        assert_eq!(read_line(line).unwrap().input, PromptInput::Chat(Chat::of_user("q")));
     }
 
     #[test]
@@ -415,9 +428,12 @@ mod tests {
         let line = r#"{"conversations": [{"from": "system", "value": "s"}, {"from": "gpt", "value": "hello"},
             {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "observation", "value": "o"},
             {"from": "human", "value": "r"}, {"from": "gpt", "value": "b"}]}"#;
-        let user = vec!["q".to_owned(), "r".to_owned()];
-        assert_eq!(of(line).unwrap(), Questions::Turns { system: Some("s".into()), user: user.clone() });
-        assert_eq!(of(r#"{"turns": ["q", "r"]}"#).unwrap(), Questions::Turns { system: None, user });
+        let (user, inputs) = (vec!["q".to_owned(), "r".to_owned()], TemplateInputs::default);
+        assert_eq!(
+            of(line).unwrap(),
+            Questions::Turns { system: Some(Message::new("system", "s")), inputs: inputs(), user: user.clone() }
+        );
+        assert_eq!(of(r#"{"turns": ["q", "r"]}"#).unwrap(), Questions::Turns { system: None, inputs: inputs(), user });
         let complaint = of(r#"{"messages": [{"role": "assistant", "content": "a"}]}"#).unwrap_err().to_string();
         assert_eq!(complaint, "messages: expected a turn of the user, got none");
     }
@@ -447,7 +463,10 @@ mod tests {
     fn sharegpt_and_openai_name_the_same_conversation() {
         let sharegpt = r#"{"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}"#;
         let openai = r#"{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}"#;
-        let expected = PromptInput::Chat(vec![Message::new("system", "s"), Message::new("user", "q")]);
+        let expected = PromptInput::Chat(Chat {
+            messages: vec![Message::new("system", "s"), Message::new("user", "q")],
+            ..Chat::default()
+        });
         assert_eq!(read_line(sharegpt).unwrap().input, expected);
         assert_eq!(read_line(openai).unwrap().input, expected);
     }
@@ -460,7 +479,7 @@ mod tests {
         assert_eq!(complaint(r#"{"turns": []}"#), "turns: expected a list of strings, got []");
         assert_eq!(
             complaint(r#"{"messages": [{"role": "user"}]}"#),
-            "messages[0].content: expected a string, got null"
+            "messages[0].content: expected a string or a list of text parts, got null"
         );
         assert!(complaint(r#"{"messages": [{"role": "assistant", "content": "a"}]}"#).contains("to answer"));
         assert!(complaint(r#"{"text": "a"}"#).ends_with(r#"got "text""#));

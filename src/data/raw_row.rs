@@ -1,8 +1,7 @@
 //! A row as its file has it: token ids, a text, a prompt with its completion or a conversation, which become tokens of the vocabulary here.
 
 use super::chat::ConversationRenderer;
-use super::chat_template::TemplateInputs;
-use super::conversation::Turn;
+use super::conversation::{Message, TemplateInputs};
 use super::pair;
 use super::report::DropReason;
 use super::rows::{IGNORE, ReadRow, RowForm, RowProblem, TokenRow};
@@ -24,7 +23,7 @@ pub(super) enum RawRow {
     },
     Conversation {
         key: &'static str,
-        turns: Vec<Turn>,
+        messages: Vec<Message>,
         /// So many of them are given, whoever speaks; answers behind them are learned.
         given: usize,
         inputs: TemplateInputs,
@@ -49,14 +48,14 @@ impl RawRow {
         Ok(Self::Tokens { input_ids, labels: Some(labels) })
     }
 
-    pub(super) fn conversation(key: &'static str, turns: Vec<Turn>, inputs: TemplateInputs) -> Self {
-        Self::Conversation { key, turns, given: 0, inputs }
+    pub(super) fn conversation(key: &'static str, messages: Vec<Message>, inputs: TemplateInputs) -> Self {
+        Self::Conversation { key, messages, given: 0, inputs }
     }
 
     /// A prompt of messages and a completion of messages.
-    pub(super) fn conversation_pair(prompt: Vec<Turn>, completion: Vec<Turn>, inputs: TemplateInputs) -> Self {
+    pub(super) fn conversation_pair(prompt: Vec<Message>, completion: Vec<Message>, inputs: TemplateInputs) -> Self {
         let given = prompt.len();
-        Self::Conversation { key: "prompt", turns: prompt.into_iter().chain(completion).collect(), given, inputs }
+        Self::Conversation { key: "prompt", messages: prompt.into_iter().chain(completion).collect(), given, inputs }
     }
 
     /// The row as tokens of the vocabulary, or why a conversation is left out.
@@ -71,6 +70,7 @@ impl RawRow {
             Self::Tokens { input_ids, labels } => {
                 (TokenRow::checked(&input_ids, labels.as_deref(), vocab_size)?, RowForm::Tokens)
             }
+            Self::Text(text) if text.trim().is_empty() => return Ok(Err(DropReason::EmptyText)),
             Self::Text(text) => (TokenRow::of_text(&text, tokenizer("text")?)?, RowForm::Text),
             Self::Pair { completion, .. } if completion.trim().is_empty() => {
                 return Ok(Err(DropReason::EmptyCompletion));
@@ -79,12 +79,12 @@ impl RawRow {
                 let tokens = pair::row(&prompt, &completion, tokenizer("prompt")?, settings.loss_on)?;
                 (tokens, RowForm::Pair)
             }
-            Self::Conversation { key, turns, given, inputs } => {
+            Self::Conversation { key, messages, given, inputs } => {
                 let tokenizer = tokenizer(key)?;
                 let template = settings.template.ok_or(RowProblem::NeedsTemplate { key })?;
                 let (loss_on, fit) = (settings.loss_on, settings.fit());
                 let chat = ConversationRenderer { template, inputs: &inputs, tokenizer, loss_on, given, fit };
-                return chat.row(&turns);
+                return chat.row(&messages);
             }
         };
         Ok(Ok(ReadRow::new(tokens, of)))

@@ -36,6 +36,8 @@ pub enum DropReason {
     TooLong,
     /// A prompt with nothing to learn behind it.
     EmptyCompletion,
+    /// A text of nothing but blanks.
+    EmptyText,
 }
 
 /// How the cache was used for a file.
@@ -108,6 +110,12 @@ pub struct RowCounts {
     pub lost_tokens: usize,
     /// Rows of tokens kept although no label of theirs is a target.
     pub without_targets: usize,
+    /// Turns of the assistant of which the chat template leaves out thoughts, calls or all.
+    #[serde(default)]
+    pub shortened_turns: usize,
+    /// Turns of the assistant whose calls are JSON in the text, because the chat template writes none.
+    #[serde(default)]
+    pub calls_as_text: usize,
     /// Rows left out, and why.
     pub dropped: BTreeMap<DropReason, usize>,
     /// Rows that are not right, by kind; without `--skip-bad-rows` the first one ends the run.
@@ -155,7 +163,7 @@ pub struct LoadReport {
 impl FileSummary {
     /// Fits a row to the maximal length, counts it, and returns what is kept of it: nothing, the row, or its pieces.
     pub(super) fn admit(&mut self, row: ReadRow, fit: &RowFit) -> Vec<TokenRow> {
-        let ReadRow { tokens, of, exchanges } = row;
+        let ReadRow { tokens, of, exchanges, shortened_turns, calls_as_text } = row;
         self.rendered |= of == RowForm::Conversation;
         let (length, is_long) = (tokens.input_ids.len(), fit.is_too_long(&tokens));
         let mut pieces = fit.of(tokens, &exchanges);
@@ -172,7 +180,11 @@ impl FileSummary {
             0 if length < 2 => self.leave_out(DropReason::FewerThanTwoTokens),
             0 if is_long && fit.long_rows == LongRows::Drop => self.leave_out(DropReason::TooLong),
             0 => self.leave_out(DropReason::NoLabelLeft),
-            _ => self.keep(&kept, is_long, is_long && fit.long_rows == LongRows::Truncate),
+            _ => {
+                self.counts.shortened_turns += shortened_turns;
+                self.counts.calls_as_text += calls_as_text;
+                self.keep(&kept, is_long, is_long && fit.long_rows == LongRows::Truncate);
+            }
         }
         kept
     }
@@ -259,6 +271,8 @@ impl LoadReport {
         all.repeated_tokens += file.repeated_tokens;
         all.lost_tokens += file.lost_tokens;
         all.without_targets += file.without_targets;
+        all.shortened_turns += file.shortened_turns;
+        all.calls_as_text += file.calls_as_text;
         for (reason, count) in file.dropped {
             leave_out(&mut all.dropped, reason, count);
         }
@@ -377,6 +391,8 @@ impl fmt::Display for LoadReport {
         also(self.counts.split, &format!("longer than {limit}, split into {}", self.counts.pieces))?;
         also(self.counts.truncated, &format!("cut to {limit}"))?;
         also(self.counts.without_targets, "without a target")?;
+        also(self.counts.shortened_turns, "answers shortened by the chat template (left out: thoughts or calls)")?;
+        also(self.counts.calls_as_text, "answers with calls as text (the chat template writes no calls)")?;
         for (reason, count) in &self.counts.dropped {
             also(*count, &format!("dropped ({reason})"))?;
         }
@@ -403,8 +419,9 @@ impl fmt::Display for LoadReport {
 
 const REFUSES: &str = "template_refuses: ";
 /// The reasons without words: as JSON has them, and for people.
-const NAMES: [(DropReason, &str, &str); 8] = [
+const NAMES: [(DropReason, &str, &str); 9] = [
     (DropReason::TooLong, "too_long", "longer than max_length"),
+    (DropReason::EmptyText, "empty_text", "empty text"),
     (DropReason::EmptyCompletion, "empty_completion", "empty completion"),
     (DropReason::FewerThanTwoTokens, "fewer_than_two_tokens", "fewer than two tokens"),
     (DropReason::EmptyConversation, "empty_conversation", "empty conversation"),
@@ -464,7 +481,7 @@ mod tests {
         let counts: BTreeMap<DropReason, usize> = reasons.zip(1..).collect();
         let json = serde_json::to_string(&counts).unwrap();
         assert!(
-            json.contains(r#""fewer_than_two_tokens":3"#) && json.contains(r#""template_refuses: a: b":9"#),
+            json.contains(r#""fewer_than_two_tokens":4"#) && json.contains(r#""template_refuses: a: b":10"#),
             "{json}"
         );
         assert_eq!(serde_json::from_str::<BTreeMap<DropReason, usize>>(&json).unwrap(), counts);

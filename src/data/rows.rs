@@ -27,11 +27,15 @@ pub struct ReadRow {
     pub of: RowForm,
     /// Of a conversation that is to be split: the tokens with which its later exchanges begin.
     pub exchanges: Vec<usize>,
+    /// Of a conversation: turns of which the template leaves out thoughts, calls or all.
+    pub shortened_turns: usize,
+    /// Of a conversation: turns whose calls the template does not write, so that they are text.
+    pub calls_as_text: usize,
 }
 
 impl ReadRow {
     pub(super) fn new(tokens: TokenRow, of: RowForm) -> Self {
-        Self { tokens, of, exchanges: vec![] }
+        Self { tokens, of, exchanges: vec![], shortened_turns: 0, calls_as_text: 0 }
     }
 }
 

@@ -8,7 +8,7 @@ use super::answer::{Question, WrittenAnswer};
 use super::refusal::{Refusal, RefusedTurn};
 use super::render::{self, OpenQuestion, Rendered, Renderer, WrittenTurn};
 use crate::data::IGNORE;
-use crate::data::chat_template::Message;
+use crate::data::conversation::{Chat, Message};
 use crate::data::prompts::{Dialogue, PromptError, PromptInput, Questions};
 use crate::data::tokenize::narrow;
 use crate::decode::request::FinishReason;
@@ -37,7 +37,7 @@ pub struct Conversation<'a> {
     id: usize,
     dialogue: &'a Dialogue,
     /// All turns so far; the last one is the question to answer.
-    messages: Vec<Message>,
+    chat: Chat,
     /// The turns that the backbone wrote.
     written: Vec<WrittenTurn>,
     writer: Writer,
@@ -113,7 +113,7 @@ impl<'a> Conversation<'a> {
         Self {
             id,
             dialogue,
-            messages: vec![],
+            chat: Chat::default(),
             written: vec![],
             writer: Writer::Assistant,
             prompt: Rendered::default(),
@@ -156,7 +156,7 @@ impl<'a> Conversation<'a> {
         match &self.dialogue.questions {
             Questions::Text(text) => PromptInput::Text(text.clone()),
             Questions::Ids(ids) => PromptInput::Ids(ids.clone()),
-            Questions::Turns { .. } => PromptInput::Chat(self.messages.clone()),
+            Questions::Turns { .. } => PromptInput::Chat(self.chat.clone()),
         }
     }
 
@@ -168,10 +168,10 @@ impl<'a> Conversation<'a> {
         let was_written_by = std::mem::replace(&mut self.writer, Writer::Assistant);
         let of_answer = |prompt| Some(OpenQuestion { prompt, end_mark: vec![] });
         if self.asked == 0 {
-            return render::first(&self.dialogue.questions, renderer, &mut self.messages).map(of_answer);
+            return render::first(&self.dialogue.questions, renderer, &mut self.chat).map(of_answer);
         }
         if was_written_by == Writer::User && !self.is_over {
-            return render::answer(renderer, &self.messages).map(of_answer);
+            return render::answer(renderer, &self.chat).map(of_answer);
         }
         let Questions::Turns { user, .. } = &self.dialogue.questions else { return Ok(None) };
         if self.is_over || self.answers >= settings.turns.get() {
@@ -179,11 +179,11 @@ impl<'a> Conversation<'a> {
         }
         if let Some(renderer) = renderer.filter(|_| settings.self_talk) {
             self.writer = Writer::User;
-            return renderer.question(&self.messages);
+            return renderer.question(&self.chat);
         }
         let Some(question) = user.get(self.answers) else { return Ok(None) };
-        self.messages.push(Message::new("user", question));
-        render::answer(renderer, &self.messages).map(of_answer)
+        self.chat.messages.push(Message::new("user", question));
+        render::answer(renderer, &self.chat).map(of_answer)
     }
 
     /// Takes the backbone's turn. A user turn that is empty or unfinished is dropped and ends the conversation.
@@ -208,7 +208,7 @@ impl<'a> Conversation<'a> {
             let (opened, end) = (std::mem::take(&mut self.prompt.text), renderer.end_text(&said.end)?);
             self.written.push(WrittenTurn { opened, content: content.clone(), end });
         }
-        self.messages.push(Message::new(if is_question { "user" } else { "assistant" }, content));
+        self.chat.messages.push(Message::new(if is_question { "user" } else { "assistant" }, content));
         if !is_question {
             self.answers += 1;
             self.kept = Some(self.as_finished(said.finish_reason));
@@ -263,7 +263,7 @@ impl<'a> Conversation<'a> {
             index: Some(self.dialogue.index),
             prompt_id: self.dialogue.id.as_ref().map(|id| id.as_str().map_or_else(|| id.to_string(), str::to_owned)),
             category: self.dialogue.category.clone(),
-            conversations: self.messages.iter().map(said).collect(),
+            conversations: self.chat.messages.iter().map(said).collect(),
             input_ids: narrow(&self.row.ids),
             labels: self.row.labels.clone(),
             finish_reason: finish_reason.name().to_owned(),
@@ -286,6 +286,7 @@ mod tests {
 
     use super::*;
     use crate::data::chat_template::ChatTemplate;
+    use crate::data::conversation::TemplateInputs;
     use crate::data::rows::RowLocation;
     use crate::data::tokenize::TextTokenizer;
     use crate::data::tokenize::wide;
@@ -356,7 +357,13 @@ mod tests {
     fn dialogue(user: &[&str]) -> Dialogue {
         let user = user.iter().map(|&turn| turn.to_owned()).collect();
         let place = RowLocation { path: "p".into(), row: None };
-        Dialogue { place, index: 0, id: None, category: None, questions: Questions::Turns { system: None, user } }
+        Dialogue {
+            place,
+            index: 0,
+            id: None,
+            category: None,
+            questions: Questions::Turns { system: None, inputs: TemplateInputs::default(), user },
+        }
     }
 
     fn said(new_ids: Vec<i64>, end: Vec<i64>) -> WrittenAnswer {

@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use crate::data::chat_template::Message;
+use crate::data::conversation::{Chat, Message};
 use crate::data::prompts::{Dialogue, Questions};
 
 pub mod answer;
@@ -93,11 +93,11 @@ fn check_one(
         return Err(DistillError::SelfTalkOfRawPrompt { place: place() });
     }
     let failed = |source| DistillError::Prompt { place: place(), source: Box::new(source) };
-    let mut messages = vec![];
-    let first = render::first(&dialogue.questions, Some(renderer), &mut messages).map_err(failed)?;
+    let mut chat = Chat::default();
+    let first = render::first(&dialogue.questions, Some(renderer), &mut chat).map_err(failed)?;
     if settings.self_talk {
-        messages.push(Message::new("assistant", "a"));
-        renderer.question(&messages).map_err(failed)?.ok_or(DistillError::NoPlaceForQuestions)?;
+        chat.messages.push(Message::new("assistant", "a"));
+        renderer.question(&chat).map_err(failed)?.ok_or(DistillError::NoPlaceForQuestions)?;
     }
     let later = later_turns(&dialogue.questions, settings).iter().map(|turn| renderer.tokenizer.encode(turn, false));
     let later = later.map(|ids| ids.map(|ids| ids.len())).collect::<Result<Vec<_>, _>>();
@@ -194,6 +194,7 @@ mod tests {
 
     use super::*;
     use crate::data::chat_template::{ChatTemplate, TemplateChoice};
+    use crate::data::conversation::TemplateInputs;
     use crate::data::tokenize::TextTokenizer;
 
     fn settings(max_new_tokens: usize, turns: usize, self_talk: bool) -> DistillSettings {
@@ -210,7 +211,11 @@ mod tests {
 
     #[test]
     fn a_text_reaches_its_prompt_and_all_answers_within_the_context() {
-        let turns = |count: usize| Questions::Turns { system: None, user: vec!["0123456789".to_owned(); count] };
+        let turns = |count: usize| Questions::Turns {
+            system: None,
+            inputs: TemplateInputs::default(),
+            user: vec!["0123456789".to_owned(); count],
+        };
         let text = Questions::Text("a".repeat(50));
         let later = 100 + 10 + OF_TEMPLATE;
         for (questions, settings, expected) in [
@@ -238,7 +243,8 @@ mod tests {
         let renderer = Renderer { tokenizer: &tokenizer, template: template.as_ref() };
         let turn = "How do I make omelette for 4 people?".to_owned();
         let place = crate::data::rows::RowLocation { path: "p.jsonl".into(), row: None };
-        let questions = Questions::Turns { system: None, user: vec![turn.clone(); 2] };
+        let questions =
+            Questions::Turns { system: None, inputs: TemplateInputs::default(), user: vec![turn.clone(); 2] };
         let dialogue = Dialogue { place, index: 0, id: None, category: None, questions };
         let settings = settings(100, usize::MAX, false);
         let DialogueTokens { first, most } = check(&[dialogue], Some(&renderer), &settings).expect("a prompt")[0];

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use crate::data::IGNORE;
-use crate::data::chat_template::{ChatTemplate, Message};
+use crate::data::chat_template::ChatTemplate;
+use crate::data::conversation::{Chat, Message};
 use crate::data::prompts::{self, PromptError, PromptInput, Questions};
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
 
@@ -45,22 +46,19 @@ pub struct WrittenTurn {
     pub end: String,
 }
 
-/// Renders the first question of a conversation and appends its messages to `messages`. Without a renderer only conversations can be asked.
+/// Renders the first question of a conversation and appends its messages to `chat`. Without a renderer only conversations can be asked.
 ///
 /// # Errors
 /// A conversation without a template, an error of the template, or ids outside the tokenizer's vocabulary.
-pub fn first(
-    questions: &Questions,
-    renderer: Option<&Renderer>,
-    messages: &mut Vec<Message>,
-) -> Result<Rendered, PromptError> {
+pub fn first(questions: &Questions, renderer: Option<&Renderer>, chat: &mut Chat) -> Result<Rendered, PromptError> {
     let input = match questions {
         Questions::Text(text) => PromptInput::Text(text.clone()),
         Questions::Ids(ids) => PromptInput::Ids(ids.clone()),
-        Questions::Turns { system, user } => {
-            messages.extend(system.iter().map(|system| Message::new("system", system)));
-            messages.extend(user.first().map(|first| Message::new("user", first)));
-            return answer(renderer, messages);
+        Questions::Turns { system, inputs, user } => {
+            chat.inputs = inputs.clone();
+            chat.messages.extend(system.iter().cloned());
+            chat.messages.extend(user.first().map(|first| Message::new("user", first)));
+            return answer(renderer, chat);
         }
     };
     let Some(renderer) = renderer else { return Err(PromptError::NoTokens) };
@@ -69,7 +67,7 @@ pub fn first(
         PromptInput::Text(text) => text,
         _ => renderer.tokenizer.decode(&ids, true)?,
     };
-    messages.push(Message::new("user", &text));
+    chat.messages.push(Message::new("user", &text));
     Ok(Rendered { text, ids: wide(&ids) })
 }
 
@@ -77,8 +75,8 @@ pub fn first(
 ///
 /// # Errors
 /// No template, or an error of the template.
-pub fn answer(renderer: Option<&Renderer>, messages: &[Message]) -> Result<Rendered, PromptError> {
-    renderer.map_or_else(|| Ok(Rendered::default()), |renderer| renderer.answer(messages))
+pub fn answer(renderer: Option<&Renderer>, chat: &Chat) -> Result<Rendered, PromptError> {
+    renderer.map_or_else(|| Ok(Rendered::default()), |renderer| renderer.answer(chat))
 }
 
 impl Renderer<'_> {
@@ -86,17 +84,17 @@ impl Renderer<'_> {
     ///
     /// # Errors
     /// No template, or an error of the template.
-    pub fn answer(&self, messages: &[Message]) -> Result<Rendered, PromptError> {
-        self.rendered(self.template()?.render(messages, true)?)
+    pub fn answer(&self, chat: &Chat) -> Result<Rendered, PromptError> {
+        self.rendered(self.template()?.render_with(&chat.messages, &chat.inputs, true)?)
     }
 
     /// Renders a conversation up to the start of the user's text; `None` if the template changes the user's text.
     ///
     /// # Errors
     /// No template, or an error of the template.
-    pub fn question(&self, messages: &[Message]) -> Result<Option<OpenQuestion>, PromptError> {
+    pub fn question(&self, Chat { messages, inputs }: &Chat) -> Result<Option<OpenQuestion>, PromptError> {
         let asked: Vec<Message> = messages.iter().cloned().chain([Message::new("user", PLACEHOLDER)]).collect();
-        let whole = self.template()?.render(&asked, true)?;
+        let whole = self.template()?.render_with(&asked, inputs, true)?;
         let Some((before, behind)) = whole.split_once(PLACEHOLDER) else { return Ok(None) };
         // A space before the first word belongs to the word's token, which the backbone writes.
         let prompt = self.rendered(before.trim_end_matches(' ').to_owned())?;
@@ -108,9 +106,13 @@ impl Renderer<'_> {
     ///
     /// # Errors
     /// No template, an error of the template or the tokenizer.
-    pub fn around_answer(&self, messages: &[Message], prompt: &str) -> Result<Option<(String, Vec<i64>)>, PromptError> {
+    pub fn around_answer(
+        &self,
+        Chat { messages, inputs }: &Chat,
+        prompt: &str,
+    ) -> Result<Option<(String, Vec<i64>)>, PromptError> {
         let answered: Vec<Message> = messages.iter().cloned().chain([Message::new("assistant", PLACEHOLDER)]).collect();
-        let whole = self.template()?.render(&answered, false)?;
+        let whole = self.template()?.render_with(&answered, inputs, false)?;
         let Some((before, behind)) = whole.split_once(PLACEHOLDER) else { return Ok(None) };
         let Some(lead) = before.strip_prefix(prompt) else { return Ok(None) };
         Ok(Some((lead.to_owned(), self.end_mark(behind)?)))

@@ -24,8 +24,8 @@ impl Prompting {
     /// A conversation that the template refuses, ids outside of the vocabulary, a prompt that fills the context.
     pub fn tokens(&self, prompt: &ClientPrompt) -> Result<Vec<i64>, ApiError> {
         let ids = match prompt {
-            ClientPrompt::Messages { messages, inputs } => {
-                let text = ClientPrompt::rendered(messages, inputs, self.template.as_deref())?;
+            ClientPrompt::Chat(chat) => {
+                let text = ClientPrompt::rendered(chat, self.template.as_deref())?;
                 self.encoded(&text, false, "messages")?
             }
             ClientPrompt::Text(text) => self.encoded(text, true, "prompt")?,
@@ -63,7 +63,7 @@ impl Prompting {
 /// The field that holds a prompt.
 fn param_of(prompt: &ClientPrompt) -> &'static str {
     match prompt {
-        ClientPrompt::Messages { .. } => Endpoint::Chat.prompt_field(),
+        ClientPrompt::Chat(_) => Endpoint::Chat.prompt_field(),
         ClientPrompt::Text(_) | ClientPrompt::Ids(_) => Endpoint::Completions.prompt_field(),
     }
 }

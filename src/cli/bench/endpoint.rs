@@ -11,7 +11,6 @@ use super::args::BenchArgs;
 use super::load::output::LoadOutput;
 use crate::cli::progress::Counter;
 use crate::cli::{CommonFlags, Interrupted, api_key, interrupted, prompts};
-use crate::data::chat_template::Message;
 use crate::data::prompts::PromptInput;
 use crate::formats::load::LoadSource;
 use crate::http::endpoint::{AnswerWait, CHAT_COMPLETIONS, COMPLETIONS, ClientLimits, EndpointClient, EndpointRequest};
@@ -98,16 +97,8 @@ fn settings(args: &BenchArgs, model: &str, common: &CommonFlags) -> Map<String, 
 
 /// A prompt with the settings. Of several turns the first is asked.
 fn request(input: &PromptInput, settings: &Map<String, Value>) -> EndpointRequest {
-    let (path, name, prompt) = match input {
-        PromptInput::Text(text) => (COMPLETIONS, "prompt", json!(text)),
-        PromptInput::Ids(ids) => (COMPLETIONS, "prompt", json!(ids)),
-        PromptInput::Chat(messages) => (CHAT_COMPLETIONS, "messages", json!(messages)),
-        PromptInput::Turns(turns) => {
-            let first: Vec<Message> = turns.iter().take(1).map(|turn| Message::new("user", turn)).collect();
-            (CHAT_COMPLETIONS, "messages", json!(first))
-        }
-    };
+    let path = if input.needs_template() { CHAT_COMPLETIONS } else { COMPLETIONS };
     let mut body = settings.clone();
-    body.insert(name.into(), prompt);
+    body.extend(input.to_openai());
     EndpointRequest { path, body: Value::Object(body).to_string() }
 }

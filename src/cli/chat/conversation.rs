@@ -2,7 +2,7 @@
 
 use super::super::UsageError;
 use crate::cli::decoder::Decoder;
-use crate::data::chat_template::Message;
+use crate::data::conversation::{Chat, Message};
 use crate::data::prompts::{self, PromptError};
 use crate::data::tokenize::wide;
 use crate::decode::text::Told;
@@ -52,8 +52,9 @@ impl<'a> ChatHistory<'a> {
         }
         match &self.said {
             ChatContext::Turns(turns) => {
-                let turns: Vec<Message> = turns.iter().cloned().chain([Message::new("user", words)]).collect();
-                Ok(wide(&prompts::chat_ids(&turns, tokenizer, template.as_deref())?))
+                let messages = turns.iter().cloned().chain([Message::new("user", words)]).collect();
+                let chat = Chat { messages, ..Chat::default() };
+                Ok(wide(&prompts::chat_ids(&chat, tokenizer, template.as_deref())?))
             }
             ChatContext::Text(ids) if ids.is_empty() => Ok(wide(&tokenizer.encode(words, true)?)),
             ChatContext::Text(ids) if words.is_empty() => Ok(ids.clone()),

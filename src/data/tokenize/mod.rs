@@ -121,13 +121,21 @@ impl TextTokenizer {
         Self { sha256, tokenizer, path, highest, longest, growth: growth::USUAL, bos, eos }
     }
 
-    /// Ids of a text; `add_special` adds what the tokenizer puts around one (Llama: BOS before it).
+    /// Ids of a text; `add_special` adds what the tokenizer puts around one (Llama: BOS before it). A text that begins with BOS, as rendered
+    /// ones do, gets no second one.
     ///
     /// # Errors
     /// The library's own.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<i32>, TokenizeError> {
         let encoded = self.encoding(text, || self.tokenizer.encode_fast(text, add_special))?;
-        Ok(encoded.get_ids().iter().map(|&id| to_i32(id)).collect())
+        Ok(encoded.get_ids().iter().skip(self.second_bos(&encoded)).map(|&id| to_i32(id)).collect())
+    }
+
+    /// 1 where the tokenizer put a BOS before that of the text, else 0.
+    fn second_bos(&self, encoded: &Encoding) -> usize {
+        let is_added = encoded.get_special_tokens_mask().first() == Some(&1);
+        let is_bos = |at: usize| self.bos.is_some() && encoded.get_ids().get(at).map(|&id| to_i32(id)) == self.bos;
+        usize::from(is_added && is_bos(0) && is_bos(1))
     }
 
     /// Ids of a text with nothing around it, and which bytes of the text each stands for.
@@ -154,8 +162,10 @@ impl TextTokenizer {
             at = *end;
             *start..*end
         };
-        let places = encoded.get_offsets().iter().zip(encoded.get_special_tokens_mask()).map(place).collect();
-        Ok((encoded.get_ids().iter().map(|&id| to_i32(id)).collect(), places))
+        let second_bos = self.second_bos(&encoded);
+        let places =
+            encoded.get_offsets().iter().zip(encoded.get_special_tokens_mask()).skip(second_bos).map(place).collect();
+        Ok((encoded.get_ids().iter().skip(second_bos).map(|&id| to_i32(id)).collect(), places))
     }
 
     /// Runs the library on a text; those of more than a quarter of the most one after the other, as each takes some hundred bytes for each of its own.

@@ -4,7 +4,6 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::settings::ServerSettings;
-use crate::data::prompts::PromptInput;
 use crate::distill::answer::Question;
 use crate::engine::sample::Stream;
 use crate::http::endpoint::{CHAT_COMPLETIONS, COMPLETIONS, EndpointRequest};
@@ -26,26 +25,17 @@ pub(super) struct ServerRequest {
 
 impl ServerRequest {
     pub(super) fn new(question: &Question, settings: &ServerSettings) -> Self {
-        let (path, name, prompt) = match &question.input {
-            PromptInput::Text(text) => (COMPLETIONS, "prompt", json!(text)),
-            PromptInput::Ids(ids) => (COMPLETIONS, "prompt", json!(ids)),
-            PromptInput::Chat(messages) => (CHAT_COMPLETIONS, "messages", json!(messages)),
-            PromptInput::Turns(turns) => {
-                let messages: Vec<Value> = turns.iter().map(|turn| json!({"role": "user", "content": turn})).collect();
-                (CHAT_COMPLETIONS, "messages", json!(messages))
-            }
-        };
+        let path = if question.input.needs_template() { CHAT_COMPLETIONS } else { COMPLETIONS };
         let draws = settings.temperature.get() > 0.0;
         let fields = [
             ("model", Some(json!(settings.model))),
-            (name, Some(prompt)),
             ("max_tokens", Some(json!(most_tokens(question, settings.context_now)))),
             ("temperature", Some(json!(settings.temperature.get()))),
             ("top_p", (settings.top_p != Probability::ONE).then(|| json!(settings.top_p.get()))),
             ("seed", draws.then(|| json!(seed(question.stream)))),
         ];
-        let fields = fields.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect();
-        Self { path, fields }
+        let fields = fields.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
+        Self { path, fields: question.input.to_openai().into_iter().chain(fields).collect() }
     }
 
     pub(super) fn model(&self) -> Option<&str> {
@@ -80,7 +70,8 @@ pub(super) mod tests {
     use std::num::NonZeroUsize;
 
     use super::*;
-    use crate::data::chat_template::Message;
+    use crate::data::conversation::Chat;
+    use crate::data::prompts::PromptInput;
     use crate::distill::render::Rendered;
     use crate::numbers::NonNegative;
 
@@ -115,7 +106,7 @@ pub(super) mod tests {
 
     #[test]
     fn a_conversation_is_asked_as_messages_and_never_for_more_than_fits() {
-        let chat = PromptInput::Chat(vec![Message::new("user", "hi")]);
+        let chat = PromptInput::Chat(Chat::of_user("hi"));
         let request = ServerRequest::new(&question(chat, 70, 1), &settings(0.0));
         let sent = request.sent(TokenIds::NotAsked);
         let expected = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "temperature": 0.0});

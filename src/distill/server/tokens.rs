@@ -186,7 +186,7 @@ impl Writing<'_> {
     /// The text that the template puts before the answer, and the tokens that end it.
     fn around(&self) -> Result<(String, Vec<i64>), PromptError> {
         let around = match &self.question.input {
-            PromptInput::Chat(messages) => self.renderer.around_answer(messages, &self.question.prompt.text)?,
+            PromptInput::Chat(chat) => self.renderer.around_answer(chat, &self.question.prompt.text)?,
             _ => None,
         };
         let (lead, end) = around.unwrap_or_default();

@@ -1,28 +1,31 @@
 //! The messages and tools of a chat, as a chat template takes them.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::error::ApiError;
 use super::fields::{Fields, kind};
-use crate::data::chat_template::Message;
+use crate::data::conversation::{self, Chat, Message, MessageProblem, TemplateInputs};
 
-const CALLS: &str = "tool_calls";
+/// The conversation with its tools and the template's variables.
+pub(super) fn chat(fields: &mut Fields) -> Result<Chat, ApiError> {
+    let messages = messages(fields)?;
+    let kwargs = fields.read("chat_template_kwargs", "an object", |value| value.as_object().cloned())?;
+    let inputs = TemplateInputs { tools: tools(fields)?, kwargs: kwargs.unwrap_or_default() };
+    Ok(Chat { messages, inputs })
+}
 
-/// The conversation.
-pub(super) fn messages(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
+fn messages(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     let wrong = |got: &str| ApiError::field("messages", "a list of at least one message", got);
     match fields.take("messages") {
         Some(Value::Array(list)) if list.is_empty() => Err(wrong("an empty list")),
-        Some(Value::Array(list)) => {
-            list.into_iter().enumerate().map(|(index, value)| message(&format!("messages[{index}]"), value)).collect()
-        }
+        Some(list @ Value::Array(_)) => Ok(conversation::of_messages("messages", &list).map_err(told)?),
         Some(other) => Err(wrong(kind(&other))),
         None => Err(wrong("nothing")),
     }
 }
 
 /// The functions that the assistant may call; none where `tool_choice` forbids them.
-pub(super) fn tools(fields: &mut Fields) -> Result<Option<Vec<Value>>, ApiError> {
+fn tools(fields: &mut Fields) -> Result<Option<Vec<Value>>, ApiError> {
     let tools = match fields.take("tools") {
         Some(Value::Array(list)) => list,
         Some(other) => return Err(ApiError::field("tools", "a list of tools", kind(&other))),
@@ -49,58 +52,14 @@ fn is_function(tool: &Value) -> bool {
     tool["type"] == "function" && tool["function"]["name"].is_string()
 }
 
-fn message(param: &str, value: Value) -> Result<Message, ApiError> {
-    let Value::Object(mut more) = value else {
-        return Err(ApiError::field(param, "an object with \"role\" and \"content\"", kind(&value)));
-    };
-    let role = match more.shift_remove("role").unwrap_or_default() {
-        Value::String(role) if !role.is_empty() => role,
-        other => return Err(ApiError::field(format!("{param}.role"), "a role such as \"user\"", kind(&other))),
-    };
-    let content = more.shift_remove("content").unwrap_or_default();
-    more.retain(|_, value| !is_nothing(value));
-    let content_param = format!("{param}.content");
-    let content = match content {
-        Value::String(text) => text,
-        Value::Array(parts) => text_of_parts(&content_param, &parts)?,
-        Value::Null if more.contains_key(CALLS) => {
-            more.insert("content".to_owned(), Value::Null); // not the same as an empty text to every template
-            String::new()
+/// What was said stays out of the answer, which may be logged.
+fn told(problem: MessageProblem) -> ApiError {
+    let MessageProblem { key, expected, got } = problem;
+    match got["type"].as_str() {
+        Some(other @ ("image_url" | "input_audio" | "file" | "refusal")) => {
+            ApiError::invalid(key, format!("this server reads text only, not {other}"))
         }
-        other => return Err(ApiError::field(content_param, "a string or a list of text parts", kind(&other))),
-    };
-    with_arguments_read(&mut more);
-    Ok(Message { role, content, more })
-}
-
-/// Clients send back keys that were null in an answer.
-fn is_nothing(value: &Value) -> bool {
-    value.is_null() || value.as_array().is_some_and(Vec::is_empty)
-}
-
-fn text_of_parts(param: &str, parts: &[Value]) -> Result<String, ApiError> {
-    let text = |(index, part): (usize, &Value)| match (part["type"].as_str(), part["text"].as_str()) {
-        (Some("text"), Some(text)) => Ok(text.to_owned()),
-        (Some(other @ ("image_url" | "input_audio" | "file" | "refusal")), _) => {
-            Err(ApiError::invalid(format!("{param}[{index}]"), format!("this server reads text only, not {other}")))
-        }
-        _ => {
-            let expected = r#"{"type": "text", "text": …}"#;
-            Err(ApiError::field(format!("{param}[{index}]"), expected, "something else"))
-        }
-    };
-    parts.iter().enumerate().map(text).collect()
-}
-
-/// OpenAI's API has a call's arguments as JSON in a string; in transformers' messages, which templates are written for, they are the
-/// object that it holds. A string that holds no object stays.
-fn with_arguments_read(more: &mut Map<String, Value>) {
-    let calls = more.get_mut(CALLS).and_then(Value::as_array_mut);
-    for call in calls.into_iter().flatten() {
-        let Some(arguments) = call.pointer_mut("/function/arguments") else { continue };
-        if let Some(read) = arguments.as_str().and_then(|json| serde_json::from_str::<Map<String, Value>>(json).ok()) {
-            *arguments = read.into();
-        }
+        _ => ApiError::field(key, expected, kind(&got)),
     }
 }
 
@@ -151,8 +110,11 @@ mod tests {
             (json!("my secret"), "messages: expected a list of at least one message, got a string"),
             (json!(null), "messages: expected a list of at least one message, got nothing"),
             (json!([]), "messages: expected a list of at least one message, got an empty list"),
-            (json!(["my secret"]), "messages[0]: expected an object with \"role\" and \"content\", got a string"),
-            (json!([{"content": "my secret"}]), "messages[0].role: expected a role such as \"user\", got null"),
+            (
+                json!(["my secret"]),
+                "messages[0]: expected an object with \"role\" and \"content\", or \"from\" and \"value\", got a string",
+            ),
+            (json!([{"content": "my secret"}]), "messages[0].role: expected a string such as \"user\", got null"),
             (
                 json!([{"role": "user", "content": "a"}, {"role": "assistant"}]),
                 "messages[1].content: expected a string or a list of text parts, got null",
@@ -166,8 +128,8 @@ mod tests {
                 "messages[0].content[0]: this server reads text only, not image_url",
             ),
             (
-                json!([{"role": "user", "content": ["my secret"]}]),
-                "messages[0].content[0]: expected {\"type\": \"text\", \"text\": …}, got something else",
+                json!([{"role": "user", "content": [{"my": "secret"}]}]),
+                "messages[0].content[0]: expected a part with \"text\", got an object",
             ),
         ];
         for (list, message) in cases {

@@ -4,18 +4,14 @@ use serde_json::Value;
 
 use super::error::ApiError;
 use super::fields::kind;
-use crate::data::chat_template::{ChatTemplate, Message, TemplateError, TemplateInputs};
+use crate::data::chat_template::{ChatTemplate, TemplateError, TemplateInputs};
+use crate::data::conversation::Chat;
 
 /// What a text goes on from.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ClientPrompt {
     /// A conversation, for [`ClientPrompt::rendered`].
-    Messages {
-        /// At least one.
-        messages: Vec<Message>,
-        /// The tools.
-        inputs: TemplateInputs,
-    },
+    Chat(Chat),
     /// Text, to which the tokenizer adds its special tokens.
     Text(String),
     /// Token ids as they are: at least one, none below 0. Whether the vocabulary has them is not checked yet.
@@ -27,11 +23,7 @@ impl ClientPrompt {
     ///
     /// # Errors
     /// [`ApiError`]: no template, tools that it does not show, and what it raises.
-    pub fn rendered(
-        messages: &[Message],
-        inputs: &TemplateInputs,
-        template: Option<&ChatTemplate>,
-    ) -> Result<String, ApiError> {
+    pub fn rendered(Chat { messages, inputs }: &Chat, template: Option<&ChatTemplate>) -> Result<String, ApiError> {
         let template = template.ok_or(ApiError::NoTemplate)?;
         let text = template.render_with(messages, inputs, true).map_err(|error| refused(&error))?;
         let without_tools = TemplateInputs { tools: None, ..inputs.clone() };
@@ -48,7 +40,10 @@ impl ClientPrompt {
 fn refused(error: &TemplateError) -> ApiError {
     let problem = match error {
         TemplateError::Render { .. } => format!("the chat template refuses the conversation: {}", error.words()),
-        TemplateError::TooLong { .. } => error.to_string(),
+        TemplateError::TooLong { .. } | TemplateError::UnknownRole { .. } => error.to_string(),
+        TemplateError::NotWritten { turn, .. } => {
+            format!("turn {turn}: the chat template cannot render it: {}", error.words())
+        }
         _ => "the chat template cannot render the conversation".to_owned(),
     };
     ApiError::invalid("messages", problem)
@@ -92,10 +87,10 @@ fn ids(param: &str, list: &[Value]) -> Result<Vec<i64>, ApiError> {
 mod tests {
     use std::fs;
 
-    use serde_json::{Map, json};
+    use serde_json::json;
 
     use super::super::fields::Fields;
-    use super::super::messages::{messages, tools};
+    use super::super::messages::chat;
     use super::*;
 
     #[test]
@@ -131,9 +126,7 @@ mod tests {
         let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         let mut fields = Fields::of_body(body.to_string().as_bytes()).unwrap();
-        let messages = messages(&mut fields).unwrap();
-        let inputs = TemplateInputs { tools: tools(&mut fields).unwrap(), kwargs: Map::new() };
-        ClientPrompt::rendered(&messages, &inputs, template.as_ref()).map_err(|error| error.to_string())
+        ClientPrompt::rendered(&chat(&mut fields).unwrap(), template.as_ref()).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -168,7 +161,7 @@ mod tests {
             rendered("{{ raise_exception('roles must alternate') }}", json!({})).unwrap_err(),
             "messages: the chat template refuses the conversation: roles must alternate"
         );
-        let none = ClientPrompt::rendered(&[Message::new("user", "hi")], &TemplateInputs::default(), None);
+        let none = ClientPrompt::rendered(&Chat::of_user("hi"), None);
         assert_eq!(none, Err(ApiError::NoTemplate));
     }
 }

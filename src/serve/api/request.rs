@@ -2,17 +2,16 @@
 
 use std::num::NonZeroUsize;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::Endpoint;
 use super::error::ApiError;
 use super::fields::{Fields, is_empty_object};
-use super::messages::{messages, tools};
+use super::messages::chat;
 use super::prompt::{ClientPrompt, prompts};
 use crate::bounds::{
     REQUEST_LOGPROBS, REQUEST_SAMPLES, REQUEST_STOP_BYTES, REQUEST_STOPS, REQUEST_TEXTS, REQUEST_TOKENS,
 };
-use crate::data::chat_template::TemplateInputs;
 use crate::engine::sample::Sampling;
 use crate::numbers::{Finite, NonNegative, Positive, Probability};
 
@@ -84,8 +83,7 @@ impl TextRequest {
     /// [`ApiError`]: a body that is not JSON, and fields that are unknown, wrong or not supported.
     pub fn chat(body: &[u8]) -> Result<Self, ApiError> {
         let mut fields = Fields::of_body(body)?;
-        let messages = messages(&mut fields)?;
-        let inputs = TemplateInputs { tools: tools(&mut fields)?, kwargs: Map::new() };
+        let chat = chat(&mut fields)?;
         fields.without_effect("metadata", is_empty_object)?;
         fields.without_effect("store", |value| value == false)?;
         NOT_SERVED.into_iter().try_for_each(|name| fields.without_effect(name, |_| false))?;
@@ -93,7 +91,7 @@ impl TextRequest {
         let request = Self {
             logprobs: chat_logprobs(&mut fields)?,
             max_new_tokens: chat_length(&mut fields)?,
-            ..Self::common(Endpoint::Chat, vec![ClientPrompt::Messages { messages, inputs }], &mut fields)?
+            ..Self::common(Endpoint::Chat, vec![ClientPrompt::Chat(chat)], &mut fields)?
         };
         fields.end()?;
         Ok(request)
@@ -270,7 +268,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::data::chat_template::Message;
+    use crate::data::conversation::Chat;
 
     /// A request of one field more than it needs.
     fn chat(more: Value) -> Result<TextRequest, String> {
@@ -287,11 +285,10 @@ mod tests {
 
     #[test]
     fn what_is_absent_or_null_is_openais_default() {
-        let inputs = TemplateInputs::default();
         let expected = TextRequest {
             endpoint: Endpoint::Chat,
             model: "m".to_owned(),
-            prompts: vec![ClientPrompt::Messages { messages: vec![Message::new("user", "hi")], inputs }],
+            prompts: vec![ClientPrompt::Chat(Chat::of_user("hi"))],
             samples: NonZeroUsize::MIN,
             max_new_tokens: None,
             sampling: Sampling::of_temperature(NonNegative::ONE),
@@ -310,7 +307,8 @@ mod tests {
         let fields = "tools tool_choice parallel_tool_calls metadata store response_format logprobs top_logprobs user \
             max_tokens max_completion_tokens logit_bias stream stream_options n seed stop temperature top_p top_k \
             frequency_penalty presence_penalty repetition_penalty return_token_ids acceptance functions modalities";
-        let nulls: Map<String, Value> = fields.split_whitespace().map(|name| (name.to_owned(), Value::Null)).collect();
+        let nulls: serde_json::Map<String, Value> =
+            fields.split_whitespace().map(|name| (name.to_owned(), Value::Null)).collect();
         assert_eq!(chat(nulls.into()).unwrap(), expected);
         let prompts = vec![ClientPrompt::Text("hi".to_owned())];
         let expected = TextRequest { endpoint: Endpoint::Completions, prompts, ..expected };
