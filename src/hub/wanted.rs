@@ -86,10 +86,10 @@ impl Wanted {
         }
     }
 
-    /// The index of sharded weights, which names the shards.
+    /// The index of sharded weights, which names the shards; where there is a single file, that is loaded.
     pub(super) fn index(self, names: &[String]) -> Option<&'static str> {
-        let [index, _] = self.of_weights(names)?;
-        has(names, index).then_some(index)
+        let [index, single] = self.of_weights(names)?;
+        (has(names, index) && !has(names, single)).then_some(index)
     }
 
     fn has_weights(self) -> bool {
@@ -318,7 +318,7 @@ mod tests {
     #[test]
     fn a_backbone_is_config_tokenizer_and_one_copy_of_the_weights() {
         let all = names(
-            "README.md config.json consolidated.safetensors model.safetensors model.safetensors.index.json pytorch_model.bin tokenizer.json tokenizer.model original/config.json",
+            "README.md config.json consolidated.safetensors model-1.safetensors model.safetensors.index.json pytorch_model.bin tokenizer.json tokenizer.model original/config.json",
         );
         let chosen = Wanted::Backbone.choose(&id(), &all).unwrap();
         assert_eq!(chosen.join(" "), "config.json tokenizer.json tokenizer.model");
@@ -328,23 +328,25 @@ mod tests {
             crate::files::write_atomic(&path, |out| std::io::Write::write_all(out, text.as_bytes())).unwrap();
         };
         write(
-            r#"{"weight_map": {"a": "model.safetensors", "b": "consolidated.safetensors", "c": "model.safetensors"}}"#,
+            r#"{"weight_map": {"a": "model-1.safetensors", "b": "consolidated.safetensors", "c": "model-1.safetensors"}}"#,
         );
         let weights = Wanted::Backbone.weights(&id(), folder.path(), &all).unwrap();
-        assert_eq!(weights.join(" "), "model.safetensors.index.json consolidated.safetensors model.safetensors");
+        assert_eq!(weights.join(" "), "model.safetensors.index.json consolidated.safetensors model-1.safetensors");
         let path = folder.path().join(CONFIG);
         let config = r#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
             "vocab_size": 8, "max_position_embeddings": 16, "tie_word_embeddings": false}"#;
         crate::files::write_atomic(&path, |out| std::io::Write::write_all(out, config.as_bytes())).unwrap();
         write(
-            r#"{"weight_map": {"model.norm.weight": "model.safetensors", "model.layers.0": "consolidated.safetensors"}}"#,
+            r#"{"weight_map": {"model.norm.weight": "model-1.safetensors", "model.layers.0": "consolidated.safetensors"}}"#,
         );
         let output = Wanted::BackboneOutput(OutputPart::NormAndLmHead).weights(&id(), folder.path(), &all).unwrap();
-        assert_eq!(output.join(" "), "model.safetensors.index.json model.safetensors", "without decoder layers");
+        assert_eq!(output.join(" "), "model.safetensors.index.json model-1.safetensors", "without decoder layers");
         write(r#"{"weight_map": {"a": "../../x.safetensors"}}"#);
         assert!(matches!(Wanted::Backbone.weights(&id(), folder.path(), &all), Err(HubError::UnsafeName { .. })));
         let of = |text| Wanted::Backbone.weights(&id(), folder.path(), &names(text));
         assert_eq!(of("config.json model.safetensors pytorch_model.bin").unwrap(), ["model.safetensors"]);
+        let both = "config.json model.safetensors model-1.safetensors model.safetensors.index.json";
+        assert_eq!(of(both).unwrap(), ["model.safetensors"], "as transformers");
         assert_eq!(of("config.json pytorch_model.bin training_args.bin").unwrap(), ["pytorch_model.bin"]);
         let refused = of("config.json model.gguf");
         assert!(matches!(refused, Err(HubError::NoReadableWeights { found, .. }) if found == "model.gguf"));

@@ -65,11 +65,12 @@ impl WeightListing {
     fn of_folder(folder: &Path) -> Result<Self, WeightsError> {
         for (index, single) in [(MODEL_INDEX, MODEL_FILE), (TORCH_INDEX, TORCH_FILE)] {
             let [index, single] = [index, single].map(|name| folder.join(name));
-            if is_file(&index)? {
-                return Self::named_by(index);
-            }
+            // Where both are there, transformers reads the single file.
             if is_file(&single)? {
                 return Ok(Self { source: single.clone(), weight_map: None, paths: vec![single] });
+            }
+            if is_file(&index)? {
+                return Self::named_by(index);
             }
         }
         Err(WeightsError::NoWeights { folder: folder.into() })
