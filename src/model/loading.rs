@@ -1,6 +1,6 @@
 //! Loads a backbone from a Hugging Face folder, or makes one without numbers (an outline) or with random weights.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use tch::{Device, Kind, Tensor};
 
@@ -15,6 +15,10 @@ use crate::model::stages::{StageBorders, Stages};
 use crate::model::weights::{WeightFiles, WeightsError};
 use crate::torch::Generator;
 
+mod tensors;
+
+pub use tensors::TensorsError;
+
 /// Why a folder cannot be loaded as a backbone.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
@@ -24,9 +28,8 @@ pub enum LoadError {
     Weights(#[from] WeightsError),
     #[error(transparent)]
     Adapter(#[from] PeftError),
-    /// A config.json that leaves out layers of the weights.
-    #[error("{}: num_hidden_layers: expected {expected} as in the weights, got {got}; restore the config.json that belongs to these weights", config.display())]
-    Layers { config: PathBuf, expected: usize, got: usize },
+    #[error(transparent)]
+    Tensors(#[from] TensorsError),
 }
 
 /// Where a backbone's tensors come from: name, shape and device to tensor.
@@ -42,11 +45,10 @@ pub enum OutputPart {
 }
 
 impl OutputPart {
-    /// Names of its tensors.
+    /// Names of its tensors. A tied LM head is named, too: if it is there, it must be the embedding.
     pub fn tensors(self, config: &LlamaConfig) -> Vec<&'static str> {
         let embeds = self == Self::WithEmbedding || config.tie_word_embeddings;
-        let head = if config.tie_word_embeddings { None } else { Some(names::LM_HEAD_WEIGHT) };
-        [names::NORM].into_iter().chain(head).chain(embeds.then_some(names::EMBED_TOKENS)).collect()
+        [names::NORM, names::LM_HEAD_WEIGHT].into_iter().chain(embeds.then_some(names::EMBED_TOKENS)).collect()
     }
 }
 
@@ -99,7 +101,8 @@ impl Llama {
     ) -> Result<Self, LoadError> {
         let config = LlamaConfig::load(folder)?;
         let files = WeightFiles::open(folder)?;
-        check_layers(folder, &config, &files)?;
+        tensors::check(folder, &config, &files)?;
+        tensors::check_tied(folder, &config, &files)?;
         let embedding = files.stored(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size], stages.first())?;
         let mut source = |name: &str, shape: &[i64], device| {
             if quantization.is_some() {
@@ -126,6 +129,7 @@ impl Llama {
         let config = LlamaConfig::load(folder)?;
         let wanted = part.tensors(&config);
         let files = WeightFiles::open_tensors(folder, &wanted)?;
+        tensors::check_tied(folder, &config, &files)?;
         let mut source = |name: &str, shape: &[i64], device| match name {
             names::EMBED_TOKENS if !wanted.contains(&name) => Ok(absent(shape, kind, device)),
             names::EMBED_TOKENS => files.stored(name, shape, device),
@@ -190,6 +194,7 @@ impl Llama {
             Err(WeightsError::NoWeights { .. }) => None,
             files => Some(files?),
         };
+        files.iter().try_for_each(|files| tensors::check(folder, &config, files))?;
         let layers = config.num_hidden_layers;
         let outline = Self::outline_of(config, layers, |name, shape| {
             files.iter().try_for_each(|files| files.check(name, shape))
@@ -293,17 +298,6 @@ impl Llama {
             Purpose::Batches => self.for_batches(),
         }
     }
-}
-
-/// With fewer layers than the weights have, the backbone would decode, and other texts.
-fn check_layers(folder: &Path, config: &LlamaConfig, files: &WeightFiles) -> Result<(), LoadError> {
-    let layer = |name: &str| name.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok();
-    let expected = files.names().into_iter().filter_map(layer).max().map_or(0, |last| last + 1);
-    let got = config.num_hidden_layers;
-    if expected <= got {
-        return Ok(());
-    }
-    Err(LoadError::Layers { config: folder.join("config.json"), expected, got })
 }
 
 /// In the place of a weight that is not loaded: NaN, so that whatever reads it shows.

@@ -66,7 +66,7 @@ pub struct TensorHeader {
 }
 
 impl WeightFiles {
-    /// Maps the weights of a Hugging Face folder: `model.safetensors`, or the shards of `model.safetensors.index.json`; where neither is
+    /// Maps the weights of a Hugging Face folder: `model.safetensors`, else the shards of `model.safetensors.index.json`; where neither is
     /// there, `pytorch_model.bin` or its shards.
     ///
     /// # Errors
@@ -112,6 +112,11 @@ impl WeightFiles {
         let mut names: Vec<&str> = self.file_of.keys().map(String::as_str).collect();
         names.sort_unstable();
         names
+    }
+
+    /// Every tensor of every file, and its file, also where an index leaves it out or says that it is in another file.
+    pub fn in_files(&self) -> impl Iterator<Item = (&str, &Path)> {
+        self.files.iter().flat_map(|file| file.tensors.keys().map(|name| (name.as_str(), file.path.as_path())))
     }
 
     /// Every tensor, sorted by name.
