@@ -36,7 +36,6 @@ fn config() -> LlamaConfig {
         tie_word_embeddings: true,
         biases: Biases::default(),
         family: FamilyTraits::default(),
-        bos_token_id: None,
         eos_token_ids: vec![],
     }
 }

@@ -31,7 +31,6 @@ fn backbone(hidden_size: i64, vocab_size: i64) -> Llama {
         tie_word_embeddings: true,
         biases: Biases::default(),
         family: FamilyTraits::default(),
-        bos_token_id: None,
         eos_token_ids: vec![],
     };
     Llama::random(config, Kind::Float, Device::Cpu, 0)

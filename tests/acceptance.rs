@@ -72,7 +72,6 @@ fn random(seed: u64) -> Llama {
         tie_word_embeddings: false,
         biases: Biases::default(),
         family: FamilyTraits::default(),
-        bos_token_id: None,
         eos_token_ids: vec![],
     };
     let llama = Llama::random(config, Kind::Double, Device::Cpu, seed);

@@ -64,7 +64,6 @@ pub(crate) fn config(num_key_value_heads: i64, sliding_window: Option<i64>, cont
         tie_word_embeddings: false,
         biases: Biases::default(),
         family: FamilyTraits::default(),
-        bos_token_id: None,
         eos_token_ids: vec![],
     }
 }

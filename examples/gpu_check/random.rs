@@ -69,7 +69,6 @@ pub(crate) fn config(head_dim: i64, groups: i64, sliding_window: Option<i64>, la
         tie_word_embeddings: false,
         biases: Biases::default(),
         family: FamilyTraits::default(),
-        bos_token_id: None,
         eos_token_ids: vec![],
     }
 }

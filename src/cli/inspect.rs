@@ -9,6 +9,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::print::visible;
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_text};
 use crate::distill::folder::{DistilledFolder, DistilledShare, ShareState};
 use crate::draft::medusa::heads::HEADS_FILE;
@@ -110,6 +111,8 @@ struct TreeFound {
 #[derive(Debug, Serialize)]
 struct BackboneFound {
     config: LlamaConfig,
+    /// Of its config.json.
+    unknown_keys: Vec<String>,
     parameters: i64,
     weights_bytes: Option<u64>,
     bytes: BTreeMap<String, u64>,
@@ -195,7 +198,8 @@ fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
         Err(error) => return Err(error.into()),
     };
     let heads = HeadsFile::open(folder).ok().map(|file| HeadsFound::read(&file)).transpose()?;
-    Ok(BackboneFound { config, parameters, weights_bytes, bytes, heads })
+    let unknown_keys = LlamaConfig::unknown_keys(folder)?;
+    Ok(BackboneFound { config, unknown_keys, parameters, weights_bytes, bytes, heads })
 }
 
 fn json(path: &Path) -> anyhow::Result<Contents> {
@@ -387,6 +391,9 @@ fn backbone_text(found: &BackboneFound, out: &mut String) -> std::fmt::Result {
     let sizes: Vec<String> =
         found.bytes.iter().map(|(dtype, bytes)| format!("{dtype} {}", mebibytes(*bytes))).collect();
     writeln!(out, "memory       {}", sizes.join(", "))?;
+    if !found.unknown_keys.is_empty() {
+        writeln!(out, "unknown keys {}", visible(&found.unknown_keys.join(", ")))?;
+    }
     found.heads.as_ref().map_or(Ok(()), |heads| heads.text(out))
 }
 

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::bounds::{BACKBONE_HEADS, BACKBONE_LAYERS, BACKBONE_SIZE};
 use crate::files::is_file;
@@ -13,6 +14,7 @@ use crate::model::block_spec::{
 
 mod error;
 mod family;
+pub mod key_table;
 mod keys;
 mod rotary;
 
@@ -57,8 +59,6 @@ pub struct LlamaConfig {
     pub biases: Biases,
     /// What the family's decoder has beyond Llama's.
     pub family: FamilyTraits,
-    /// Beginning of sequence.
-    pub bos_token_id: Option<i64>,
     /// End-of-sequence tokens: any of them ends a text.
     pub eos_token_ids: Vec<i64>,
 }
@@ -70,8 +70,9 @@ impl LlamaConfig {
     /// [`ConfigError`] names the file, the key, the expected value and the one found.
     pub fn load(folder: &Path) -> Result<Self, ConfigError> {
         let path = folder.join("config.json");
-        let ModelType { model_type } = read_json(&path)?;
+        let ModelType { model_type, others } = read_json(&path)?;
         let family = family::find(&path, model_type.as_deref())?; // other architectures have other keys
+        key_table::check(&path, family.model_type, &others)?;
         let written: ConfigKeys = read_json(&path)?;
         let generation_path = folder.join("generation_config.json");
         let has_generation = is_file(&generation_path)?;
@@ -81,12 +82,27 @@ impl LlamaConfig {
         if layers > BACKBONE_LAYERS {
             return Err(bad(&path, "num_hidden_layers", format!("at most {BACKBONE_LAYERS}"), layers)); // before each gets its traits
         }
+        check_format(&path, &written)?;
         let mut config = resolve(&path, family, written)?;
-        if let Some(eos) = generation.eos_token_id {
-            config.eos_token_ids = eos.into_vec();
-        }
         config.check(&path)?;
+        match generation.eos_token_id {
+            None => config.check_eos(&path)?,
+            Some(eos) => {
+                config.eos_token_ids = eos.into_vec();
+                config.check_eos(&generation_path)?;
+            }
+        }
         Ok(config)
+    }
+
+    /// The keys of a folder's `config.json` of which nothing is known here. They are left to programs that know them, as in transformers.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn unknown_keys(folder: &Path) -> Result<Vec<String>, ConfigError> {
+        let ModelType { model_type, others } = read_json(&folder.join("config.json"))?;
+        let is_unknown = |key: &String| key_table::key_use(model_type.as_deref().unwrap_or_default(), key).is_none();
+        Ok(others.into_iter().map(|(key, _)| key).filter(is_unknown).collect())
     }
 
     /// The longest context that the rotary embeddings allow.
@@ -204,6 +220,13 @@ impl LlamaConfig {
         self.tensors().iter().map(|(_, shape)| shape.iter().product::<i64>()).sum()
     }
 
+    fn check_eos(&self, path: &Path) -> Result<(), ConfigError> {
+        match self.eos_token_ids.iter().find(|id| !(0..self.vocab_size).contains(id)) {
+            None => Ok(()),
+            Some(id) => Err(bad(path, "eos_token_id", format!("ids below vocab_size = {}", self.vocab_size), id)),
+        }
+    }
+
     fn check(&self, path: &Path) -> Result<(), ConfigError> {
         let numbers = [
             ("hidden_size", self.hidden_size, BACKBONE_SIZE),
@@ -236,6 +259,28 @@ impl LlamaConfig {
     }
 }
 
+/// The formats of weights that `config.json` may name.
+fn check_format(path: &Path, written: &ConfigKeys) -> Result<(), ConfigError> {
+    let formats =
+        [("quantization_config", &written.quantization_config), ("compression_config", &written.compression_config)];
+    for (key, format) in formats {
+        if let Some(format) = format {
+            let method =
+                format.get("quant_method").and_then(Value::as_str).unwrap_or("by a method that it does not name");
+            return Err(ConfigError::Quantized { path: path.into(), key, method: method.into() });
+        }
+    }
+    for (key, name) in [("dtype", &written.dtype), ("torch_dtype", &written.torch_dtype)] {
+        if let Some(name) = name.as_deref().filter(|name| !DTYPES.contains(name)) {
+            return Err(bad(path, key, format!("one of {}", DTYPES.join(", ")), name));
+        }
+    }
+    Ok(())
+}
+
+/// torch's names of the dtypes of weights, and `auto` of hand-written files.
+const DTYPES: [&str; 8] = ["bfloat16", "float16", "half", "float32", "float", "float64", "double", "auto"];
+
 fn resolve(path: &Path, family: &Family, written: ConfigKeys) -> Result<LlamaConfig, ConfigError> {
     let heads = written.num_attention_heads;
     let head_dim = written.head_dim.or(family.head_dim).unwrap_or(written.hidden_size / heads.max(1));
@@ -253,7 +298,7 @@ fn resolve(path: &Path, family: &Family, written: ConfigKeys) -> Result<LlamaCon
         rms_norm_eps: written.rms_norm_eps.unwrap_or(family.rms_norm_eps),
         rope_theta: rotary.theta,
         rope_scaling: rotary.scaling,
-        sliding_window: family.sliding_window(&written),
+        sliding_window: family.sliding_window(path, &written)?,
         tie_word_embeddings: written.tie_word_embeddings.unwrap_or(family.tie_word_embeddings),
         biases: biases(family, &written),
         family: FamilyTraits {
@@ -261,16 +306,15 @@ fn resolve(path: &Path, family: &Family, written: ConfigKeys) -> Result<LlamaCon
             local_rope_theta: rotary.local_theta,
             ..family.traits(path, &written)?
         },
-        bos_token_id: written.bos_token_id,
         eos_token_ids: written.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default(),
     })
 }
 
 fn biases(family: &Family, written: &ConfigKeys) -> Biases {
-    let attention = written.attention_bias.unwrap_or(false);
+    let attention = family.has_biases("attention_bias", written.attention_bias);
     match family.has_qkv_bias {
         true => Biases { qkv: true, o: false, mlp: false },
-        false => Biases { qkv: attention, o: attention, mlp: written.mlp_bias.unwrap_or(false) },
+        false => Biases { qkv: attention, o: attention, mlp: family.has_biases("mlp_bias", written.mlp_bias) },
     }
 }
 
@@ -295,7 +339,6 @@ impl LlamaConfig {
             tie_word_embeddings: false,
             biases: Biases::default(),
             family: FamilyTraits::default(),
-            bos_token_id: None,
             eos_token_ids: vec![],
         }
     }
@@ -311,7 +354,6 @@ impl LlamaConfig {
             head_dim: 128,
             vocab_size: 32000,
             max_position_embeddings: 4096,
-            bos_token_id: Some(1),
             eos_token_ids: vec![2],
             ..Self::tiny()
         }
@@ -369,6 +411,11 @@ impl LlamaConfig {
 
 #[cfg(test)]
 mod tests {
+    use serde::de::value::Error;
+    use serde::de::{Error as _, Visitor};
+    use serde::{Deserialize, Deserializer};
+
+    use super::key_table::{KeyUse, key_use};
     use super::*;
 
     fn load(config: &str, generation: Option<&str>) -> Result<LlamaConfig, ConfigError> {
@@ -469,5 +516,43 @@ mod tests {
             let error = load(&config, None).unwrap_err().to_string();
             assert!(error.contains("config.json") && error.contains(key), "{error}");
         }
+    }
+
+    /// Takes the names of a struct's fields.
+    struct FieldNames<'n>(&'n mut &'static [&'static str]);
+
+    impl<'de> Deserializer<'de> for FieldNames<'_> {
+        type Error = Error;
+
+        fn deserialize_struct<V: Visitor<'de>>(
+            self,
+            _: &'static str,
+            fields: &'static [&'static str],
+            _: V,
+        ) -> Result<V::Value, Error> {
+            *self.0 = fields;
+            Err(Error::custom("no values"))
+        }
+
+        fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+            unreachable!("a struct is read")
+        }
+
+        serde::forward_to_deserialize_any! {
+            bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit unit_struct newtype_struct
+            seq tuple tuple_struct map enum identifier ignored_any
+        }
+    }
+
+    #[test]
+    fn what_the_table_says_is_read_is_read() {
+        let mut fields: &[&str] = &[];
+        ConfigKeys::deserialize(FieldNames(&mut fields)).unwrap_err();
+        let families = family::names();
+        let is_read = |key: &str| families.iter().any(|family| key_use(family, key) == Some(KeyUse::Read));
+        for key in key_table::keys() {
+            assert_eq!(is_read(key), fields.contains(&key) || key == "model_type", "{key}");
+        }
+        assert!(fields.iter().all(|key| is_read(key)), "{fields:?}");
     }
 }

@@ -55,7 +55,6 @@ pub(in crate::decode) fn config(
         tie_word_embeddings: false,
         biases: Biases::default(),
         family: FamilyTraits::default(),
-        bos_token_id: None,
         eos_token_ids,
     }
 }

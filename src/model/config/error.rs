@@ -19,6 +19,13 @@ pub enum ConfigError {
     /// A value that this program cannot work with.
     #[error("{}: `{key}`: expected {expected}, got {got}", path.display())]
     Value { path: PathBuf, key: &'static str, expected: String, got: String },
+    /// Two places say different things of one fact.
+    #[error("{}: `{}` and `{}` contradict each other: {reason}; keep the one that is right", path.display(), keys[0], keys[1])]
+    TwoSources { path: PathBuf, keys: [&'static str; 2], reason: String },
+    /// Weights in a format that is not read.
+    #[error("{}: `{key}`: the weights are quantised ({method}), which is not read; take the same model in bfloat16, float16 or float32, and quantise it while \
+        loading with `quantization` of [backbone] (nf4 or int8) where memory is short", path.display())]
+    Quantized { path: PathBuf, key: &'static str, method: String },
     /// A known architecture that needs layers which this program does not have.
     #[error("{}: `model_type`: {got} is not supported: it has {missing}; supported: {supported}", path.display())]
     Family { path: PathBuf, got: String, missing: &'static str, supported: String },
@@ -26,6 +33,10 @@ pub enum ConfigError {
 
 pub(super) fn bad(path: &Path, key: &'static str, expected: impl ToString, got: impl ToString) -> ConfigError {
     ConfigError::Value { path: path.into(), key, expected: expected.to_string(), got: got.to_string() }
+}
+
+pub(super) fn two_sources(path: &Path, keys: [&'static str; 2], reason: impl ToString) -> ConfigError {
+    ConfigError::TwoSources { path: path.into(), keys, reason: reason.to_string() }
 }
 
 pub(super) fn above_zero(path: &Path, key: &'static str, value: f64) -> Result<f64, ConfigError> {

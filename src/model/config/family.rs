@@ -1,11 +1,13 @@
 //! The families of backbones: what their decoders have beyond Llama's, and transformers' defaults of keys that `config.json` omits.
 
+use std::num::NonZeroUsize;
 use std::path::Path;
 
 use serde::Serialize;
 
-use super::error::{ConfigError, above_zero, bad};
-use super::keys::ConfigKeys;
+use super::error::{ConfigError, above_zero, bad, two_sources};
+use super::key_table::{KeyUse, key_use};
+use super::keys::{ConfigKeys, RopeByLayer, RopeByType, RopeKeys, RopeParameters};
 use crate::model::block_spec::{Activation, LinearStorage, LogitSpec, NormKind, NormPlaces, QueryKeyNorm};
 
 /// What a decoder has beyond Llama's. The default is Llama's.
@@ -77,6 +79,12 @@ pub(super) struct Family {
     pub has_qkv_bias: bool,
     /// max_position_embeddings already counts `rope_scaling.factor`.
     pub context_is_scaled: bool,
+    /// `rope_type`s that transformers knows for it.
+    pub rope_types: &'static [&'static str],
+    /// `partial_rotary_factor` is read; other families rotate all numbers of a head.
+    pub rotates_parts: bool,
+    /// original_max_position_embeddings where config.json has none beside `rope_scaling`.
+    pub original_context: Option<f64>,
     windows: WindowRule,
     activation: Activation,
     norm_kind: NormKind,
@@ -125,6 +133,9 @@ const LLAMA: Family = Family {
     tie_word_embeddings: false,
     has_qkv_bias: false,
     context_is_scaled: false,
+    rope_types: &["default", "linear", "dynamic", "llama3", "yarn", "longrope"],
+    rotates_parts: false,
+    original_context: None,
     windows: WindowRule::Never,
     activation: Activation::Silu,
     norm_kind: NormKind::Rms,
@@ -190,6 +201,9 @@ const FAMILIES: [Family; 10] = [
     Family {
         model_type: "phi3",
         rms_norm_eps: 1e-5,
+        rope_types: &["default", "longrope", "su"],
+        rotates_parts: true,
+        original_context: Some(4096.0),
         windows: WindowRule::EveryLayer(None),
         storage: LinearStorage::Fused,
         ..LLAMA
@@ -298,13 +312,18 @@ const MISSING: [(&str, &[&str]); 4] = [
     ),
 ];
 
+/// Every family's `model_type`.
+pub(super) fn names() -> [&'static str; FAMILIES.len()] {
+    FAMILIES.map(|family| family.model_type)
+}
+
 /// The row for a `model_type`.
 pub(super) fn find(path: &Path, model_type: Option<&str>) -> Result<&'static Family, ConfigError> {
     let got = model_type.unwrap_or("nothing");
     if let Some(family) = FAMILIES.iter().find(|family| family.model_type == got) {
         return Ok(family);
     }
-    let supported = FAMILIES.map(|family| family.model_type).join(", ");
+    let supported = names().join(", ");
     let starts = |(_, names): &&(&str, &[&str])| names.iter().any(|name| got.starts_with(name));
     match MISSING.iter().find(starts) {
         Some((missing, _)) => Err(ConfigError::Family { path: path.into(), got: got.into(), missing, supported }),
@@ -313,16 +332,60 @@ pub(super) fn find(path: &Path, model_type: Option<&str>) -> Result<&'static Fam
 }
 
 impl Family {
+    /// `rope_parameters`, which families with a rotary base for sliding layers have by kind of layer.
+    pub(super) fn rope_parameters<'c>(
+        &self,
+        path: &Path,
+        written: &'c ConfigKeys,
+    ) -> Result<RopeParameters<'c>, ConfigError> {
+        let (expected, got) = match (&written.rope_parameters, self.local_rope_theta) {
+            (None, _) => return Ok(RopeParameters::default()),
+            (Some(RopeByLayer::All(all)), None) => {
+                let full = Some(&**all).filter(|all| **all != RopeKeys::default());
+                return Ok(RopeParameters { full, sliding: None });
+            }
+            (Some(RopeByLayer::ByType(by_type)), Some(_)) => {
+                let RopeByType { full_attention, sliding_attention } = &**by_type;
+                return Ok(RopeParameters { full: full_attention.as_ref(), sliding: sliding_attention.as_ref() });
+            }
+            (Some(RopeByLayer::All(_)), Some(_)) => ("full_attention and sliding_attention", "keys for all layers"),
+            (Some(RopeByLayer::ByType(_)), None) => ("keys for all layers", "full_attention or sliding_attention"),
+        };
+        Err(bad(path, "rope_parameters", format!("{expected} beside `model_type` {}", self.model_type), got))
+    }
+
+    /// Refuses rotary embeddings of a part of each head, of which transformers takes no notice, or fails.
+    pub(super) fn whole_heads(&self, path: &Path, ropes: [&RopeKeys; 2]) -> Result<Option<f64>, ConfigError> {
+        match ropes.iter().find_map(|rope| rope.partial_rotary_factor.filter(|part| *part != 1.0)) {
+            None => Ok(None),
+            Some(part) => {
+                let expected = format!("1 beside `model_type` {}, or no such key", self.model_type);
+                Err(bad(path, "partial_rotary_factor", expected, part))
+            }
+        }
+    }
+
+    /// Whether the family has biases where this key is set.
+    pub(super) fn has_biases(&self, key: &str, written: Option<bool>) -> bool {
+        written == Some(true) && key_use(self.model_type, key) == Some(KeyUse::Read)
+    }
+
     /// The sliding window of the layers that have one.
-    pub(super) fn sliding_window(&self, written: &ConfigKeys) -> Option<i64> {
+    pub(super) fn sliding_window(&self, path: &Path, written: &ConfigKeys) -> Result<Option<i64>, ConfigError> {
         let if_used = |window: Option<i64>| window.filter(|_| written.use_sliding_window == Some(true));
-        match self.windows {
+        Ok(match self.windows {
             WindowRule::Never => None,
             WindowRule::EveryLayer(default) => written.sliding_window.unwrap_or(default),
-            WindowRule::AllButEvery(_, default) => written.sliding_window.unwrap_or(Some(default)),
+            WindowRule::AllButEvery(_, default) => match written.sliding_window {
+                Some(None) => {
+                    let expected = format!("a number beside `model_type` {}", self.model_type);
+                    return Err(bad(path, "sliding_window", expected, "null"));
+                }
+                window => Some(window.flatten().unwrap_or(default)),
+            },
             WindowRule::FromLayer => if_used(written.sliding_window.unwrap_or(Some(4096))),
             WindowRule::WithoutRope => if_used(written.sliding_window.flatten()),
-        }
+        })
     }
 
     /// What the family and the config say of the decoder, but for its rotary embeddings' sizes.
@@ -369,41 +432,76 @@ impl Family {
         Ok(())
     }
 
+    /// Of the family's own key; the other families' key must not contradict it.
     fn activation(&self, path: &Path, written: &ConfigKeys) -> Result<Activation, ConfigError> {
-        let (key, name) = match (&written.hidden_activation, &written.hidden_act) {
-            (Some(name), _) => ("hidden_activation", name),
-            (None, Some(name)) => ("hidden_act", name),
-            (None, None) => return Ok(self.activation),
+        let (act, activation) = (
+            ("hidden_act", written.hidden_act.as_deref()),
+            ("hidden_activation", written.hidden_activation.as_deref()),
+        );
+        let [(key, name), (other_key, other)] =
+            if matches!(self.scales, ScaleRule::Gemma) { [activation, act] } else { [act, activation] };
+        let of = |name: &str| match name {
+            "silu" | "swish" => Some(Activation::Silu),
+            "gelu_pytorch_tanh" => Some(Activation::GeluTanh),
+            _ => None,
         };
-        match name.as_str() {
-            "silu" | "swish" => Ok(Activation::Silu),
-            "gelu_pytorch_tanh" => Ok(Activation::GeluTanh),
-            other => Err(bad(path, key, "silu or gelu_pytorch_tanh", other)),
+        let read = |name: &str| of(name).ok_or_else(|| bad(path, key, "silu or gelu_pytorch_tanh", name));
+        let activation = name.map_or(Ok(self.activation), read)?;
+        match other.filter(|other| of(other) != Some(activation)) {
+            None => Ok(activation),
+            Some(other) => {
+                let reason = format!("{} reads {key}, and {other_key} is {other}", self.model_type);
+                Err(two_sources(path, ["hidden_act", "hidden_activation"], reason))
+            }
         }
     }
 
     fn layers(&self, path: &Path, written: &ConfigKeys) -> Result<Vec<LayerTraits>, ConfigError> {
         let count = written.num_hidden_layers;
         let types = written.layer_types.as_deref().map(|types| slides(path, types, count)).transpose()?;
+        if types.as_ref().is_some_and(|types| types.contains(&true)) {
+            self.check_window(path, written)?;
+        }
+        if written.no_rope_layers.as_ref().is_some_and(|rotates| rotates.len() < count) {
+            return Err(bad(path, "no_rope_layers", format!("{count} entries, one per layer"), "fewer"));
+        }
         let rotates = |layer: usize| match (&written.no_rope_layers, self.no_rope_layer_interval) {
             (_, None) => true,
-            (Some(rotates), Some(_)) => rotates.get(layer).is_none_or(|&rotates| rotates != 0),
+            (Some(rotates), Some(_)) => rotates[layer] != 0,
             (None, Some(default)) => {
-                !(layer + 1).is_multiple_of(written.no_rope_layer_interval.unwrap_or(default).max(1))
+                !(layer + 1).is_multiple_of(written.no_rope_layer_interval.map_or(default, NonZeroUsize::get))
             }
         };
         let slides = |layer: usize| match (&types, self.windows) {
-            (_, WindowRule::Never | WindowRule::EveryLayer(_)) => true,
             (Some(slides), _) => slides[layer],
+            (None, WindowRule::Never | WindowRule::EveryLayer(_)) => true,
             (None, WindowRule::FromLayer) => layer >= written.max_window_layers.unwrap_or(28),
             (None, WindowRule::WithoutRope) => !rotates(layer),
             (None, WindowRule::AllButEvery(n, _)) => {
-                !(layer + 1).is_multiple_of(written.sliding_window_pattern.unwrap_or(n).max(1))
+                !(layer + 1).is_multiple_of(written.sliding_window_pattern.map_or(n, NonZeroUsize::get))
             }
         };
         let all = (0..count).map(|layer| LayerTraits { slides: slides(layer), rotates: rotates(layer) });
         let alike = all.clone().all(|layer| layer == LayerTraits { slides: true, rotates: true });
         Ok(if alike { vec![] } else { all.collect() })
+    }
+
+    /// `layer_types` with sliding layers needs a window.
+    fn check_window(&self, path: &Path, written: &ConfigKeys) -> Result<(), ConfigError> {
+        if matches!(self.windows, WindowRule::Never) {
+            let expected = format!("full_attention in every layer beside `model_type` {}", self.model_type);
+            return Err(bad(path, "layer_types", expected, "sliding_attention"));
+        }
+        if self.sliding_window(path, written)?.is_some() {
+            return Ok(());
+        }
+        let is_unused = written.use_sliding_window != Some(true)
+            && key_use(self.model_type, "use_sliding_window") == Some(KeyUse::Read);
+        let (key, reason) = match is_unused {
+            true => ("use_sliding_window", "there are sliding layers, and no window is used"),
+            false => ("sliding_window", "there are sliding layers, and no window"),
+        };
+        Err(two_sources(path, ["layer_types", key], reason))
     }
 }
 

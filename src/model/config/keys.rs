@@ -1,8 +1,11 @@
 //! The keys of `config.json` and `generation_config.json` that are read.
 
+use std::num::NonZeroUsize;
 use std::path::Path;
 
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
+use serde_json::{Map, Value};
 
 use super::error::ConfigError;
 use crate::{files, json};
@@ -11,9 +14,12 @@ use crate::{files, json};
 #[derive(Debug, Deserialize)]
 pub(super) struct ModelType {
     pub model_type: Option<String>,
+    /// The other keys, read or not.
+    #[serde(flatten)]
+    pub others: Map<String, Value>,
 }
 
-/// `config.json` as written. Keys that change no number here are ignored, as transformers does.
+/// The keys of `config.json` that [`key_table`](super::key_table) says are read, as written.
 #[derive(Debug, Deserialize)]
 pub(super) struct ConfigKeys {
     pub hidden_size: i64,
@@ -37,11 +43,11 @@ pub(super) struct ConfigKeys {
     pub sliding_window: Written<i64>,
     pub use_sliding_window: Option<bool>,
     pub max_window_layers: Option<usize>,
-    pub sliding_window_pattern: Option<usize>,
+    pub sliding_window_pattern: Option<NonZeroUsize>,
     pub layer_types: Option<Vec<String>>,
     /// SmolLM3: 1 where a layer has rotary embeddings, 0 where it has none.
     pub no_rope_layers: Option<Vec<u8>>,
-    pub no_rope_layer_interval: Option<usize>,
+    pub no_rope_layer_interval: Option<NonZeroUsize>,
     pub tie_word_embeddings: Option<bool>,
     pub attention_bias: Option<bool>,
     pub mlp_bias: Option<bool>,
@@ -57,7 +63,12 @@ pub(super) struct ConfigKeys {
     pub embedding_multiplier: Option<f64>,
     pub residual_multiplier: Option<f64>,
     pub logits_scaling: Option<f64>,
-    pub bos_token_id: Option<i64>,
+    pub dtype: Option<String>,
+    /// transformers 4's name of `dtype`.
+    pub torch_dtype: Option<String>,
+    pub quantization_config: Option<Map<String, Value>>,
+    /// Another name of `quantization_config`, of compressed-tensors.
+    pub compression_config: Option<Map<String, Value>>,
     pub eos_token_id: Option<OneOrMany>,
 }
 
@@ -69,8 +80,8 @@ fn written<'de, T: Deserialize<'de>, D: Deserializer<'de>>(value: D) -> Result<W
 }
 
 /// `rope_scaling` or `rope_parameters`. Files that transformers has saved again have both `type` and `rope_type`.
-#[derive(Debug, Clone, Default, Deserialize)]
-#[serde(expecting = "an object")]
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(expecting = "an object", deny_unknown_fields)]
 pub(super) struct RopeKeys {
     pub rope_type: Option<String>,
     #[serde(rename = "type")]
@@ -89,6 +100,9 @@ pub(super) struct RopeKeys {
     pub truncate: Option<bool>,
     pub short_factor: Option<Vec<f64>>,
     pub long_factor: Option<Vec<f64>>,
+    /// Of YaRN's own repositories, whose models are always fine-tuned.
+    #[serde(rename = "finetuned")]
+    _finetuned: Option<IgnoredAny>,
 }
 
 impl RopeKeys {
@@ -106,9 +120,18 @@ pub(super) enum RopeByLayer {
 }
 
 #[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct RopeByType {
-    pub full_attention: RopeKeys,
+    pub full_attention: Option<RopeKeys>,
     pub sliding_attention: Option<RopeKeys>,
+}
+
+/// `rope_parameters` as a family has it.
+#[derive(Debug, Default)]
+pub(super) struct RopeParameters<'c> {
+    /// Of layers without a window, and of all where the family has one kind of rotary embeddings.
+    pub full: Option<&'c RopeKeys>,
+    pub sliding: Option<&'c RopeKeys>,
 }
 
 impl<'de> Deserialize<'de> for RopeByLayer {

@@ -3,13 +3,13 @@
 use std::ops::RangeInclusive;
 use std::path::Path;
 
-use super::error::{ConfigError, above_zero, bad, within};
+use super::error::{ConfigError, above_zero, bad, two_sources, within};
 use super::family::Family;
-use super::keys::{ConfigKeys, RopeByLayer, RopeKeys};
+use super::keys::{ConfigKeys, RopeKeys};
 use crate::model::block_spec::RopeScaling;
 
 /// The rotary embeddings of a backbone, and the context that they allow.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub(super) struct Rotary {
     pub theta: f64,
     pub scaling: RopeScaling,
@@ -21,33 +21,57 @@ pub(super) struct Rotary {
     pub context: i64,
 }
 
-/// Reads the keys of a config whose heads have `head_dim` numbers.
+/// Reads the keys of a config whose heads have `head_dim` numbers. `rope_scaling` takes the place of `rope_parameters`, as in transformers, where they
+/// do not contradict each other.
 pub(super) fn resolve(
     path: &Path,
     written: &ConfigKeys,
     family: &Family,
     head_dim: i64,
 ) -> Result<Rotary, ConfigError> {
-    let (full, sliding) = match &written.rope_parameters {
-        Some(RopeByLayer::ByType(by_type)) => (Some(&by_type.full_attention), by_type.sliding_attention.as_ref()),
-        Some(RopeByLayer::All(all)) => (Some(&**all), None),
-        None => (written.rope_scaling.as_ref(), None),
+    let parameters = family.rope_parameters(path, written)?;
+    let mut scaling = written.rope_scaling.clone().filter(|scaling| *scaling != RopeKeys::default());
+    if let (Some(scaling), Some(full), true) = (&mut scaling, parameters.full, family.local_rope_theta.is_some()) {
+        scaling.rope_theta = scaling.rope_theta.or(full.rope_theta); // transformers changes full_attention by rope_scaling
+    }
+    let of = |full: Option<&RopeKeys>| {
+        let rope = full.cloned().unwrap_or_default();
+        rotary(path, written, family, head_dim, [rope, parameters.sliding.cloned().unwrap_or_default()])
     };
-    let theta = full.and_then(|rope| rope.rope_theta).or(written.rope_theta).unwrap_or(family.rope_theta);
-    let sliding_theta = sliding.and_then(|rope| rope.rope_theta).or(written.rope_local_base_freq);
+    let (Some(scaling), Some(full)) = (&scaling, parameters.full) else {
+        return of(scaling.as_ref().or(parameters.full));
+    };
+    let [rotary, other] = [of(Some(scaling))?, of(Some(full))?];
+    if rotary != other {
+        return Err(two_sources(path, ["rope_scaling", "rope_parameters"], "their rotary embeddings differ"));
+    }
+    Ok(rotary)
+}
+
+fn rotary(
+    path: &Path,
+    written: &ConfigKeys,
+    family: &Family,
+    head_dim: i64,
+    [rope, sliding]: [RopeKeys; 2],
+) -> Result<Rotary, ConfigError> {
+    let theta = rope.rope_theta.or(written.rope_theta).unwrap_or(family.rope_theta);
+    let sliding_theta = sliding.rope_theta.or(written.rope_local_base_freq);
     let local_theta = family.local_rope_theta.map(|default| sliding_theta.unwrap_or(default));
     for theta in [Some(theta), local_theta].into_iter().flatten() {
         within(path, "rope_theta", theta, 1.0..=1e15)?;
     }
-    if let Some(kind) = sliding.and_then(RopeKeys::kind).filter(|kind| *kind != "default") {
+    if let Some(kind) = sliding.kind().filter(|kind| *kind != "default") {
         return Err(bad(path, "rope_parameters.sliding_attention", "rope_type default", kind));
     }
-    let part = full.and_then(|rope| rope.partial_rotary_factor).or(written.partial_rotary_factor);
-    let size = part.map(|part| rotated(path, head_dim, part)).transpose()?;
-    let rope = full.cloned().unwrap_or_default();
-    let reader = Reader { path, written, rope, theta, size: size.unwrap_or(head_dim) };
+    let size = match family.rotates_parts {
+        true => rope.partial_rotary_factor.or(written.partial_rotary_factor),
+        false => family.whole_heads(path, [&rope, &sliding])?,
+    };
+    let size = size.map(|part| rotated(path, head_dim, part)).transpose()?;
+    let reader = Reader { path, written, family, rope, theta, size: size.unwrap_or(head_dim) };
     let scaling = reader.scaling()?;
-    let context = reader.context(&scaling, family);
+    let context = reader.context(&scaling);
     Ok(Rotary { theta, scaling, local_theta, size: size.filter(|size| *size != head_dim), context })
 }
 
@@ -67,6 +91,7 @@ const FACTORS: RangeInclusive<f64> = 1e-3..=1e6;
 struct Reader<'c> {
     path: &'c Path,
     written: &'c ConfigKeys,
+    family: &'c Family,
     rope: RopeKeys,
     theta: f64,
     /// Rotated numbers of a head.
@@ -75,11 +100,15 @@ struct Reader<'c> {
 
 impl Reader<'_> {
     fn scaling(&self) -> Result<RopeScaling, ConfigError> {
+        let known = self.family.rope_types;
+        if let Some(other) = self.rope.kind().filter(|kind| !known.contains(kind)) {
+            let expected = format!("rope_type {} beside `model_type` {}", known.join(", "), self.family.model_type);
+            return Err(bad(self.path, "rope_scaling", expected, other));
+        }
         Ok(match self.rope.kind() {
             None if self.rope.factor.is_some() => {
                 return Err(bad(self.path, "rope_scaling", "a rope_type beside its factor", "none"));
             }
-            None | Some("default") => RopeScaling::Default,
             Some("linear") => RopeScaling::Linear { factor: self.factor()? },
             Some("dynamic") if self.size == 2 => {
                 return Err(bad(self.path, "head_dim", "more than 2 rotated numbers for rope_type dynamic", self.size));
@@ -91,14 +120,7 @@ impl Reader<'_> {
             Some("llama3") => self.llama3()?,
             Some("yarn") => self.yarn()?,
             Some("longrope" | "su") => self.longrope()?,
-            Some(other) => {
-                return Err(bad(
-                    self.path,
-                    "rope_scaling",
-                    "rope_type default, linear, dynamic, llama3, yarn or longrope",
-                    other,
-                ));
-            }
+            _ => RopeScaling::Default,
         })
     }
 
@@ -111,14 +133,27 @@ impl Reader<'_> {
         within(self.path, "factor", self.need("factor", self.rope.factor)?, FACTORS)
     }
 
-    fn original(&self) -> Option<f64> {
-        self.rope.original_max_position_embeddings.or(self.written.original_max_position_embeddings)
+    /// The context of pre-training. The key beside `rope_scaling` counts before the one in it, as in transformers.
+    fn original(&self) -> Result<f64, ConfigError> {
+        let within = self.rope.original_max_position_embeddings;
+        let beside = self.written.original_max_position_embeddings;
+        let original = match (beside, within, self.family.original_context) {
+            (Some(beside), ..) => beside,
+            (None, Some(within), Some(default)) if within != default => {
+                let reason = format!(
+                    "{} takes {default} where the key is not beside rope_scaling, in which it is {within}",
+                    self.family.model_type
+                );
+                return Err(two_sources(self.path, ["original_max_position_embeddings", "rope_scaling"], reason));
+            }
+            (None, within, default) => within.or(default).unwrap_or(self.written.max_position_embeddings as f64),
+        };
+        above_zero(self.path, "original_max_position_embeddings", original)
     }
 
     fn original_tokens(&self) -> Result<i64, ConfigError> {
-        let Some(original) = self.original() else { return Ok(self.written.max_position_embeddings) };
         #[expect(clippy::cast_possible_truncation, reason = "tokens of a context")]
-        above_zero(self.path, "original_max_position_embeddings", original).map(|tokens| tokens as i64)
+        self.original().map(|tokens| tokens as i64)
     }
 
     /// A key that has a default.
@@ -137,7 +172,7 @@ impl Reader<'_> {
             factor: self.factor()?,
             low_freq_factor,
             high_freq_factor,
-            original_max_position_embeddings: self.need("original_max_position_embeddings", self.original())?,
+            original_max_position_embeddings: self.original()?,
         })
     }
 
@@ -168,8 +203,8 @@ impl Reader<'_> {
     fn longrope(&self) -> Result<RopeScaling, ConfigError> {
         let (original, longest) = (self.original_tokens()?, self.written.max_position_embeddings);
         // As transformers 5; version 4 ignores `factor` where the context of pre-training is known.
-        let by_context = || self.original().map_or(1.0, |original| longest as f64 / original);
-        let factor = within(self.path, "factor", self.rope.factor.unwrap_or_else(by_context), FACTORS)?;
+        let factor = self.rope.factor.unwrap_or(longest as f64 / original as f64);
+        let factor = within(self.path, "factor", factor, FACTORS)?;
         let by_default = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
         Ok(RopeScaling::LongRope {
             short_factor: self.divisors("short_factor", self.rope.short_factor.as_ref())?,
@@ -196,12 +231,12 @@ impl Reader<'_> {
 
     /// As vLLM derives it: `linear` and `yarn` stretch the context of pre-training. Where a longer context changes the frequencies of short
     /// texts as well (`dynamic`, `longrope`), the default is the context of pre-training.
-    fn context(&self, scaling: &RopeScaling, family: &Family) -> i64 {
+    fn context(&self, scaling: &RopeScaling) -> i64 {
         let written = self.written.max_position_embeddings;
         #[expect(clippy::cast_possible_truncation, reason = "tokens of a context")]
         let stretched = |tokens: i64, factor: f64| (tokens as f64 * factor) as i64;
         match *scaling {
-            RopeScaling::Linear { factor } if !family.context_is_scaled => stretched(written, factor),
+            RopeScaling::Linear { factor } if !self.family.context_is_scaled => stretched(written, factor),
             RopeScaling::Yarn { factor, original_max_position_embeddings, .. } => {
                 written.max(stretched(original_max_position_embeddings, factor))
             }
