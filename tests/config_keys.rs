@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::backbone::write;
 use super::published_configs::published;
+use crate::program::medusa;
 
 /// What scripts/make_config_fixtures.py writes.
 #[derive(Deserialize)]
@@ -65,6 +66,18 @@ fn defaults_are_those_of_transformers_classes() {
         let scale = number("query_pre_attn_scalar").map(|scalar| scalar.powf(-0.5)).or(number("attention_multiplier"));
         assert_eq!(traits.attention_scale, scale, "{family}");
     }
+}
+
+#[test]
+fn a_key_that_nobody_knows_is_accepted_and_reported() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let config = json!({"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "vocab_size": 8, "max_position_embeddings": 64, "use_cache": true, "unsloth_version": "2026.1"});
+    write(&folder.path().join("config.json"), config.to_string().as_bytes());
+    assert!(LlamaConfig::load(folder.path()).is_ok());
+    let inspected = medusa(&["inspect"]).arg(folder.path()).output().expect("it runs");
+    let inspected = String::from_utf8_lossy(&inspected.stdout).into_owned();
+    assert!(inspected.contains("unknown keys unsloth_version\n"), "{inspected}");
 }
 
 #[test]
