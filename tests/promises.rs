@@ -70,6 +70,7 @@ mod scaling_table;
 mod sequential_heads;
 mod serve;
 mod served;
+mod setup;
 mod several_processes;
 mod small_run;
 mod stop_strings;
