@@ -45,8 +45,11 @@ struct Work {
     /// When `done` last changed, and how often it has.
     advanced: Instant,
     advances: u32,
-    /// A line about the end was printed: nothing changes after it.
-    has_told_end: bool,
+    /// What was done when the last line was printed.
+    printed: Option<u64>,
+    /// Whether a line is printed again only after the work has advanced. Otherwise only the line about the end is not repeated, and the
+    /// others show that the program is alive.
+    prints_once: bool,
 }
 
 impl Work {
@@ -61,11 +64,11 @@ impl Work {
         (self.done, self.text) = (done, text);
     }
 
-    /// The line to print now; `None` behind the one about the end.
+    /// The line to print now; `None` if it would repeat the last one.
     fn next_line(&mut self, now: Instant) -> Option<String> {
         let is_end = self.total > 0 && self.done >= self.total;
-        let was_told = std::mem::replace(&mut self.has_told_end, is_end);
-        (!(is_end && was_told)).then(|| self.line(now))
+        let was_printed = self.printed.replace(self.done) == Some(self.done);
+        (!(was_printed && (is_end || self.prints_once))).then(|| self.line(now))
     }
 
     /// Estimated time left at `now`; `None` before the first result. It runs down until the next result is due, and grows while that is late.
@@ -118,7 +121,8 @@ impl Progress {
             began: now,
             advanced: now,
             advances: 0,
-            has_told_end: false,
+            printed: None,
+            prints_once: false,
         }));
         let is_piped = !io::stderr().is_terminal() && !common.quiet;
         let lines = is_piped.then(|| {
@@ -137,11 +141,11 @@ impl Progress {
         self.bar.set_position(done);
     }
 
-    /// Work begins with `done` units done by an earlier run.
+    /// Work begins with `done` units done by an earlier run. From here on, each line is printed once.
     pub(super) fn begin_at(&self, done: u64) {
         let mut work = locked(&self.work);
         let now = Instant::now();
-        *work = Work { done, before: done, began: now, advanced: now, advances: 0, ..work.clone() };
+        *work = Work { done, before: done, began: now, advanced: now, advances: 0, prints_once: true, ..work.clone() };
     }
 
     /// Changes the number of units.
@@ -289,7 +293,8 @@ mod tests {
                 began,
                 advanced,
                 advances: done as u32,
-                has_told_end: false,
+                printed: None,
+                prints_once: false,
             },
             advanced,
         )
@@ -334,6 +339,15 @@ mod tests {
         assert_eq!((all.next_line(now).is_some(), all.next_line(now)), (true, None), "the heads are being saved");
         all.advance(3, "3/60 rows".into());
         assert!(all.next_line(now).is_some(), "another file");
+    }
+
+    #[test]
+    fn a_line_that_is_printed_once_is_printed_again_after_an_advance() {
+        let (mut step, now) = work(1, 60, 30);
+        step.prints_once = true;
+        assert_eq!((step.next_line(now).is_some(), step.next_line(now)), (true, None), "the next step takes long");
+        step.advance(2, "2/60 rows".into());
+        assert_eq!((step.next_line(now).is_some(), step.next_line(now)), (true, None), "and so does the evaluation");
     }
 
     #[test]
