@@ -25,7 +25,12 @@ fn with_template() -> World {
 
 /// stdout and stderr of a conversation from a pipe; it must succeed.
 fn said(world: &World, more: &[&str], lines: &str) -> (String, String) {
-    let output = world.medusa(&[&CHAT[..], more].concat()).write_stdin(lines).assert().success().get_output().clone();
+    said_with_status(0, world, more, lines)
+}
+
+fn said_with_status(status: i32, world: &World, more: &[&str], lines: impl Into<Vec<u8>>) -> (String, String) {
+    let chat = world.medusa(&[&CHAT[..], more].concat()).write_stdin(lines).assert().code(status);
+    let output = chat.get_output().clone();
     (String::from_utf8(output.stdout).expect("UTF-8"), String::from_utf8(output.stderr).expect("UTF-8"))
 }
 
@@ -42,7 +47,8 @@ fn ids(of: &Value) -> Vec<i64> {
 fn a_text_that_cannot_fit_is_dropped_before_it_becomes_tokens() {
     let world = with_template();
     let lines = format!("{}\nab\n", "a b ".repeat(2_500_000));
-    let (stdout, stderr) = said(&world, &["--json", "--max-new-tokens", "2"], &lines);
+    let (stdout, stderr) = said_with_status(1, &world, &["--json", "--max-new-tokens", "2"], lines);
+    assert!(stderr.ends_with("\nerror: 1 turn without an answer\n"), "{stderr}");
     assert!(stderr.contains("bytes has more tokens than the context of"), "{stderr}");
     assert_eq!(stdout.lines().filter(|line| line.contains("\"text\"")).count(), 1, "{stdout}");
 }
@@ -148,7 +154,8 @@ fn a_full_context_ends_the_answer_and_a_turn_that_does_not_fit_is_dropped() {
     let world = with_template();
     let long = "abc".repeat(30);
     let lines = format!("ab\nba\n/reset\n{long}\nab\n");
-    let (stdout, stderr) = said(&world, &["--json"], &lines);
+    let (stdout, stderr) = said_with_status(1, &world, &["--json"], lines);
+    assert!(stderr.ends_with("\nerror: 2 turns without an answer\n"), "{stderr}");
     let objects: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     let is_dropped = |object: &Value| object["error"].as_str().is_some_and(|why| why.starts_with("the prompt has "));
     assert_eq!(objects.iter().map(is_dropped).collect::<Vec<_>>(), [false, true, true, false], "{stderr}");
@@ -165,8 +172,7 @@ fn a_full_context_ends_the_answer_and_a_turn_that_does_not_fit_is_dropped() {
 fn every_line_to_answer_has_one_object_also_what_is_no_text() {
     let world = with_template();
     let lines: Vec<u8> = [&b"ab\n"[..], b"a\xff\xfeb\n", b"/rest\n", b"/reset\n", b"ba"].concat();
-    let output = world.medusa(&[&CHAT[..], &["--json"]].concat()).write_stdin(lines).assert().success();
-    let stdout = String::from_utf8(output.get_output().stdout.clone()).expect("UTF-8");
+    let (stdout, _) = said_with_status(1, &world, &["--json"], lines);
     let objects: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     let why = |object: &Value| object["error"].as_str().map(|why| why.split(':').next().unwrap_or_default().to_owned());
     let expected = [None, Some("the line is not UTF-8"), Some("no command /rest; /help lists the commands"), None];

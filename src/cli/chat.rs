@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use anyhow::anyhow;
 use clap::Args;
 use serde_json::json;
 
@@ -75,7 +76,7 @@ pub struct ChatArgs {
 /// Chats until the user exits.
 ///
 /// # Errors
-/// An error in the command line, the backbone, the heads or the tree; [`Interrupted`] after a signal.
+/// An error in the command line, the backbone, the heads or the tree; a turn that was dropped; [`Interrupted`] after a signal.
 pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
@@ -99,6 +100,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
         decoding: args.engine.take(&decoder, drafts, &request, common)?,
         is_plain: false,
         answers: 0,
+        dropped: 0,
         stop: interrupted(),
     };
     let mut lines = InputLines::open(common)?;
@@ -112,7 +114,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
             return Err(left());
         }
         match input {
-            Input::End => return Ok(()),
+            Input::End => return chat.end(),
             Input::Cleared if was_cleared => return Err(left()),
             Input::Cleared => {
                 common.say("(press Ctrl-C again or Ctrl-D to exit)");
@@ -122,7 +124,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
             Input::Line(line) => {
                 was_cleared = false;
                 if chat.hear(&line)?.is_break() {
-                    return Ok(());
+                    return chat.end();
                 }
             }
         }
@@ -171,6 +173,8 @@ struct Chat<'a> {
     is_plain: bool,
     /// Answers so far; each has its own random stream.
     answers: u64,
+    /// Turns that got no answer.
+    dropped: usize,
     /// Set by Ctrl-C.
     stop: &'static AtomicBool,
 }
@@ -228,8 +232,17 @@ impl Chat<'_> {
         if terminated() { Err(left()) } else { Ok(()) }
     }
 
+    /// The user exits: an error if a turn was dropped, which a script would not notice otherwise.
+    fn end(&self) -> anyhow::Result<()> {
+        match self.dropped {
+            0 => Ok(()),
+            dropped => Err(anyhow!("{} without an answer", counted(dropped, "turn"))),
+        }
+    }
+
     /// Tells why a turn has no answer. With --json that is its object, so that each line of the user has one.
-    fn drop_turn(&self, why: &anyhow::Error) -> anyhow::Result<()> {
+    fn drop_turn(&mut self, why: &anyhow::Error) -> anyhow::Result<()> {
+        self.dropped += 1;
         report(why);
         self.common.say("this turn was dropped; /reset starts a new conversation");
         if self.common.json { print_json(&json!({"error": format!("{why:#}")})) } else { Ok(()) }
