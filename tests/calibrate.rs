@@ -133,6 +133,21 @@ fn what_cannot_be_calibrated_is_one_clear_error_and_no_file() {
     assert!(unknown.contains("600"), "{unknown}");
 }
 
+#[test]
+fn bad_rows_are_skipped_and_counted_where_asked() {
+    let world = World::new();
+    let row = json!({"input_ids": [4, 5, 6, 7, 4, 5], "labels": [4, 5, 6, 7, 4, 5]});
+    let calibrate = ["calibrate", "--backbone", "b", "--heads", "h", "--data", "rows.jsonl", "--out", "c.json"];
+    world.lines("rows.jsonl", std::slice::from_ref(&row));
+    let of_good = world.json(&calibrate);
+    world.lines("rows.jsonl", &[row, json!({"input_ids": [4, 5, 600]})]);
+    assert!(world.complaint(&calibrate, 1).contains("600"));
+    let skips = [&calibrate[..], &["--skip-bad-rows"]].concat();
+    assert_eq!(world.json(&skips), of_good);
+    let output = world.medusa(&skips).assert().success().get_output().clone();
+    assert!(String::from_utf8(output.stderr).expect("UTF-8").contains(", 1 skipped ("));
+}
+
 fn merge<'a>(files: &[&'a str]) -> Vec<&'a str> {
     [&["calibrate", "--out", "merged.json", "--merge"][..], files].concat()
 }

@@ -63,6 +63,9 @@ pub struct CalibrateArgs {
     /// Columns that rows of --data are made of, if they have other names: prompt=question,completion=answer.
     #[arg(long, value_name = "KEY=COLUMN,…", requires = "data")]
     pub columns: Option<ColumnNames>,
+    /// Skip and count malformed rows of --data instead of stopping at the first.
+    #[arg(long, requires = "data")]
+    pub skip_bad_rows: bool,
     /// Instead of --data: prompts to answer greedily with the backbone; the heads are measured on the answers. - is stdin.
     #[arg(long, value_name = "F", group = "input")]
     pub prompts: Option<PathBuf>,
@@ -246,6 +249,7 @@ fn read_rows(
         cache: cache.as_ref(),
         columns: args.columns.as_ref(),
         template,
+        skip_bad_rows: args.skip_bad_rows,
         ..LoadSettings::new(usize::try_from(config.vocab_size)?, context)
     };
     let entries = data::entries(&args.data, &args.fetched);
