@@ -182,6 +182,22 @@ fn configs_say_what_their_loaders_read_and_nothing_that_they_stumble_on() {
 }
 
 #[test]
+fn configs_name_no_folder_of_the_machine() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(3, 1, V), Kind::Float);
+    let machine = small.path("backbone").display().to_string();
+    small.edit("h/config.json", "\"backbone\"", &format!("{machine:?}"));
+    let told = export(&small, "h", "tgi", "public", &[]).succeeded().stderr;
+    let said = format!("config.json calls the backbone \"backbone\": the path {machine} is left out");
+    assert!(told.contains(&said), "{told}");
+    assert_eq!(json_of(&small, "public/config.json")["base_model_name_or_path"], "backbone");
+    small.edit("backbone/config.json", "{", "{\"_name_or_path\": \"/home/ann/base\", ");
+    let told = export(&small, "h", "merged", "public_merged", &[]).succeeded().stderr;
+    assert!(!told.contains("config.json calls"), "{told}");
+    assert_eq!(json_of(&small, "public_merged/config.json").get("_name_or_path"), None);
+}
+
+#[test]
 fn the_first_heads_alone_and_another_dtype() {
     let small = SmallRun::new();
     write_heads(&small, "h", shape(5, 2, V), Kind::Float);
@@ -896,6 +912,10 @@ fn an_adapter_goes_with_its_heads() {
     assert_same(&small.path("run/final"), &small.path("peft"), "heads beside the adapter");
     assert_eq!(small.bytes("peft/adapter_model.safetensors"), small.bytes("run/final/adapter_model.safetensors"));
     assert_eq!(json_of(&small, "peft/config.json")["version"], 1.0);
+    assert_eq!(json_of(&small, "peft/adapter_config.json"), json_of(&small, "run/final/adapter_config.json"));
+    small.edit_trusted("run/final/adapter_config.json", "\"backbone\"", "\"/home/ann/backbone\"");
+    export(&small, "run/final", "peft", "public", &["--backbone", "backbone"]).succeeded();
+    assert_eq!(json_of(&small, "public/adapter_config.json"), json_of(&small, "peft/adapter_config.json"));
     let alone = export(&small, "run/final", "tgi", "tgi", &[]).succeeded();
     assert!(alone.stderr.contains("these heads belong to the backbone that was trained with them"), "{}", alone.stderr);
     assert!(small.read("tgi/README.md").contains("trained together with their backbone"));

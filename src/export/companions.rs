@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::error::ExportError;
 use super::request::ExportRequest;
-use super::trained::Trained;
+use super::trained::{Trained, without_local_path};
 use super::write;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::files::{self, is_file, sha256, write_synced};
@@ -100,9 +100,7 @@ impl Companions {
 
 /// A recipe for other people: paths that only this machine has are cut to their last part.
 fn published(recipe: &str) -> String {
-    let is_local = |text: &str| ["/", "~/", "./", "../"].iter().any(|begin| text.starts_with(begin));
-    let name = |text: &str| text.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default().to_owned();
-    let part = |(at, text): (usize, &str)| if at % 2 == 1 && is_local(text) { name(text) } else { text.to_owned() };
+    let part = |(at, text): (usize, &str)| if at % 2 == 1 { without_local_path(text) } else { text.to_owned() };
     let line = |line: &str| line.split('"').enumerate().map(part).collect::<Vec<_>>().join("\"");
     recipe.split('\n').map(line).collect::<Vec<_>>().join("\n")
 }

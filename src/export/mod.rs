@@ -101,6 +101,13 @@ fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, Ex
         ));
     }
     if let (None, Some(base)) = (&trained.base_model, trained.base_name()) {
+        let name = trained.public_base_name().filter(|name| *name != base && !request.format.holds_backbone());
+        if let Some(name) = name {
+            notices.push(format!(
+                "config.json calls the backbone {name:?}: the path {base} is left out, because only this machine has it; programs that load \
+                 the backbone by this name need its path there"
+            ));
+        }
         notices.push(format!(
             "the model card has no base_model, because the backbone ({base}) is not known to be on the Hub; if it is, add `base_model: OWNER/NAME` \
              at the top of README.md before pushing"

@@ -267,10 +267,27 @@ impl Trained {
         self.served_by_id().or_else(of_path).or_else(|| self.file.base().map(str::to_owned))
     }
 
+    /// The backbone's name for other people: its Hub id, or the name of its folder without the path, which only this machine has.
+    pub(super) fn public_base_name(&self) -> Option<String> {
+        let of_folder =
+            |base: String| if Path::new(&base).is_dir() { last_part(&base) } else { without_local_path(&base) };
+        self.served_by_id().or_else(|| self.base_name().map(of_folder))
+    }
+
     /// The backbone's Hub id, unless a whole backbone was trained with the heads.
     pub(super) fn served_by_id(&self) -> Option<String> {
         self.base_model.clone().filter(|_| self.tuned.is_none())
     }
+}
+
+/// The last part of a path that only this machine has; other texts as they are.
+pub(super) fn without_local_path(text: &str) -> String {
+    let is_local = ["/", "~/", "./", "../"].iter().any(|begin| text.starts_with(begin));
+    if is_local { last_part(text) } else { text.to_owned() }
+}
+
+fn last_part(path: &str) -> String {
+    path.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default().to_owned()
 }
 
 /// Hub id of a run's backbone, if heads in `folder` belong to the run and name that backbone.

@@ -21,6 +21,9 @@ use crate::model::prefix_layer::PREFIX;
 use crate::model::torch_file;
 use crate::model::weights::{MODEL_FILE, Planned, save_each};
 
+/// The key with the backbone's name, in the heads' config.json and in PEFT's.
+const BASE: &str = "base_model_name_or_path";
+
 /// Writes weights, config and chat template of the layout into `folder`.
 pub(super) fn write(folder: &Path, trained: &mut Trained) -> Result<(), ExportError> {
     match trained.format {
@@ -75,10 +78,22 @@ fn with_backbone(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
 
 fn adapter(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
     let from = trained.adapter.as_deref().expect("refused without an adapter");
-    for name in [ADAPTER_CONFIG, ADAPTER_FILE] {
-        copy(&from.join(name), &folder.join(name))?;
-    }
-    Ok(())
+    copy(&from.join(ADAPTER_FILE), &folder.join(ADAPTER_FILE))?;
+    let path = folder.join(ADAPTER_CONFIG);
+    write_json(&path, &adapter_config(from, trained)?).map_err(|source| ExportError::Io { path, source })
+}
+
+/// The adapter's config as trained, with the backbone's public name.
+pub(super) fn adapter_config(adapter: &Path, trained: &Trained) -> Result<Map<String, Value>, ExportError> {
+    let mut config = read_object(&adapter.join(ADAPTER_CONFIG))?;
+    config.insert(BASE.into(), trained.public_base_name().into());
+    Ok(config)
+}
+
+/// Reads a JSON file that holds an object.
+pub(super) fn read_object(path: &Path) -> Result<Map<String, Value>, ExportError> {
+    let read = files::read(path).and_then(|text| Ok(serde_json::from_slice(&text)?));
+    read.map_err(|source| ExportError::Io { path: path.into(), source })
 }
 
 /// Copies a file and syncs it.
@@ -107,8 +122,8 @@ fn write_config(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
 /// The keys that the format's loader reads, without those that confuse it: TGI ignores heads whose config has
 /// `architectures`; vLLM takes every key with "num" and "heads" in it for the number of heads.
 fn config(trained: &Trained) -> Map<String, Value> {
-    let named = if trained.format.holds_backbone() { None } else { trained.base_name() };
-    let base = named.map_or(json!({}), |base| json!({"base_model_name_or_path": base}));
+    let named = if trained.format.holds_backbone() { None } else { trained.public_base_name() };
+    let base = named.map_or(json!({}), |base| json!({BASE: base}));
     let recorded = recorded::keys(trained);
     let recorded = if recorded.is_empty() { json!({}) } else { json!({TRAINING: recorded}) };
     match joined(joined(base, keys_of_format(trained)), recorded) {

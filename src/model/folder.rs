@@ -101,6 +101,8 @@ fn write_config(folder: &Path, backbone: &Llama, from: &Path, more: &Map<String,
     config["tie_word_embeddings"] = backbone.config.tie_word_embeddings.into();
     let key = if config.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
     config[key] = Dtype::of(backbone.kind()).to_string().into();
+    // Where transformers loaded the base from: perhaps a folder of another machine.
+    config.as_object_mut().map(|keys| keys.remove("_name_or_path"));
     more.iter().for_each(|(key, value)| config[key] = value.clone());
     let path = folder.join("config.json");
     write_json(&path, &config).map_err(failed("write", &path))
