@@ -313,3 +313,17 @@ fn a_run_that_resumes_without_its_log_says_which_steps_it_lacks() {
     let removed = resume();
     assert!(removed.contains(&format!("{warning}1 to ")), "{removed}");
 }
+
+/// The checkpoint of step 21 is ten steps behind the last line.
+#[test]
+fn a_run_that_resumes_with_a_smaller_log_every_lacks_no_lines() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "eval_every = 6", "log_every = 11");
+    small.train(&[]).succeeded();
+    for later in ["run/step-000024", "run/final"] {
+        fs::remove_dir_all(small.path(later)).expect("what a run that was killed had not written");
+    }
+    small.edit("recipe.toml", "log_every = 11", "log_every = 1");
+    let resumed = small.train(&["--resume"]).succeeded().stderr;
+    assert!(resumed.contains("log_every = 1 (was 11)") && !resumed.contains("has no lines of steps"), "{resumed}");
+}

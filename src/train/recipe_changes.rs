@@ -1,6 +1,7 @@
 //! Which keys of its recipe a run may change when it is resumed.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
 
 use toml::{Table, Value};
 
@@ -9,9 +10,10 @@ const PLACES: [&str; 4] = ["data.train", "data.hidden_states", "data.validation"
 /// The number of a run's steps.
 const LENGTH: [&str; 2] = ["train.epochs", "train.max_steps"];
 const PATIENCE: &str = "train.patience";
+const LOG_EVERY: &str = "train.log_every";
 const SAVE_EVERY: &str = "train.save_every";
 /// Intervals, and what is kept of the checkpoints.
-const INTERVALS: [&str; 4] = ["train.log_every", SAVE_EVERY, "train.eval_every", "train.keep_checkpoints"];
+const INTERVALS: [&str; 4] = [LOG_EVERY, SAVE_EVERY, "train.eval_every", "train.keep_checkpoints"];
 /// Where the run computes: on other GPUs it is the same run.
 const DEVICE_MAP: &str = "backbone.device_map";
 /// How processes share the optimizer's state: checkpoints hold whole tensors.
@@ -94,10 +96,20 @@ fn keys(table: &Table) -> Keys {
     keys
 }
 
+/// An interval of a resolved recipe, by its key.
+fn interval(recipe: &str, key: &str) -> Option<NonZeroUsize> {
+    let value = keys(&recipe.parse().ok()?).remove(key)?;
+    NonZeroUsize::new(usize::try_from(value.as_integer()?).ok()?)
+}
+
 /// `train.save_every` of a resolved recipe.
-pub(super) fn save_every(recipe: &str) -> Option<usize> {
-    let value = keys(&recipe.parse().ok()?).remove(SAVE_EVERY)?;
-    usize::try_from(value.as_integer()?).ok()
+pub(super) fn save_every(recipe: &str) -> Option<NonZeroUsize> {
+    interval(recipe, SAVE_EVERY)
+}
+
+/// `train.log_every` of a resolved recipe.
+pub(super) fn log_every(recipe: &str) -> Option<NonZeroUsize> {
+    interval(recipe, LOG_EVERY)
 }
 
 fn same_batch(before: &Keys, now: &Keys) -> Result<(), String> {

@@ -1,6 +1,7 @@
 //! A whole run: loads the backbone as the plan trains it, claims the run's folder, and starts from scratch or from the
 //! newest checkpoint.
 
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
@@ -84,13 +85,14 @@ impl TrainRun {
         if !goes_on {
             return Ok(RunOutcome::FinishedBefore(self.checked.plan.train.output_dir.join(FINAL)));
         }
-        let (_claimed, backbone) = match begun {
+        let (claimed, backbone) = match begun {
             Some(BegunRun { claimed, backbone }) => (Some(claimed), backbone),
             None => (None, None),
         };
         let backbone = backbone.map_or_else(|| self.training_backbone(ranks, tell), Ok);
         let backbone = ranks.agree_after_long_work(backbone)?;
-        self.started(ranks, backbone, tell)?.run(interrupted)
+        let logged_every = claimed.as_ref().and_then(|claimed| claimed.logged_every);
+        self.started(ranks, backbone, logged_every, tell)?.run(interrupted)
     }
 
     /// What rank 0 does first: claims the run's folder.
@@ -132,11 +134,12 @@ impl TrainRun {
         Ok(folders.into_iter().flatten().try_for_each(|folder| checksums::verify(folder).map(drop))?)
     }
 
-    /// The loop at step 0, or at the newest checkpoint.
+    /// The loop at step 0, or at the newest checkpoint; `logged_every` is that of the steps before it.
     fn started<'r, 't>(
         &'r self,
         ranks: Ranks<'r>,
         backbone: TrainingBackbone<'r>,
+        logged_every: Option<NonZeroUsize>,
         tell: &'t mut dyn FnMut(RunEvent),
     ) -> Result<TrainingLoop<'r, 't>, TrainError> {
         let plan = &self.checked.plan;
@@ -154,8 +157,8 @@ impl TrainRun {
         memory::keep_freed_blocks();
         let log = ranks.is_first().then(|| open_log(&plan.train.output_dir, state.step)).transpose();
         let log = ranks.agree(log)?;
-        if let Some((steps, log)) = log.as_ref().and_then(|log| Some((log.gap(state.step, plan.train.log_every)?, log)))
-        {
+        let logged_every = logged_every.unwrap_or(plan.train.log_every);
+        if let Some((steps, log)) = log.as_ref().and_then(|log| Some((log.gap(state.step, logged_every)?, log))) {
             tell(RunEvent::LogLacks { path: log.path(), steps });
         }
         let watch = LossWatch::default();

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{self, Write};
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -55,6 +56,8 @@ pub struct ClaimedRun {
     pub changes: Vec<String>,
     /// The run goes on, and the recipe changed how many steps it has.
     pub length_changed: bool,
+    /// `train.log_every` of the steps so far; `None` for a new run.
+    pub logged_every: Option<NonZeroUsize>,
     /// Checkpoints behind the one that the run goes on from.
     pub damaged: Vec<DamagedCheckpoint>,
 }
@@ -62,6 +65,7 @@ pub struct ClaimedRun {
 /// What a run that goes on found in its folder.
 struct FoundRun {
     changes: RecipeChanges,
+    logged_every: Option<NonZeroUsize>,
     damaged: Vec<DamagedCheckpoint>,
 }
 
@@ -97,9 +101,9 @@ impl<'r> RunFolder<'r> {
         let lock = lock_folder(run).map_err(io)?.ok_or_else(|| in_use(run))?;
         let provenance = self.provenance()?;
         if self.is_begun(resume)? {
-            let FoundRun { changes, damaged } = self.resume(run, &provenance)?;
+            let FoundRun { changes, logged_every, damaged } = self.resume(run, &provenance)?;
             let length_changed = changes.length && !run.join(FINAL).exists();
-            return Ok(ClaimedRun { _lock: lock, changes: changes.keys, length_changed, damaged });
+            return Ok(ClaimedRun { _lock: lock, changes: changes.keys, length_changed, logged_every, damaged });
         }
         self.fill_folder(run, &provenance).inspect_err(|_| {
             // Best effort: the first error is the one to report. A folder with a recipe.toml must have the other file.
@@ -108,7 +112,8 @@ impl<'r> RunFolder<'r> {
                 .and_then(|()| fs::remove_file(run.join(PROVENANCE)));
             let _ = fs::remove_dir(run);
         })?;
-        Ok(ClaimedRun { _lock: lock, changes: Vec::new(), length_changed: false, damaged: Vec::new() })
+        let (changes, damaged) = (Vec::new(), Vec::new());
+        Ok(ClaimedRun { _lock: lock, changes, length_changed: false, logged_every: None, damaged })
     }
 
     /// Bytes of the weight files that [`RunFolder::claim`] hashes; hashes of earlier runs are cached.
@@ -160,8 +165,9 @@ impl<'r> RunFolder<'r> {
         put_back(&best).map_err(failed("restore", &best))?;
         checkpoint::remove_partial(run)?;
         let damaged = if run.join(FINAL).exists() { vec![] } else { checkpoint::set_damaged_aside(run)? };
-        let saved_every = recipe_changes::save_every(&before).unwrap_or(self.plan.train.save_every.get());
-        RunProgress::read(self.plan, self.total_steps)?.reopen(changes.length || changes.patience, saved_every)?;
+        let saved_every = recipe_changes::save_every(&before).unwrap_or(self.plan.train.save_every);
+        RunProgress::read(self.plan, self.total_steps)?
+            .reopen(changes.length || changes.patience, saved_every.get())?;
         if self.resolved(&written) != self.plan.resolved_recipe {
             write(run, RECIPE, &self.plan.resolved_recipe)?;
         }
@@ -169,7 +175,7 @@ impl<'r> RunFolder<'r> {
             begun.recipe.clone_from(&now.recipe);
             write(run, PROVENANCE, &begun.to_json())?;
         }
-        Ok(FoundRun { changes, damaged })
+        Ok(FoundRun { changes, logged_every: recipe_changes::log_every(&before), damaged })
     }
 
     /// A run's recipe with all keys of this version: a version without some of them trained as their defaults do.
