@@ -152,6 +152,26 @@ fn check(size: &Size) {
     assert!((0.85..=1.2).contains(&ratio), "planned {planned} bytes, measured {measured}: {ratio:.3}");
 }
 
+/// Models whose memory is mostly the program's, and rows of 8 to 1,024 tokens.
+#[test]
+fn the_planned_peak_of_a_small_model_and_unequal_rows_is_not_below_the_runs() {
+    for hidden in [64, 256] {
+        let size = Size { heads: 2, hidden, layers: 2, vocab: 2000, length: 1024, ..LLAMA };
+        let small = size.workplace(true);
+        let row = |row: usize| {
+            let length = [1024, 8, 50, 20, 700, 120, 300][row % 7];
+            let ids: Vec<usize> = (0..length).map(|t| (row * 97 + t * t) % 2000).collect();
+            json!({ "input_ids": ids, "labels": ids }).to_string() + "\n"
+        };
+        small.write("rows.jsonl", (0..40).map(row).collect::<String>());
+        small.edit("recipe.toml", "max_steps = 2", "max_steps = 10");
+        let plan: Value = serde_json::from_str(&small.train(&["--check", "--json"]).succeeded().stdout).expect("JSON");
+        let (planned, measured) = (plan["peak_bytes"].as_u64().expect("bytes"), peak_of_a_run(&small));
+        let ratio = planned as f64 / measured as f64;
+        assert!((1.0..1.35).contains(&ratio), "hidden {hidden}: planned {planned}, measured {measured}: {ratio:.3}");
+    }
+}
+
 /// gloo gathers the new values of all parameters in a buffer of its own, as large as the gradients'.
 #[test]
 fn the_plan_of_shared_moments_has_the_buffer_that_gathers_the_values() {

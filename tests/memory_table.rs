@@ -107,6 +107,7 @@ fn peak_of_stage(
         recompute: !trained.is_frozen(),
         rows: 1,
         length: ROW,
+        unequal: false,
         masked: true,
         flash: true,
         cached: false,

@@ -239,6 +239,7 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         recompute: recipe.train.recompute,
         rows: recipe.train.micro_batch_size.get() as u64,
         length: recipe.data.max_length.get() as u64,
+        unequal: false,
         masked: recipe.data.packing,
         flash: true,
         cached: false,

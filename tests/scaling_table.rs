@@ -52,6 +52,7 @@ fn plan(
         recompute: !trained.is_frozen(),
         rows: 1,
         length: ROW,
+        unequal: false,
         masked: true,
         flash: true,
         cached: false,

@@ -173,7 +173,8 @@ impl CheckedRun {
         let TrainPlan { backbone, trained, loss, optimizer, train, device, .. } = plan;
         let sequences = self.train.sequences();
         let ids = || 0..sequences.len();
-        let longest = ids().map(|id| sequences.length(id)).max().unwrap_or(0);
+        let lengths = || ids().map(|id| sequences.length(id));
+        let [longest, shortest] = [lengths().max(), lengths().min()].map(Option::unwrap_or_default);
         Workload {
             stage: StageShape::whole(self.config.num_hidden_layers),
             config: &self.config,
@@ -188,6 +189,7 @@ impl CheckedRun {
             recompute: train.recompute,
             rows: train.micro_batch_size.get().min(sequences.len()) as u64,
             length: longest.min(plan.data.max_length.get()) as u64,
+            unequal: 2 * shortest < longest,
             masked: ids().any(|id| sequences.segments(id) > 1),
             flash: flash_attention::runs_with(self.config.head_dim, backbone.dtype.kind(), *device),
             cached: train.hidden_state_cache.is_some(),
