@@ -183,7 +183,7 @@ fn drafters_that_need_the_host_are_refused_with_the_engines_that_can() {
     let dynamic = ReadyDrafter::Heads(HeadsDrafter::new(&llama, &heads, &tree).expect("they fit"), &tree);
     for (drafter, what) in [
         (dynamic, "trees that are chosen at each step"),
-        (ReadyDrafter::Ngram(NgramDrafter::new(&llama)), "prompt lookup"),
+        (ReadyDrafter::Ngram(NgramDrafter::new(&llama), NgramDrafter::max_nodes()), "prompt lookup"),
     ] {
         let expected = format!(
             "the CUDA engine drafts with Medusa and Hydra heads in static trees, not with {what}; use --engine tch, or --engine cpu on the CPU"

@@ -259,9 +259,9 @@ fn drafters_without_training_and_joined_ones_make_the_plain_text() {
     let plain = &world.json(&[&PLAIN[..], &short].concat())[0];
     let heads = ["--heads", "h", "--tree", "t.json"];
     for (drafter, heads, nodes) in [
-        ("recycling", &[][..], 80),
-        ("lookahead", &[], 28),
-        ("ngram+lookahead", &[], 28),
+        ("recycling", &["--tree", "dynamic:80"][..], 80),
+        ("lookahead", &["--tree", "dynamic:28"], 28),
+        ("ngram+lookahead", &["--tree", "dynamic:5"], 5),
         ("medusa+ngram", &heads, 12),
         ("ngram+medusa+recycling", &heads, 80),
     ] {
@@ -271,6 +271,37 @@ fn drafters_without_training_and_joined_ones_make_the_plain_text() {
         let result = &world.json(&[&bench[..], &short, heads].concat())[0];
         let found = [&result["drafter"], &result["identical"], &result["tree_nodes"]];
         assert_eq!(found, [&json!(drafter), &json!(true), &json!(nodes)]);
+    }
+}
+
+/// The numbers depend on the machine, the tokens do not.
+#[test]
+fn drafters_without_weights_are_sized_by_times_that_are_measured_once() {
+    let world = World::new();
+    let short = ["--max-new-tokens", "30"];
+    let plain = &world.json(&[&PLAIN[..], &short].concat())[0];
+    let cache = world.path("cache");
+    let files = || std::fs::read_dir(cache.join("latency")).map_or(0, |files| files.count());
+    for (drafter, most) in [("recycling", 80), ("lookahead", 28), ("ngram", 12), ("ngram+recycling", 80)] {
+        let bench =
+            ["bench", "--backbone", "b", "--prompts", "p.jsonl", "--repeats", "1", "--json", "--drafter", drafter];
+        let output = world.medusa(&[&bench[..], &short].concat()).env("MEDUSA_CACHE", &cache).assert().success();
+        let [out, said] =
+            [&output.get_output().stdout, &output.get_output().stderr].map(|of| String::from_utf8_lossy(of));
+        let result: Value = serde_json::from_str(&out).expect("JSON");
+        let nodes = result["tree_nodes"].as_u64().expect("a number");
+        assert!(result["identical"] == true && nodes <= most, "{drafter}: {result}");
+        let chosen = match nodes {
+            0 => "no guesses, because".to_owned(),
+            1 => "a tree of at most 1 node, because".to_owned(),
+            nodes => format!("a tree of at most {nodes} nodes, because"),
+        };
+        assert!(said.contains(&format!("--drafter {drafter}: {chosen} on this machine a step of ")), "{said}");
+        assert!(files() <= 1, "measured again");
+        let mut generate = world.medusa(&[&PLAIN[..], &short, &["--drafter", drafter, "--json", "--quiet"]].concat());
+        let output = generate.env("MEDUSA_CACHE", &cache).assert().success().get_output().clone();
+        let text: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert_eq!((&text["new_ids"], output.stderr.is_empty()), (&plain["new_ids"], true), "{drafter}");
     }
 }
 

@@ -187,10 +187,19 @@ fn driver_version() -> Option<String> {
     text.lines().next()?.split_whitespace().find(is_version).map(ToOwned::to_owned)
 }
 
+/// The names of the processor and of the GPUs, where the system tells them.
+pub(super) fn processors() -> Vec<String> {
+    cpu_name().into_iter().chain(gpu_names()).collect()
+}
+
+/// `None` outside Linux.
+fn cpu_name() -> Option<String> {
+    colon_field(&std::fs::read_to_string("/proc/cpuinfo").ok()?, "model name")
+}
+
 fn cpu() -> Cpu {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default(); // absent outside Linux: then there is no name
     Cpu {
-        name: colon_field(&info, "model name"),
+        name: cpu_name(),
         cores: cores(),
         threads: tch::get_num_threads(),
         busy_cores: busy_cores(Duration::from_millis(300)),

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::sync::Arc;
 
 use clap::Args;
 
@@ -25,11 +26,13 @@ use crate::engine::cuda::error::CudaError;
 use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
 use crate::tree::guess_tree::GuessTree;
+use crate::tree::row_times::RowTimes;
 use crate::tree::sparse_tree::SparseTree;
 
 pub mod loaded;
 pub mod model;
 pub mod plan;
+pub mod row_times;
 pub mod spec;
 
 /// Flags of verbs that decode with a drafter.
@@ -74,21 +77,31 @@ pub struct Drafts<'a> {
     pub acceptance: Acceptance,
 }
 
-/// A drafter before its first prompt.
+/// A drafter whose guesses are chosen makes so many times as many as are chosen at most.
+const CHOICES: usize = 2;
+
+/// A drafter before its first prompt; those without weights with their most guesses.
 #[derive(Debug)]
 pub enum ReadyDrafter<'a> {
     /// Heads, and the tree that they fill.
     Heads(HeadsDrafter<'a>, &'a GuessTree),
     /// Prompt lookup.
-    Ngram(NgramDrafter<'a>),
+    Ngram(NgramDrafter<'a>, usize),
     /// A draft model, and the tree that it fills.
     Model(LevelDrafter<'a>, &'a GuessTree),
     /// Successors of tokens.
-    Recycling(RecyclingDrafter<'a>),
+    Recycling(RecyclingDrafter<'a>, usize),
     /// A Jacobi window.
-    Lookahead(LookaheadDrafter<'a>),
-    /// Several drafters in one tree, which has at most as many guesses as the largest tree of a single one.
-    Joined { parts: Vec<ReadyDrafter<'a>>, backbone: &'a Llama },
+    Lookahead(LookaheadDrafter<'a>, usize),
+    /// Several drafters in one tree, or one whose guesses are chosen by their worth.
+    Joined {
+        parts: Vec<ReadyDrafter<'a>>,
+        backbone: &'a Llama,
+        /// Most guesses.
+        nodes: usize,
+        /// By which the number of guesses is chosen at each step; `None`: as many as there are.
+        times: Option<Arc<RowTimes>>,
+    },
 }
 
 impl<'a> ReadyDrafter<'a> {
@@ -106,13 +119,13 @@ impl<'a> ReadyDrafter<'a> {
         let draws = acceptance == Acceptance::Rejection && loaded.spec.parts().len() == 1;
         let guessing = if draws { Guessing::Drawn } else { Guessing::Best };
         let part = |at: usize| Self::of_part(at, backbone, loaded, tree, guessing);
-        match loaded.spec.parts().len() {
-            1 => part(0),
-            several => {
-                let parts = (0..several).map(part).collect::<anyhow::Result<_>>()?;
-                Ok(Self::Joined { parts, backbone })
-            }
+        if loaded.spec.parts().len() == 1 && loaded.row_times.is_none() && loaded.nodes.is_none() {
+            return part(0);
         }
+        let parts: Vec<Self> = (0..loaded.spec.parts().len()).map(part).collect::<anyhow::Result<_>>()?;
+        let nodes = loaded.nodes.map(NonZeroUsize::get);
+        let nodes = nodes.unwrap_or_else(|| parts.iter().map(Self::max_nodes).max().unwrap_or(0));
+        Ok(Self::Joined { parts, backbone, nodes, times: loaded.row_times.clone() })
     }
 
     /// Part `at` of a loaded drafter.
@@ -123,11 +136,18 @@ impl<'a> ReadyDrafter<'a> {
         tree: Option<&'a GuessTree>,
         guessing: Guessing,
     ) -> anyhow::Result<Self> {
-        let parts = loaded.spec.parts();
+        let (parts, times) = (loaded.spec.parts(), loaded.row_times.as_deref());
+        let most = times.map(|times| row_times::most_guesses(parts[at].name, times));
         Ok(match parts[at].name {
-            DrafterName::Ngram => Self::Ngram(NgramDrafter::new(backbone)),
-            DrafterName::Recycling => Self::Recycling(RecyclingDrafter::new(backbone)),
-            DrafterName::Lookahead => Self::Lookahead(LookaheadDrafter::new(backbone, LookaheadSize::PUBLISHED)),
+            DrafterName::Ngram => Self::Ngram(NgramDrafter::new(backbone), most.unwrap_or(NgramDrafter::max_nodes())),
+            DrafterName::Recycling => {
+                let most = most.unwrap_or(RecyclingDrafter::max_nodes());
+                Self::Recycling(RecyclingDrafter::new(backbone).with_nodes(CHOICES * most), most)
+            }
+            DrafterName::Lookahead => {
+                let size = times.map_or(LookaheadSize::PUBLISHED, row_times::lookahead_size);
+                Self::Lookahead(LookaheadDrafter::new(backbone, size), most.unwrap_or(size.max_nodes()))
+            }
             DrafterName::Model => {
                 let before = parts[..at].iter().filter(|part| part.name == DrafterName::Model).count();
                 let model = &loaded.models[before];
@@ -143,16 +163,19 @@ impl<'a> ReadyDrafter<'a> {
 
     /// The drafter for engines that draft on the host.
     pub fn on_host(self) -> Box<dyn Drafter + 'a> {
-        let nodes = self.max_nodes();
         match self {
             Self::Heads(drafter, _) => drafter.on_host(),
-            Self::Ngram(drafter) => Box::new(drafter),
+            Self::Ngram(drafter, _) => Box::new(drafter),
             Self::Model(drafter, _) => Box::new(drafter),
-            Self::Recycling(drafter) => Box::new(drafter),
-            Self::Lookahead(drafter) => Box::new(drafter),
-            Self::Joined { parts, backbone } => {
+            Self::Recycling(drafter, _) => Box::new(drafter),
+            Self::Lookahead(drafter, _) => Box::new(drafter),
+            Self::Joined { parts, backbone, nodes, times } => {
                 let parts = parts.into_iter().map(Self::on_host).collect();
-                Box::new(JoinedDrafter::new(backbone, parts, nodes))
+                let joined = JoinedDrafter::new(backbone, parts, nodes);
+                Box::new(match times {
+                    Some(times) => joined.with_row_times(times),
+                    None => joined,
+                })
             }
         }
     }
@@ -174,7 +197,7 @@ impl<'a> ReadyDrafter<'a> {
     pub fn tree(&self) -> Option<&'a SparseTree> {
         match self {
             Self::Heads(_, tree) | Self::Model(_, tree) => tree.as_static(),
-            Self::Ngram(_) | Self::Recycling(_) | Self::Lookahead(_) | Self::Joined { .. } => None,
+            Self::Ngram(..) | Self::Recycling(..) | Self::Lookahead(..) | Self::Joined { .. } => None,
         }
     }
 
@@ -182,10 +205,10 @@ impl<'a> ReadyDrafter<'a> {
     pub fn max_nodes(&self) -> usize {
         match self {
             Self::Heads(_, tree) | Self::Model(_, tree) => tree.nodes(),
-            Self::Ngram(_) => NgramDrafter::max_nodes(),
-            Self::Recycling(_) => RecyclingDrafter::max_nodes(),
-            Self::Lookahead(drafter) => drafter.size().max_nodes(),
-            Self::Joined { parts, .. } => parts.iter().map(Self::max_nodes).max().unwrap_or(0),
+            Self::Ngram(_, nodes)
+            | Self::Recycling(_, nodes)
+            | Self::Lookahead(_, nodes)
+            | Self::Joined { nodes, .. } => *nodes,
         }
     }
 
@@ -193,10 +216,11 @@ impl<'a> ReadyDrafter<'a> {
     pub fn described(&self) -> &'static str {
         match self {
             Self::Heads(..) => "heads",
-            Self::Ngram(_) => "prompt lookup",
+            Self::Ngram(..) => "prompt lookup",
             Self::Model(..) => "a draft model",
-            Self::Recycling(_) => "token recycling",
-            Self::Lookahead(_) => "lookahead",
+            Self::Recycling(..) => "token recycling",
+            Self::Lookahead(..) => "lookahead",
+            Self::Joined { parts, .. } if parts.len() == 1 => parts[0].described(),
             Self::Joined { .. } => "joined drafters",
         }
     }

@@ -11,6 +11,7 @@ use super::backbone::backbone_config;
 use super::decoder::Decoder;
 use super::drafter::Drafts;
 use super::drafter::plan::DrafterPlan;
+use super::drafter::row_times;
 use super::numbers::above_zero;
 use super::served::{Served, on_libtorch};
 use super::{CommonFlags, UsageError};
@@ -101,7 +102,9 @@ impl EngineFlags {
         }
         // Before the heads are loaded: a prefix layer takes its rotary embeddings from the backbone.
         let served = Served { context: Some(context), ..served };
-        Decoder::load(purpose, backbone, heads, drafters, served, common)
+        let mut decoder = Decoder::load(purpose, backbone, heads, drafters, served, common)?;
+        row_times::give(self, &mut decoder, backbone, common)?;
+        Ok(decoder)
     }
 
     /// Refuses quantised weights for the engines that read dense ones. An adapter beside the heads makes the weights that it changes
@@ -190,7 +193,11 @@ impl EngineFlags {
         })
     }
 
-    fn on_host<'a>(&self, decoder: &'a Decoder) -> anyhow::Result<Box<dyn Engine + 'a>> {
+    /// The engine that decodes one text with guesses of the host.
+    ///
+    /// # Errors
+    /// `--engine cpu` with a backbone that its kernels cannot run.
+    pub fn on_host<'a>(&self, decoder: &'a Decoder) -> anyhow::Result<Box<dyn Engine + 'a>> {
         let backbone = &decoder.backbone;
         Ok(match self.engine {
             EngineName::Tch => Box::new(TchEngine::new(backbone)),

@@ -352,7 +352,9 @@ fn latency_text(found: &Latency, out: &mut String) -> std::fmt::Result {
         writeln!(out, "warning      {caveat}")?;
     }
     writeln!(out, "backbone     {backbone}")?;
-    writeln!(out, "heads        sha256 {heads_sha256}")?;
+    if let Some(heads) = heads_sha256 {
+        writeln!(out, "heads        sha256 {heads}")?;
+    }
     writeln!(out, "plain        {plain_step_ms:.3} ms per step")?;
     for &StepTime { nodes, depth, step_ms, dynamic } in steps {
         let chosen = if dynamic { ", chosen at each step" } else { "" };

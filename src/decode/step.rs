@@ -168,8 +168,8 @@ impl<'a> Stepper<'a> {
     }
 
     /// Whether a step of these rows is more than one of plain decoding: the drafter guesses, or a text chooses its tokens in another way.
-    fn guesses(&self, sequences: &[Sequence], rows: &[usize]) -> bool {
-        let Some((drafter, of_loop)) = &self.drafter else { return false };
+    fn guesses(&mut self, sequences: &[Sequence], rows: &[usize]) -> bool {
+        let Some((drafter, of_loop)) = &mut self.drafter else { return false };
         !drafter.rests(rows.len()) || !rows.iter().all(|&row| sequences[row].chooses_as_plain(*of_loop))
     }
 

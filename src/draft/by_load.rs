@@ -40,7 +40,7 @@ impl Drafter for LoadDrafter<'_> {
         }
     }
 
-    fn rests(&self, texts: usize) -> bool {
+    fn rests(&mut self, texts: usize) -> bool {
         self.parts.at(texts).is_none() && !self.follows()
     }
 
@@ -161,7 +161,7 @@ mod tests {
     fn a_load_without_guesses_is_plain_decoding_unless_a_part_has_to_hear_of_it() {
         let llama = Llama::random(LlamaConfig::tiny(), Kind::Float, Device::Cpu, 1);
         let rests = |parts: &[(usize, Option<&'static str>)]| {
-            let drafter = drafter_of(&llama, &Log::default(), parts);
+            let mut drafter = drafter_of(&llama, &Log::default(), parts);
             [1, 4, 9].map(|texts| drafter.rests(texts))
         };
         assert_eq!(rests(&[(1, Some("c")), (4, None)]), [false, true, true]);

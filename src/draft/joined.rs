@@ -2,12 +2,14 @@
 //! fixed guesses, which is lossless however they were made.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use super::memory::{Memory, Remembered};
 use super::tree_cache::{TreeCache, WindowTokens};
 use super::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
 use crate::model::llama::Llama;
 use crate::tree::merged::{MAX_DRAFTERS, MeasuredHits, Merged, RankedGuess, RankedTree};
+use crate::tree::row_times::{RowTimes, StepRows};
 
 /// Proposes the likeliest guesses of several drafters, or of one.
 #[derive(Debug)]
@@ -19,6 +21,29 @@ pub struct JoinedDrafter<'a> {
     hits: Remembered<MeasuredHits>,
     /// Of each row, the guesses that the text has not gone past yet.
     guessed: Vec<VecDeque<Guessed>>,
+    pace: Option<Pace>,
+}
+
+/// Most steps without guesses, before it is tried whether some are worth their time again.
+const LONGEST_REST: usize = 32;
+
+/// Chooses the number of guesses by the time that they take.
+#[derive(Debug)]
+struct Pace {
+    times: Arc<RowTimes>,
+    /// Steps without guesses that are still to come.
+    left: usize,
+    /// How many they were.
+    rest: usize,
+}
+
+impl Pace {
+    /// After a step in which no guess was worth its time, the next ones are plain decoding: more of them each time.
+    fn after(&mut self, proposals: &[Proposal]) {
+        let has_guesses = proposals.iter().any(|proposal| proposal.guesses() > 0);
+        self.rest = if has_guesses { 0 } else { (2 * self.rest).clamp(1, LONGEST_REST) };
+        self.left = self.rest;
+    }
 }
 
 /// The guesses made when the text had this many tokens.
@@ -38,14 +63,31 @@ impl<'a> JoinedDrafter<'a> {
             trees: TreeCache::new(backbone),
             hits: Remembered::new(MeasuredHits::default()),
             guessed: vec![],
+            pace: None,
         }
     }
 
-    fn merge(&mut self, row: usize, ids: &[i64], proposals: &[Proposal]) -> Proposal {
+    /// With as many guesses at each step, up to the most, as are worth their time on this machine: none if the text so far shows that they are
+    /// rarely right.
+    #[must_use]
+    pub fn with_row_times(self, times: Arc<RowTimes>) -> Self {
+        Self { pace: Some(Pace { times, left: 0, rest: 0 }), ..self }
+    }
+
+    fn merge(&mut self, text: &TextSoFar, texts: usize, proposals: &[Proposal]) -> Proposal {
         let merged = Merged::of(&proposals.iter().map(guesses).collect::<Vec<_>>());
-        let tree = merged.likeliest(self.nodes, self.hits.of(row));
-        self.guessed[row].push_back(Guessed { tokens: ids.len(), merged });
         let window = proposals.iter().find_map(window_tokens);
+        // A text that depends on its guesses must not depend on the texts beside it.
+        let pace = self.pace.as_ref().filter(|_| self.hits.is_common(text.row));
+        let hits = self.hits.of(text.row);
+        let tree = match pace {
+            Some(Pace { times, .. }) => {
+                let beside = window.as_ref().map_or(0, |window| window.tokens.len());
+                merged.fastest(self.nodes, hits, times, StepRows { texts, beside })
+            }
+            None => merged.likeliest(self.nodes, hits),
+        };
+        self.guessed[text.row].push_back(Guessed { tokens: text.ids.len(), merged });
         self.trees.with_window(&tree, window)
     }
 
@@ -71,13 +113,24 @@ impl Drafter for JoinedDrafter<'_> {
         let mut join = |text: &TextSoFar| {
             let proposals: Vec<Proposal> = of_parts.iter_mut().filter_map(Iterator::next).collect();
             self.count_hits(text.row, text.ids);
-            self.merge(text.row, text.ids, &proposals)
+            self.merge(text, batch.len(), &proposals)
         };
-        batch.iter().map(&mut join).collect()
+        let proposals: Vec<Proposal> = batch.iter().map(&mut join).collect();
+        self.pace.iter_mut().for_each(|pace| pace.after(&proposals));
+        proposals
+    }
+
+    fn rests(&mut self, _texts: usize) -> bool {
+        if self.nodes == 0 {
+            return true;
+        }
+        let Some(pace) = self.pace.as_mut().filter(|pace| pace.left > 0) else { return false };
+        pace.left -= 1;
+        true
     }
 
     fn follows(&self) -> bool {
-        true
+        self.nodes > 0
     }
 
     fn remembers(&self) -> bool {

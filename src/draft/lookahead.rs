@@ -29,10 +29,24 @@ pub struct LookaheadSize {
 impl LookaheadSize {
     /// As published for models of 7 billion parameters.
     pub const PUBLISHED: Self = Self { columns: 7, ngram: 5, guesses: 7 };
+    /// The pool has only the n-grams of the text, and a step no tokens beside its guesses.
+    pub const WITHOUT_WINDOW: Self = Self { columns: 0, ..Self::PUBLISHED };
 
     /// Largest number of guesses in a tree.
     pub fn max_nodes(self) -> usize {
         self.guesses * (self.ngram - 1)
+    }
+
+    /// Tokens of the window, without the root.
+    pub fn window(self) -> usize {
+        (self.columns * (self.ngram - 1)).saturating_sub(1)
+    }
+
+    /// What is assumed before any text is decoded: the probability that each guess becomes text, the likeliest first. With a window these are
+    /// 1.8 tokens per step, as in the paper; the n-grams of the text alone give about 1.3 (prompt lookup in docs/decoding.md).
+    pub fn assumed(self) -> impl Iterator<Item = f64> {
+        let first = if self.columns > 0 { 0.4 } else { 0.15 };
+        (0..self.max_nodes() as i32).map(move |guess| first * 0.5f64.powi(guess))
     }
 }
 
@@ -40,7 +54,8 @@ impl LookaheadSize {
 #[derive(Debug)]
 pub struct LookaheadDrafter<'a> {
     size: LookaheadSize,
-    window: Rc<Window>,
+    /// `None` for a size without columns.
+    window: Option<Rc<Window>>,
     trees: TreeCache<'a>,
     rows: Vec<LookaheadRow>,
 }
@@ -58,7 +73,8 @@ struct LookaheadRow {
 impl<'a> LookaheadDrafter<'a> {
     /// A drafter with an empty pool.
     pub fn new(backbone: &'a Llama, size: LookaheadSize) -> Self {
-        Self { size, window: Rc::new(window_of(size)), trees: TreeCache::new(backbone), rows: vec![] }
+        let window = (size.columns > 0).then(|| Rc::new(window_of(size)));
+        Self { size, window, trees: TreeCache::new(backbone), rows: vec![] }
     }
 
     /// Sizes of window and pool.
@@ -68,9 +84,12 @@ impl<'a> LookaheadDrafter<'a> {
 
     fn proposal(&mut self, text: &TextSoFar) -> Proposal {
         let (row, size, root) = (&mut self.rows[text.row], self.size, text.root.id);
-        let window = row.window.get_or_insert_with(|| JacobiWindow::new(size, text.ids));
-        let tokens = WindowTokens { window: self.window.clone(), tokens: window.tokens() };
-        self.trees.with_window(&row.pool.tree(root), Some(tokens))
+        row.catch_up(text.ids, size);
+        let window = self.window.as_ref().map(|window| {
+            let own = row.window.get_or_insert_with(|| JacobiWindow::new(size, text.ids));
+            WindowTokens { window: window.clone(), tokens: own.tokens() }
+        });
+        self.trees.with_window(&row.pool.tree(root), window)
     }
 }
 
@@ -103,7 +122,7 @@ impl Drafter for LookaheadDrafter<'_> {
 
     fn verified(&mut self, row: usize, verified: &VerifiedTree) {
         let (row, size) = (&mut self.rows[row], self.size);
-        let window = row.window.as_mut().expect("its guesses were verified");
+        let Some(window) = &mut row.window else { return row.add(verified.accepted.ids, size) };
         let columns = size.columns as i64;
         let of_window = verified.logits_nv.narrow(0, verified.logits_nv.size()[0] - columns, columns);
         let next: Vec<i64> = Vec::try_from(most_probable(&of_window).clamp_min(0)).expect("one axis of int64");
@@ -135,6 +154,15 @@ impl Drafter for LookaheadDrafter<'_> {
 }
 
 impl LookaheadRow {
+    /// Adds the tokens of a text that were committed without the drafter; the last one is the root, which is not committed yet.
+    fn catch_up(&mut self, ids: &[i64], size: LookaheadSize) {
+        let missed = ids.get(self.text.len()..ids.len() - 1).unwrap_or_default();
+        if !missed.is_empty() {
+            self.window = None;
+            self.add(missed, size);
+        }
+    }
+
     /// Adds tokens to the text, and the n-grams that end in them to the pool.
     fn add(&mut self, ids: &[i64], size: LookaheadSize) {
         let first = self.text.len().saturating_sub(size.ngram - 1);

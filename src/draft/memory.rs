@@ -39,6 +39,11 @@ impl<T: Clone> Remembered<T> {
         self.rows[row].as_mut().unwrap_or(&mut self.common)
     }
 
+    /// Whether a row remembers what all texts taught.
+    pub fn is_common(&self, row: usize) -> bool {
+        self.rows[row].is_none()
+    }
+
     /// Forgets what is remembered in common.
     pub fn forget(&mut self) {
         self.common = self.empty.clone();

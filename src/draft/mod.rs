@@ -41,8 +41,9 @@ pub trait Drafter: fmt::Debug {
     /// prompts are not computed yet.
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal>;
 
-    /// Whether a step of so many texts has no guesses, and nothing to learn from it: then it is one of plain decoding.
-    fn rests(&self, _texts: usize) -> bool {
+    /// Whether the next step, of so many texts, has no guesses: then it is one of plain decoding. A drafter that follows the rows is not told of
+    /// its tokens.
+    fn rests(&mut self, _texts: usize) -> bool {
         false
     }
 

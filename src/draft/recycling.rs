@@ -29,6 +29,10 @@ const PUBLISHED: [&[usize]; 6] = [
 ];
 /// Guesses of the published tree.
 const NODES: usize = 80;
+/// The i-th likeliest guess is assumed to become text with probability `LIKELIEST / i^FALL`: with all 80 guesses these are 2.7 tokens per step,
+/// as in the paper and with stories260K (docs/decoding.md).
+const LIKELIEST: f64 = 0.5;
+const FALL: f64 = 1.2;
 /// Prompt tokens whose successors are computed together.
 const PROMPT_CHUNK: usize = 64;
 
@@ -38,26 +42,43 @@ pub struct RecyclingDrafter<'a> {
     backbone: &'a Llama,
     trees: TreeCache<'a>,
     successors: Remembered<Successors>,
+    nodes: usize,
 }
 
 impl<'a> RecyclingDrafter<'a> {
     /// A drafter that knows no successors yet.
     pub fn new(backbone: &'a Llama) -> Self {
         let vocabulary = usize::try_from(backbone.config.vocab_size).unwrap_or(0);
-        Self { backbone, trees: TreeCache::new(backbone), successors: Remembered::new(Successors::new(vocabulary)) }
+        let successors = Remembered::new(Successors::new(vocabulary));
+        Self { backbone, trees: TreeCache::new(backbone), successors, nodes: NODES }
     }
 
     /// Largest number of guesses in a tree.
     pub const fn max_nodes() -> usize {
         NODES
     }
+
+    /// What is assumed before any text is decoded: the probability that each guess becomes text, the likeliest first.
+    pub fn assumed() -> impl Iterator<Item = f64> {
+        (1..=NODES).map(|guess| LIKELIEST / (guess as f64).powf(FALL))
+    }
+
+    /// With trees of about so many guesses, of which another drafter chooses some: making the others takes time.
+    #[must_use]
+    pub fn with_nodes(self, nodes: usize) -> Self {
+        Self { nodes: nodes.min(NODES), ..self }
+    }
 }
 
 impl Drafter for RecyclingDrafter<'_> {
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
-        let Self { trees, successors, .. } = self;
-        let propose = |text: &TextSoFar| trees.proposal(&successors.of(text.row).tree(text.root.id));
-        batch.iter().map(propose).collect()
+        let Self { trees, successors, nodes, .. } = self;
+        let mut propose = |text: &TextSoFar| {
+            let (successors, root) = (successors.of(text.row), text.root.id);
+            let tree = if *nodes < NODES { successors.likeliest_tree(root, *nodes) } else { successors.tree(root) };
+            trees.proposal(&tree)
+        };
+        batch.iter().map(&mut propose).collect()
     }
 
     fn follows(&self) -> bool {
@@ -144,6 +165,29 @@ impl Successors {
         known.iter().take_while(|&&successor| successor >= 0).map(|&successor| i64::from(successor))
     }
 
+    /// The `nodes` likeliest guesses, as far as successors are known. The successor of rank r, from 0, is assumed to be right with probability
+    /// 1 / (2 + r), as in [`crate::tree::merged`].
+    fn likeliest_tree(&self, root: i64, nodes: usize) -> TokenTree {
+        let mut tree = TokenTree::new(root);
+        let mut open = vec![NextGuess { probability: 0.5, parent: 0, token: root, rank: 0 }];
+        while tree.guesses() < nodes {
+            let likeliest = (0..open.len()).max_by(|&a, &b| open[a].probability.total_cmp(&open[b].probability));
+            let Some(NextGuess { probability, parent, token, rank }) = likeliest.map(|at| open.swap_remove(at)) else {
+                break;
+            };
+            let Some(guess) = self.of(token).nth(rank) else { continue };
+            let sibling = probability * (2 + rank) as f64 / (3 + rank) as f64;
+            open.push(NextGuess { probability: sibling, parent, token, rank: rank + 1 });
+            open.push(NextGuess {
+                probability: probability / 2.0,
+                parent: tree.add(parent, guess),
+                token: guess,
+                rank: 0,
+            });
+        }
+        tree
+    }
+
     /// The published tree, as far as successors are known.
     fn tree(&self, root: i64) -> TokenTree {
         let mut tree = TokenTree::new(root);
@@ -160,6 +204,14 @@ impl Successors {
         }
         tree
     }
+}
+
+/// A guess that may come next into a tree: of a token of the tree, the successor with this rank.
+struct NextGuess {
+    probability: f64,
+    parent: usize,
+    token: i64,
+    rank: usize,
 }
 
 /// The `count` most probable tokens of each row of logits `[N, V]`, best first, row after row.
@@ -213,6 +265,19 @@ mod tests {
             let first = 8 * tokens[parent] % 100;
             assert!((0..8).any(|k| tokens[node] == (first + k) % 100), "node {node} is a successor of its parent");
         }
+    }
+
+    #[test]
+    fn a_small_tree_has_the_likeliest_guesses() {
+        let mut successors = Successors::new(100);
+        (0..100)
+            .for_each(|token| successors.replace(token, &(0..8).map(|k| (8 * token + k) % 100).collect::<Vec<_>>()));
+        // Probabilities: 24: 1/2; 25: 1/3; 26, and 92 below 24: 1/4; 93 below 24, and 0 below 25: 1/6.
+        let LevelNodes { parents, tokens } = successors.likeliest_tree(3, 4).by_level();
+        assert_eq!((&parents[..], &tokens[..]), (&[0, 0, 0, 1][..], &[3, 24, 25, 26, 92][..]));
+        let paths = |nodes| successors.likeliest_tree(3, nodes).guesses();
+        assert_eq!([0, 1, 30].map(paths), [0, 1, 30]);
+        assert_eq!(Successors::new(20).likeliest_tree(3, 5).guesses(), 0, "nothing is known");
     }
 
     #[test]

@@ -35,8 +35,9 @@ pub struct Latency {
     /// name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backbone_sha256: Option<String>,
-    /// SHA-256 of heads.safetensors.
-    pub heads_sha256: String,
+    /// SHA-256 of heads.safetensors; absent if the guesses were no heads'.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heads_sha256: Option<String>,
     /// Cores that other programs used during the measurement; absent if they left enough for all threads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busy_cores: Option<f64>,
@@ -181,7 +182,7 @@ impl Latency {
                 self.backbone_in_words(asked),
                 asked.backbone.clone().filter(|_| !self.is_of_backbone(asked)),
             ),
-            ("heads of sha256", self.heads_sha256.clone(), asked.heads_sha256.clone()),
+            ("heads of sha256", self.heads_sha256.clone().unwrap_or_else(|| "none".into()), asked.heads_sha256.clone()),
         ];
         for (what, measured, asked) in differences {
             if let Some(asked) = asked.filter(|asked| *asked != measured) {
@@ -239,7 +240,7 @@ pub(crate) mod examples {
             context: 256,
             backbone: "b".into(),
             backbone_sha256: Some("cafe".into()),
-            heads_sha256: "ab".into(),
+            heads_sha256: Some("ab".into()),
             busy_cores: None,
             plain_step_ms: 2.0,
             steps: steps

@@ -20,10 +20,12 @@ use crate::tree::search::SearchError;
 mod batches;
 mod choice;
 mod identity;
+mod rows;
 
 pub use batches::{NewEngine, measure_batch};
 pub use choice::{BestTree, DynamicOf, Sweep, Timed, dynamic_sweep, dynamic_to_time, sweep, trees_to_time};
 pub use identity::backbone_sha256;
+pub use rows::{CONTEXT as ROWS_CONTEXT, measure_rows};
 
 /// Whether other programs use the cores: then more steps are timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

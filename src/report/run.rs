@@ -87,7 +87,7 @@ impl Run {
         let tree = self.tree.as_ref().map(|(_, file)| file);
         let heads = [
             self.calibration.as_ref().map(|calibration| &calibration.heads_sha256),
-            self.latency.as_ref().map(|latency| &latency.heads_sha256),
+            self.latency.as_ref().and_then(|latency| latency.heads_sha256.as_ref()),
         ];
         let other_heads = matches!(heads, [Some(one), Some(other)] if one != other);
         let found = [

@@ -16,6 +16,7 @@
 
 use std::collections::HashMap;
 
+use super::row_times::{RowTimes, StepRows};
 use super::token_tree::TokenTree;
 
 /// Weight of the assumed probability, in trials.
@@ -119,14 +120,31 @@ impl Merged {
 
     /// The tree of the `count` likeliest guesses, the likeliest first.
     pub fn likeliest(&self, count: usize, hits: &MeasuredHits) -> TokenTree {
+        self.tree(self.by_probability(hits).iter().take(count))
+    }
+
+    /// The tree of at most `count` of the likeliest guesses that makes the most tokens per second.
+    pub fn fastest(&self, count: usize, hits: &MeasuredHits, times: &RowTimes, step: StepRows) -> TokenTree {
+        let likeliest = self.by_probability(hits);
+        let worth = times.fastest(step, likeliest.iter().take(count).map(|&(_, p)| p));
+        self.tree(&likeliest[..worth])
+    }
+
+    /// The guesses with the probability that each becomes text, the likeliest first.
+    fn by_probability(&self, hits: &MeasuredHits) -> Vec<(usize, f64)> {
         let mut p = vec![1.0];
         for node in &self.nodes[1..] {
             p.push(p[node.parent] * hits.probability(node)); // parents come first
         }
-        let mut order: Vec<usize> = (1..self.nodes.len()).collect();
-        order.sort_by(|&a, &b| p[b].total_cmp(&p[a]).then(a.cmp(&b)));
+        let mut guesses: Vec<(usize, f64)> = p.into_iter().enumerate().skip(1).collect();
+        guesses.sort_by(|(a, of_a), (b, of_b)| of_b.total_cmp(of_a).then(a.cmp(b)));
+        guesses
+    }
+
+    /// Of guesses whose parents come before them.
+    fn tree<'g>(&self, guesses: impl IntoIterator<Item = &'g (usize, f64)>) -> TokenTree {
         let (mut tree, mut places) = (TokenTree::new(self.nodes[0].token), vec![0; self.nodes.len()]);
-        for &node in order.iter().take(count) {
+        for &(node, _) in guesses {
             places[node] = tree.add(places[self.nodes[node].parent], self.nodes[node].token);
         }
         tree

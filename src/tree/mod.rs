@@ -13,6 +13,7 @@ pub mod path_counts;
 pub mod rank_counts;
 pub mod rejection;
 pub mod replay;
+pub mod row_times;
 pub mod search;
 pub mod sparse_tree;
 pub mod token_tree;

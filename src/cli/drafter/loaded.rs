@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::model::{DRAFT_LEVELS, DRAFT_TOKENS, DraftModel, Target};
 use super::plan::{DrafterPlan, PlannedTree};
@@ -15,6 +16,7 @@ use crate::model::llama::Llama;
 use crate::plural::counted;
 use crate::tree::by_load::ByLoad;
 use crate::tree::guess_tree::GuessTree;
+use crate::tree::row_times::RowTimes;
 use crate::tree::sparse_tree::SparseTree;
 
 /// A drafter with everything that it was trained or given besides the backbone.
@@ -26,6 +28,10 @@ pub struct LoadedDrafter {
     /// The heads' trees for several texts at a time.
     pub by_load: Option<ByLoad<GuessTree>>,
     pub models: Vec<DraftModel>,
+    /// The most guesses in a step that `--tree dynamic:N` gives to drafters without weights.
+    pub nodes: Option<NonZeroUsize>,
+    /// The step times by which the guesses of drafters without weights are chosen; `None` where there are [`LoadedDrafter::nodes`], or weights.
+    pub row_times: Option<Arc<RowTimes>>,
 }
 
 impl LoadedDrafter {
@@ -52,6 +58,10 @@ impl DrafterPlan {
         };
         let load = |folder: &PathBuf| DraftModel::load(folder, draft_tree.clone(), target, common);
         let models = models.iter().map(load).collect::<anyhow::Result<_>>()?;
+        let nodes = match &tree {
+            Some(PlannedTree::Dynamic { nodes }) if spec.is_without_weights() => Some(*nodes),
+            _ => None,
+        };
         let by_load = match &tree {
             Some(PlannedTree::Of { by_load, .. }) if heads.is_some() => Some(by_load.clone()),
             _ => None,
@@ -66,7 +76,7 @@ impl DrafterPlan {
             };
             Ok((heads, tree))
         });
-        Ok(LoadedDrafter { spec, heads: heads.transpose()?, by_load, models })
+        Ok(LoadedDrafter { spec, heads: heads.transpose()?, by_load, models, nodes, row_times: None })
     }
 }
 

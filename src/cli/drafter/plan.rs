@@ -90,8 +90,11 @@ impl DrafterPlan {
             (None, None) => return Ok(None),
         };
         check_known(&plan.spec)?;
-        if tree.is_some() && plan.heads.is_none() && plan.models.is_empty() {
-            let why = format!("--drafter {} builds its own tree at every step; drop --tree", plan.spec);
+        if tree.is_some_and(|tree| !PlannedTree::is_inline(tree)) && plan.spec.is_without_weights() {
+            let why = format!(
+                "--drafter {} builds its own tree at every step; drop --tree, or give --tree dynamic:N, its most guesses in a step",
+                plan.spec
+            );
             return Err(UsageError(why).into());
         }
         let own = plan.spec.heads_path().and_then(|heads| beside(heads, TREE));

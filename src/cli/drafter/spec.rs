@@ -118,6 +118,11 @@ impl DrafterSpec {
         !matches!(&self.parts[..], [_, _, ..]) && !self.parts.iter().any(varies)
     }
 
+    /// Whether no part needs weights besides the backbone's.
+    pub fn is_without_weights(&self) -> bool {
+        self.parts.iter().all(|part| part.name.weights() == DrafterWeights::None && part.name != DrafterName::Plain)
+    }
+
     /// Whether a draft model drafts.
     pub fn has_model(&self) -> bool {
         self.parts.iter().any(|part| part.name == DrafterName::Model)

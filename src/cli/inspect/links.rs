@@ -42,9 +42,9 @@ pub(super) fn of(files: &[PathBuf]) -> anyhow::Result<Vec<CheckedFile>> {
         {
             checked.extend(of_heads(file, &calibration.heads_sha256)?);
         } else if file.ends_with(LATENCY)
-            && let Ok(latency) = Latency::load(file)
+            && let Ok(Latency { heads_sha256: Some(heads), .. }) = Latency::load(file)
         {
-            checked.extend(of_heads(file, &latency.heads_sha256)?);
+            checked.extend(of_heads(file, &heads)?);
         }
     }
     Ok(checked)

@@ -191,7 +191,7 @@ fn measure(
         context,
         backbone: downloads::shown(backbone),
         backbone_sha256: Some(latency::backbone_sha256(backbone, &backbone_config(backbone)?)?),
-        heads_sha256: calibration.heads_sha256.clone(),
+        heads_sha256: Some(calibration.heads_sha256.clone()),
         busy_cores: watch.and_then(|watch| watch.others()).filter(disturbs_threads),
         plain_step_ms,
         steps,

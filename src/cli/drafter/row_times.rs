@@ -1,0 +1,168 @@
+//! Measures once how long steps take by their tokens on this machine, and sizes the drafters without weights by that.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+use tch::Device;
+
+use super::loaded::LoadedDrafter;
+use super::spec::DrafterName;
+use crate::cli::CommonFlags;
+use crate::cli::backbone::backbone_config;
+use crate::cli::busy_cores::{CoreWatch, cores, disturb};
+use crate::cli::decoder::Decoder;
+use crate::cli::doctor;
+use crate::cli::downloads;
+use crate::cli::engine::EngineFlags;
+use crate::cpu::team::Team;
+use crate::decode::host_loop::HostLoop;
+use crate::draft::lookahead::LookaheadSize;
+use crate::draft::ngram::NgramDrafter;
+use crate::draft::recycling::RecyclingDrafter;
+use crate::dtype::Dtype;
+use crate::files::{self, user_cache};
+use crate::formats::latency::Latency;
+use crate::latency::{self, ROWS_CONTEXT, Times};
+use crate::plural::counted;
+use crate::torch::device_name;
+use crate::tree::accept::Acceptance;
+use crate::tree::row_times::{RowTimes, StepRows};
+
+/// Gives the step times of this machine to the drafters without weights that have no number of nodes.
+///
+/// # Errors
+/// A backbone that cannot decode.
+pub fn give(engine: &EngineFlags, decoder: &mut Decoder, backbone: &Path, common: &CommonFlags) -> anyhow::Result<()> {
+    let is_sized = |drafter: &LoadedDrafter| drafter.nodes.is_none() && drafter.spec.is_without_weights();
+    let room = usize::try_from(decoder.backbone.config.max_position_embeddings)?;
+    // Too short a context to time a step in, and to gain time in.
+    if room < 2 * ROWS_CONTEXT || !decoder.drafters.iter().any(is_sized) {
+        return Ok(());
+    }
+    let latency = measured_before(engine, decoder, backbone, common)?;
+    let times = Arc::new(RowTimes::of(&latency));
+    for drafter in decoder.drafters.iter_mut().filter(|drafter| is_sized(drafter)) {
+        drafter.row_times = Some(times.clone());
+        common.say(in_words(drafter, &times));
+    }
+    Ok(())
+}
+
+/// The times of an earlier run on this machine, else those of now, which later runs find.
+fn measured_before(
+    engine: &EngineFlags,
+    decoder: &Decoder,
+    backbone: &Path,
+    common: &CommonFlags,
+) -> anyhow::Result<Latency> {
+    let conditions = conditions(engine, decoder, backbone)?;
+    let cached = cache_file(&conditions);
+    if let Some(path) = cached.as_ref().filter(|path| path.exists()) {
+        match Latency::load(path) {
+            Ok(latency) => return Ok(latency),
+            Err(error) => common.say(format_args!("{error}; measuring anew")),
+        }
+    }
+    let on_cpu = decoder.backbone.device() == Device::Cpu;
+    let watch = CoreWatch::start().filter(|_| on_cpu);
+    let Times { engine, plain_step_ms, steps } = latency::measure_rows(&decoder.backbone, |drafter| {
+        let drafter = Some((drafter, Acceptance::Greedy));
+        anyhow::Ok(Box::new(HostLoop::new(engine.on_host(decoder)?, drafter)) as Box<_>)
+    })?;
+    let busy_cores = watch.and_then(|watch| watch.others());
+    let busy_cores = busy_cores.filter(|&busy| disturb(busy, Team::of_process().size(), cores()));
+    let latency = Latency { engine: engine.to_owned(), plain_step_ms, steps, busy_cores, ..conditions };
+    // Times of a busy machine hold for this run only.
+    if let Some(path) = cached.filter(|_| busy_cores.is_none())
+        && let Err(error) = latency.save(&path)
+    {
+        common.say(format_args!("{error}; the next run measures step times anew"));
+    }
+    Ok(latency)
+}
+
+/// What the times depend on, without times.
+fn conditions(engine: &EngineFlags, decoder: &Decoder, folder: &Path) -> anyhow::Result<Latency> {
+    let backbone = &decoder.backbone;
+    Ok(Latency {
+        device: device_name(backbone.device()),
+        engine: String::new(),
+        engine_flag: engine.engine.flag(),
+        dtype: Dtype::of(backbone.kind()),
+        quantization: backbone.quantization().map(|quantization| quantization.to_string()),
+        threads: Team::of_process().size(),
+        context: ROWS_CONTEXT,
+        backbone: downloads::shown(folder),
+        backbone_sha256: Some(latency::backbone_sha256(folder, &backbone_config(folder)?)?),
+        heads_sha256: None,
+        busy_cores: None,
+        plain_step_ms: 0.0,
+        steps: vec![],
+        by_sequences: vec![],
+    })
+}
+
+/// The file of these conditions on this processor or GPU with this version; `None` for a user without a home.
+fn cache_file(conditions: &Latency) -> Option<PathBuf> {
+    let of_any_path = Latency { backbone: String::new(), ..conditions.clone() };
+    let key = (env!("CARGO_PKG_VERSION"), env!("MEDUSA_GIT_REVISION"), doctor::processors(), of_any_path);
+    let hash = files::hex(&Sha256::digest(serde_json::to_vec(&key).expect("texts and numbers are JSON")));
+    Some(user_cache()?.join("latency").join(format!("{}.json", &hash[..32])))
+}
+
+/// The most guesses of a drafter in a step: those that are worth their time where it guesses as well as is assumed.
+pub fn most_guesses(name: DrafterName, times: &RowTimes) -> usize {
+    match name {
+        DrafterName::Ngram => times.fastest(StepRows::OF_ONE, NgramDrafter::assumed()),
+        DrafterName::Recycling => times.fastest(StepRows::OF_ONE, RecyclingDrafter::assumed()),
+        DrafterName::Lookahead => of_lookahead(lookahead_size(times), times).0,
+        _ => 0,
+    }
+}
+
+/// The published window, or none.
+pub fn lookahead_size(times: &RowTimes) -> LookaheadSize {
+    let sizes = [LookaheadSize::PUBLISHED, LookaheadSize::WITHOUT_WINDOW];
+    let [(_, published), (_, without)] = sizes.map(|size| of_lookahead(size, times));
+    sizes[usize::from(published <= without)]
+}
+
+/// The most guesses with a size, and how many times as fast as plain decoding that is.
+fn of_lookahead(size: LookaheadSize, times: &RowTimes) -> (usize, f64) {
+    times.fastest_with_speed(StepRows { texts: 1, beside: size.window() }, size.assumed())
+}
+
+/// How a drafter is sized, and why.
+fn in_words(drafter: &LoadedDrafter, times: &RowTimes) -> String {
+    let names = drafter.spec.parts().iter().map(|part| part.name);
+    let most = names.map(|name| most_guesses(name, times)).max().unwrap_or(0);
+    let (spec, rows) = (&drafter.spec, 1 + most.max(1));
+    let longer = times.ms(rows) / times.ms(1);
+    let tree = if most == 0 { "no guesses".to_owned() } else { format!("a tree of at most {}", counted(most, "node")) };
+    format!(
+        "--drafter {spec}: {tree}, because on this machine a step of {rows} tokens takes {longer:.2} times as long as one of 1 token \
+         ({:.1} ms)",
+        times.ms(1)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tree::row_times::examples::row_times;
+
+    #[test]
+    fn slow_rows_make_small_trees() {
+        let sizes = |known: &[(usize, f64)]| {
+            let times = row_times(known);
+            let names = [DrafterName::Ngram, DrafterName::Recycling, DrafterName::Lookahead];
+            (names.map(|name| most_guesses(name, &times)), lookahead_size(&times).columns)
+        };
+        assert_eq!(sizes(&[(1, 1.0), (64, 1.0)]), ([12, 80, 28], 7), "a GPU with nothing else to do");
+        // A model with 1.5 billion weights in bfloat16 on two cores: 81 rows take six times as long as one.
+        let ([ngram, recycling, _], columns) = sizes(&[(1, 1.0), (13, 1.65), (81, 6.0)]);
+        assert!((4..=12).contains(&ngram) && (2..=16).contains(&recycling) && columns == 0, "{ngram} {recycling}");
+        assert_eq!(sizes(&[(1, 1.0), (2, 2.0), (64, 64.0)]), ([0; 3], 0), "every row as long as the first");
+    }
+}
