@@ -1,13 +1,16 @@
 //! Atomic writes of files and folders, locks, and hashes. No tensors here.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, BufWriter, Read, Write};
+use std::io::{self, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
 
 pub mod checksums;
+mod wrong_content;
+
+pub use wrong_content::WrongContent;
 
 /// An I/O error with the action and the path.
 #[derive(Debug, thiserror::Error)]
@@ -314,24 +317,42 @@ pub fn check_regular(path: &Path) -> io::Result<()> {
     }
 }
 
-/// As [`fs::read`], of a regular file.
+/// Refuses a file of numbers that something else took the place of ([`WrongContent`]). Reads it from its beginning then.
+///
+/// # Errors
+/// The I/O error; what it is.
+pub fn check_start(file: &mut File) -> io::Result<()> {
+    let mut start = Vec::new();
+    (&*file).take(64).read_to_end(&mut start)?;
+    file.rewind()?;
+    WrongContent::of_binary(&start).map_or(Ok(()), |wrong| Err(wrong.into()))
+}
+
+/// As [`fs::read`], of a regular file that nothing else took the place of ([`WrongContent`]).
 ///
 /// # Errors
 /// As [`open_regular`].
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let bytes = read_any(path)?;
+    WrongContent::of_text(&bytes).map_or(Ok(bytes), |wrong| Err(wrong.into()))
+}
+
+/// As [`fs::read`], of a regular file.
+///
+/// # Errors
+/// As [`open_regular`].
+pub fn read_any(path: &Path) -> io::Result<Vec<u8>> {
     let (mut file, mut bytes) = (open_regular(path)?, Vec::new());
     file.read_to_end(&mut bytes)?; // reserves the file's size first
     Ok(bytes)
 }
 
-/// As [`fs::read_to_string`], of a regular file.
+/// As [`read`], of a text.
 ///
 /// # Errors
-/// As [`open_regular`].
+/// As [`read`]; that it is not UTF-8.
 pub fn read_text(path: &Path) -> io::Result<String> {
-    let (mut file, mut text) = (open_regular(path)?, String::new());
-    file.read_to_string(&mut text)?;
-    Ok(text)
+    String::from_utf8(read(path)?).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
 
 #[cfg(unix)]

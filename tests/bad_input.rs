@@ -159,6 +159,47 @@ fn a_damaged_backbone() {
     );
 }
 
+const POINTER: &str = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n";
+const PAGE: &str = "<!DOCTYPE html>\n<html><body>Sign in</body></html>\n";
+
+fn utf_16(text: &str) -> Vec<u8> {
+    text.encode_utf16().flat_map(u16::to_le_bytes).collect()
+}
+
+#[test]
+fn what_took_the_place_of_a_file_is_named() {
+    let spoil: fn(&SmallRun) = |small| small.write("backbone/config.json", PAGE);
+    refused_by_training(2, &[(spoil, &["backbone/config.json: it is an HTML page"])]);
+    refused_by_training(
+        1,
+        &[
+            (
+                |small| small.write(WEIGHTS, POINTER),
+                &["backbone/model.safetensors: it is a Git LFS pointer", "git lfs pull"],
+            ),
+            (|small| small.write(WEIGHTS, PAGE), &["backbone/model.safetensors: it is an HTML page"]),
+            (|small| small.write("rows.jsonl", POINTER), &["rows.jsonl: it is a Git LFS pointer"]),
+            (|small| small.write("rows.jsonl", PAGE), &["rows.jsonl: it is an HTML page"]),
+            (
+                |small| small.write("rows.jsonl", utf_16(&format!("\u{feff}{}", small.read("rows.jsonl")))),
+                &["rows.jsonl: it is text in UTF-16; convert it to UTF-8"],
+            ),
+            (
+                |small| small.write("rows.jsonl", utf_16(&small.read("rows.jsonl"))),
+                &["rows.jsonl: it is text in UTF-16; convert it to UTF-8"],
+            ),
+        ],
+    );
+    refused_by_decoding(&[
+        (|small| small.write("heads/heads.safetensors", POINTER), &["heads.safetensors: it is a Git LFS pointer"]),
+        (|small| small.write("backbone/tokenizer.json", POINTER), &["tokenizer.json: it is a Git LFS pointer"]),
+        (|small| small.write("backbone/tokenizer_config.json", PAGE), &["tokenizer_config.json: it is an HTML page"]),
+        (|small| small.write("prompts.jsonl", POINTER), &["prompts.jsonl", "it is a Git LFS pointer"]),
+        (|small| small.write("prompts.jsonl", utf_16("{\"prompt_ids\": [1]}")), &["prompts.jsonl", "UTF-16"]),
+        (|small| small.write("tree.json", PAGE), &["tree.json", "it is an HTML page"]),
+    ]);
+}
+
 #[test]
 fn rows_that_do_not_fit() {
     refused_by_training(

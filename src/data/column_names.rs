@@ -133,6 +133,11 @@ impl ColumnNames {
         format!("{{ {} }}", self.0.iter().map(pair).collect::<Vec<_>>().join(", "))
     }
 
+    /// Whether rows are made of a file's column.
+    pub(super) fn reads(&self, column: &str) -> bool {
+        self.0.iter().any(|(_, name)| name == column) || self.template_inputs().any(|name| name == column)
+    }
+
     /// The names of what a chat template takes, where the columns may be messages.
     fn template_inputs(&self) -> impl Iterator<Item = &'static str> {
         let may_be_messages = self.0.iter().any(|(key, _)| ["messages", "prompt"].contains(key));

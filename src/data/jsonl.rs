@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 use super::column_names::ColumnNames;
 use super::conversation::{self, TemplateInputs};
 use super::opened::UnpackedText;
+use super::python_json::PythonRow;
 use super::raw_row::RawRow;
 use super::rows::{RowLocation, RowProblem};
 use super::shown::shown;
@@ -101,6 +102,9 @@ impl JsonLines {
 pub(super) const KNOWN: [&str; 8] =
     ["input_ids", "messages", "conversations", "instruction", "output", "prompt", "completion", "text"];
 
+/// What may be beside them.
+const BESIDE: [&str; 5] = ["labels", "loss_mask", "input", "tools", "chat_template_kwargs"];
+
 #[derive(Deserialize)]
 struct JsonRow<'l> {
     input_ids: Option<Vec<i64>>,
@@ -124,7 +128,21 @@ struct JsonRow<'l> {
 
 /// One line's row, of the columns of `names` alone where they are given.
 pub(super) fn named_row(line: &[u8], names: Option<&ColumnNames>) -> Result<RawRow, RowProblem> {
-    if names.is_some() { row_of(&object(line)?, names) } else { row(line) }
+    let Some(names) = names else { return any_row(line) };
+    let object = object_of(line, |key| names.reads(key))?;
+    row_of(&object, Some(names))
+}
+
+/// One line's row, of the columns that are known.
+fn any_row(line: &[u8]) -> Result<RawRow, RowProblem> {
+    let read = row(line);
+    let Err(RowProblem::BrokenJson { .. }) = read else { return read };
+    let Some(python) = PythonRow::of(line) else { return read };
+    let is_known = |key: &str| KNOWN.contains(&key) || BESIDE.contains(&key);
+    match row(&python.json) {
+        Err(RowProblem::BrokenJson { .. }) => row_of(&python.object(is_known)?, None),
+        read => read,
+    }
 }
 
 /// The row of an object.
@@ -226,23 +244,32 @@ fn string(key: &str, value: Value) -> Result<String, RowProblem> {
 
 /// A row's object.
 pub(super) fn object(line: &[u8]) -> Result<Map<String, Value>, RowProblem> {
-    match serde_json::from_slice(line).map_err(|error| broken(&error))? {
-        Value::Object(object) => Ok(object),
-        other => Err(RowProblem::Value { key: "the row".to_owned(), expected: "an object", got: shown(&other) }),
+    object_of(line, |_| true)
+}
+
+/// A row's object, with null for NaN and Infinity in columns that are not read.
+fn object_of(line: &[u8], is_read: impl Fn(&str) -> bool) -> Result<Map<String, Value>, RowProblem> {
+    match serde_json::from_slice(line) {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(other) => Err(RowProblem::Value { key: "the row".to_owned(), expected: "an object", got: shown(&other) }),
+        Err(error) => match PythonRow::of(line) {
+            Some(python) => python.object(is_read),
+            None => Err(RowProblem::broken_json(&error)),
+        },
     }
 }
 
 /// serde names a column; users look for a key.
 fn explain(line: &[u8], error: &serde_json::Error) -> RowProblem {
     if !error.is_data() {
-        return broken(error);
+        return RowProblem::broken_json(error);
     }
-    let object = match object(line) {
+    let object = match object_of(line, |_| false) {
         Ok(object) => object,
         Err(problem) => return problem,
     };
     let ids = ["input_ids", "labels", "loss_mask"].iter().find_map(|key| bad_integer(key, object.get(*key)?));
-    ids.unwrap_or_else(|| broken(error)) // a key that is there twice
+    ids.unwrap_or_else(|| RowProblem::broken_json(error)) // a key that is there twice
 }
 
 fn bad_integer(key: &str, value: &Value) -> Option<RowProblem> {
@@ -254,12 +281,6 @@ fn bad_integer(key: &str, value: &Value) -> Option<RowProblem> {
     };
     let index = values.iter().position(|value| !value.is_i64())?;
     wrong(format!("{key}[{index}]"), "an integer", &values[index])
-}
-
-fn broken(error: &serde_json::Error) -> RowProblem {
-    let message = error.to_string();
-    let message = message.split(" at line ").next().unwrap_or_default().to_owned();
-    RowProblem::BrokenJson { column: error.column(), message }
 }
 
 #[cfg(test)]
@@ -314,6 +335,31 @@ mod tests {
         let mixed = r#"{"prompt": [{"role": "user", "content": "q"}], "completion": "a"}"#;
         assert_eq!(complaint(mixed), "completion: expected a list of messages, got \"a\"");
         assert_eq!(complaint(r#"{"prompt": "q", "completion": 3}"#), "completion: expected a string, got 3");
+    }
+
+    #[test]
+    fn pythons_nan_is_null_unless_it_is_read() {
+        let read = |line: &str, names: Option<&str>| {
+            let names = names.map(|names| names.parse().unwrap());
+            named_row(line.as_bytes(), names.as_ref()).map_err(|problem| problem.to_string())
+        };
+        let text = Ok(RawRow::Text("NaN".to_owned()));
+        for line in
+            [r#"{"text": "NaN", "score": NaN, "labels": [Infinity]}"#, r#"{"more": {"a": [-Infinity]}, "text": "NaN"}"#]
+        {
+            assert_eq!(read(line, None), text);
+            assert_eq!(read(line, Some("text=text")), text);
+        }
+        let of_key = |key: &str| Err(format!("{key}: expected JSON, got NaN or Infinity, which JSON does not have"));
+        assert_eq!(read(r#"{"id": NaN, "text": NaN}"#, None), of_key("text"));
+        assert_eq!(read(r#"{"input_ids": [1], "labels": [NaN]}"#, None), of_key("labels"));
+        assert_eq!(read(r#"{"instruction": "a", "input": NaN, "output": "b"}"#, None), of_key("input"));
+        assert_eq!(read(r#"{"messages": [{"role": "user", "content": NaN}]}"#, None), of_key("messages"));
+        assert_eq!(read(r#"{"a": NaN, "text": "x"}"#, Some("text=a")), of_key("a"));
+        let wrong = read(r#"{"input_ids": "1 2", "score": NaN}"#, None).unwrap_err();
+        assert_eq!(wrong, r#"input_ids: expected a list of integers, got "1 2""#);
+        assert!(read(r#"{"score": NaN}"#, None).unwrap_err().contains(r#"got "score""#));
+        assert!(read(r#"{"text": nan}"#, None).unwrap_err().contains("not valid JSON"));
     }
 
     #[test]

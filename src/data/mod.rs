@@ -27,6 +27,7 @@ pub mod pack;
 mod pair;
 mod parquet;
 pub mod prompts;
+mod python_json;
 mod random_stream;
 mod raw_row;
 mod reading;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::source::{self, SourceError};
-use crate::files;
+use crate::files::{self, WrongContent};
 
 /// Bytes that the format is detected from.
 const START: u64 = 4096;
@@ -67,7 +67,10 @@ impl Opened {
                 let (file, _) = CountedFile::new(open()?);
                 Ok(Self::ArrowStream(BufReader::with_capacity(BUFFER, file)))
             }
-            start => Self::text(path, packing(start), open()?),
+            start => {
+                check_content(path, start)?;
+                Self::text(path, packing(start), open()?)
+            }
         }
     }
 
@@ -84,6 +87,7 @@ impl Opened {
             None => Box::new(raw),
         };
         let start = start_of(&mut unpacked).map_err(failed)?;
+        check_content(path, &start)?;
         let first = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start).trim_ascii_start().first().copied();
         let columns = start.starts_with(b"PAR1") || start.starts_with(b"ARROW1") || start.starts_with(&CONTINUATION);
         if columns {
@@ -99,6 +103,15 @@ impl Opened {
             _ => return Ok(if first == Some(b'[') { Self::JsonArray(text) } else { Self::Jsonl(text) }),
         };
         Ok(Self::Csv { text, delimiter })
+    }
+}
+
+/// Refuses what stands in a data file's place; a text may be an HTML page.
+fn check_content(path: &Path, start: &[u8]) -> Result<(), SourceError> {
+    let is_text = format_of_name(path) == Some(NamedFormat::Text);
+    match WrongContent::of_text(start).filter(|wrong| !(is_text && *wrong == WrongContent::Html)) {
+        Some(wrong) => Err(files::failed("read", path)(wrong.into()).into()),
+        None => Ok(()),
     }
 }
 
@@ -222,6 +235,11 @@ mod tests {
         assert!(matches!(of(&[0xff, 0xff, 0xff, 0xff, 1]), Ok(Opened::ArrowStream(_))));
         let packed = zstd::encode_all(b"PAR1".as_slice(), 1).unwrap();
         assert!(of(&packed).unwrap_err().to_string().contains("unpack it first"));
+        let page = b"<!DOCTYPE html>\n<html><body>Sign in</body></html>".as_slice();
+        for bytes in [page, &zstd::encode_all(page, 1).unwrap()] {
+            let error = of(bytes).unwrap_err().to_string();
+            assert!(error.contains("rows.parquet: it is an HTML page"), "{error}");
+        }
         assert!(matches!(of(&packed[..6]), Err(SourceError::Unpack { format: "zstd", .. })));
     }
 
@@ -237,6 +255,7 @@ mod tests {
         let packed = zstd::encode_all(b"a\tb".as_slice(), 1).unwrap();
         assert!(matches!(of("a.tsv.zst", &packed), Opened::Csv { delimiter: b'\t', .. }));
         assert!(matches!(of("a.txt", b"[Scene: a wood]"), Opened::Text(_)));
+        assert!(matches!(of("a.txt", b"<html><body>a text about HTML"), Opened::Text(_)));
         assert!(matches!(of("a.txt", b"\xef\xbb\xbf [\n{\"text\": 1}"), Opened::JsonArray(_)));
         assert!(matches!(of("a.txt", b"{\"text\": 1}"), Opened::Jsonl(_)));
         assert!(matches!(of("a.txt", b"PAR1"), Opened::Parquet(_)));

@@ -190,6 +190,12 @@ impl RowError {
 }
 
 impl RowProblem {
+    pub(super) fn broken_json(error: &serde_json::Error) -> Self {
+        let message = error.to_string();
+        let message = message.split(" at line ").next().unwrap_or_default().to_owned();
+        Self::BrokenJson { column: error.column(), message }
+    }
+
     pub(super) fn null(key: &str) -> Self {
         Self::Value { key: key.to_owned(), expected: "a value", got: "null".to_owned() }
     }

@@ -111,7 +111,7 @@ impl<'l> Addition<'l> {
 
     /// A file in the commit itself.
     fn inline(file: &'l Local) -> Result<Self, HubError> {
-        let bytes = files::read(&file.path).map_err(HubError::io("read", &file.path))?;
+        let bytes = files::read_any(&file.path).map_err(HubError::io("read", &file.path))?;
         let hash = git_hash(bytes.len() as u64, &bytes[..]).map_err(HubError::io("read", &file.path))?;
         let value = json!({"content": STANDARD.encode(bytes), "path": file.name, "encoding": "base64"});
         Ok(Self { file, hash, line: json!({"key": "file", "value": value}).to_string() })

@@ -7,7 +7,7 @@
 use std::io;
 use std::path::Path;
 
-use crate::files;
+use crate::files::{self, WrongContent};
 use memmap2::Mmap;
 use safetensors::Dtype;
 use tch::{Kind, Tensor};
@@ -77,7 +77,8 @@ impl StoredTensor {
 pub(in crate::model) fn map_file(path: &Path) -> io::Result<&'static Mmap> {
     let file = files::open_regular(path)?;
     // SAFETY: our own writers replace files by renaming and never change one in place.
-    Ok(Box::leak(Box::new(unsafe { Mmap::map(&file)? })))
+    let map = unsafe { Mmap::map(&file)? };
+    WrongContent::of_binary(&map).map_or(Ok(Box::leak(Box::new(map))), |wrong| Err(wrong.into()))
 }
 
 /// What we write and read: in safetensors' words, in ours, and torch's class of storages.

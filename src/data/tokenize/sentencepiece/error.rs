@@ -3,8 +3,6 @@
 /// What is wrong with a tokenizer.model.
 #[derive(Debug, thiserror::Error)]
 pub enum SentencePieceError {
-    #[error("it is a Git LFS pointer to the file, not the file itself; run `git lfs pull` where it was cloned")]
-    Pointer,
     #[error("it is neither a SentencePiece model (protobuf) nor a tiktoken vocabulary (lines of base64 and a rank)")]
     NoProtobuf(#[source] protobuf::Error),
     #[error(

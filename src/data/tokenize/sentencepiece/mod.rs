@@ -64,9 +64,6 @@ impl SentencePieceFile {
     /// # Errors
     /// [`SentencePieceError`].
     pub(super) fn parse(bytes: &[u8], spacing: Spacing) -> Result<Self, SentencePieceError> {
-        if bytes.starts_with(b"version https://git-lfs") {
-            return Err(SentencePieceError::Pointer);
-        }
         let proto = ModelProto::parse(bytes).map_err(SentencePieceError::NoProtobuf)?;
         if proto.pieces.is_empty() {
             return Err(SentencePieceError::NoPieces);
