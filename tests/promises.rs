@@ -76,6 +76,7 @@ mod small_run;
 mod stop_strings;
 mod terminal;
 mod thread_ranks;
+mod tokenizer_files;
 mod tokenizer_model;
 mod torch_backbone;
 mod training_command;

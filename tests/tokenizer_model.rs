@@ -148,6 +148,8 @@ fn named_tokens_come_from_the_json_files_or_from_the_model() {
     assert_eq!(of(json!({"add_bos_token": false, "add_eos_token": true})).0, [a.clone(), vec![2]].concat());
     assert_eq!(of(json!({"bos_token": null})), (a.clone(), None, Some(2)));
     assert_eq!(of(json!({"bos_token": {"content": "[INST]"}})).0, [vec![3], a].concat());
+    let split = load(&folder(model("llama"), &json!({"split_special_tokens": true})));
+    assert!(split.encode("</s>", false).expect("ids").len() > 1);
     // The template gets the model's own names, too: "vicuna" ends an answer with EOS.
     let bare = folder(model("llama"), &json!({}));
     let choice = "vicuna".to_owned().try_into().expect("a template");

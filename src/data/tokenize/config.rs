@@ -32,32 +32,44 @@ pub(super) struct TokenizerConfig {
     added: Value,
 }
 
+/// A token that a file names beside those of the vocabulary.
+#[derive(Debug, Clone)]
+pub(super) struct NamedToken {
+    pub(super) token: AddedToken,
+    /// Where the file gives it one.
+    pub(super) id: Option<u32>,
+    /// The file's name.
+    pub(super) file: &'static str,
+}
+
+pub(super) const CONFIG: &str = "tokenizer_config.json";
+const MAP: &str = "special_tokens_map.json";
+const ADDED: &str = "added_tokens.json";
+pub(super) const FILES: [&str; 3] = [CONFIG, MAP, ADDED];
 /// Classes of transformers that take the ids of tokenizer.model as they are.
 const CLASSES: [&str; 5] =
     ["LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "PreTrainedTokenizer", "TokenizersBackend"];
 /// What templates are rendered with.
 const NAMES: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
-/// Names of further tokens that transformers keeps whole in a text.
-const OTHER_NAMES: [&str; 3] = ["sep_token", "cls_token", "mask_token"];
-const LISTS: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
+/// Names of further tokens that transformers keeps whole in a text, in its order.
+const SPECIAL_NAMES: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+const EXTRA: &str = "extra_special_tokens";
+/// Its name in transformers 4.
+const ADDITIONAL: &str = "additional_special_tokens";
 
 impl TokenizerConfig {
     /// # Errors
     /// Files that cannot be read.
     pub(super) fn load(folder: &Path) -> Result<Self, TokenizeError> {
         let read = |name| Ok::<_, TokenizeError>(read_json(&folder.join(name))?.unwrap_or_default());
-        Ok(Self {
-            folder: folder.to_owned(),
-            config: read("tokenizer_config.json")?,
-            map: read("special_tokens_map.json")?,
-            added: read("added_tokens.json")?,
-        })
+        Ok(Self { folder: folder.to_owned(), config: read(CONFIG)?, map: read(MAP)?, added: read(ADDED)? })
     }
 
     /// A named token is a file's own (`own`) unless the JSON files name it, or say that there is none (null).
     pub(super) fn special_tokens(&self, own: &[(&'static str, String)]) -> SpecialTokens {
         let find = |name: &str| match self.named(name) {
-            Some(value) => token_text(value),
+            Some((_, value)) => token_text(value),
             None => own.iter().find(|(known, _)| *known == name).map(|(_, token)| token.clone()),
         };
         SpecialTokens(NAMES.iter().filter_map(|name| Some(((*name).to_owned(), find(name)?))).collect())
@@ -74,9 +86,7 @@ impl TokenizerConfig {
     /// [`TokenizeError::Key`].
     pub(super) fn check_ends(&self, is_token: impl Fn(&str) -> bool) -> Result<(), TokenizeError> {
         for key in ["bos_token", "eos_token"] {
-            let files = [("tokenizer_config.json", &self.config), ("special_tokens_map.json", &self.map)];
-            let named = files.into_iter().find(|(_, values)| !values[key].is_null());
-            let Some((file, value)) = named.map(|(file, values)| (file, &values[key])) else { continue };
+            let Some((file, value)) = self.named(key) else { continue };
             if token_text(value).is_some_and(|token| !token.is_empty() && !is_token(&token)) {
                 return Err(self.wrong(file, key, "a token of tokenizer.json, or null", value));
             }
@@ -101,7 +111,7 @@ impl TokenizerConfig {
         match &self.config[key] {
             Value::Null => Ok(default),
             Value::Bool(value) => Ok(*value),
-            value => Err(self.wrong("tokenizer_config.json", key, "true or false", value)),
+            value => Err(self.wrong(CONFIG, key, "true or false", value)),
         }
     }
 
@@ -114,75 +124,96 @@ impl TokenizerConfig {
         if CLASSES.contains(&class.trim_end_matches("Fast")) {
             return Ok(());
         }
-        let path = self.folder.join("tokenizer_config.json");
+        let path = self.path(CONFIG);
         Err(TokenizeError::Class { path, class: class.into(), folder: self.folder.display().to_string() })
     }
 
-    /// The tokens that are looked for in a text before it is cut, each with its id where a file gives it one: those of
-    /// `added_tokens_decoder` (or else of added_tokens.json), and the special tokens. Special tokens have no text.
+    /// The tokens with an id: those of `added_tokens_decoder`, or else of added_tokens.json; in the order of their ids.
     ///
     /// # Errors
     /// An id or a token that is none.
-    pub(super) fn added_tokens(&self) -> Result<Vec<(AddedToken, Option<u32>)>, TokenizeError> {
-        let special = self.special();
-        let mut tokens = self.declared()?;
-        for (token, _) in &mut tokens {
-            token.special |= special.iter().any(|named| named.content == token.content);
-        }
-        for named in special {
-            if !tokens.iter().any(|(token, _)| token.content == named.content) {
-                tokens.push((named, None));
+    pub(super) fn declared(&self) -> Result<Vec<NamedToken>, TokenizeError> {
+        let mut tokens = match self.config["added_tokens_decoder"].as_object() {
+            Some(decoder) => {
+                decoder.iter().map(|(id, value)| self.of_decoder(id, value)).collect::<Result<Vec<_>, _>>()
             }
-        }
+            None => self.added.as_object().into_iter().flatten().map(|(text, id)| self.of_added(text, id)).collect(),
+        }?;
+        tokens.sort_by_key(|token| token.id);
         Ok(tokens)
     }
 
-    /// Those with an id.
-    fn declared(&self) -> Result<Vec<(AddedToken, Option<u32>)>, TokenizeError> {
-        let wrong = |file, key: &str, value: &Value| self.wrong(file, key, "a token and its id", value);
-        if let Some(decoder) = self.config["added_tokens_decoder"].as_object() {
-            let file = "tokenizer_config.json";
-            let token = |(id, value): (&String, &Value)| {
-                let id: u32 = id.parse().map_err(|_| wrong(file, "added_tokens_decoder", value))?;
-                let token = added_token(value).ok_or_else(|| wrong(file, &format!("added_tokens_decoder.{id}"), value));
-                Ok((token?, Some(id)))
-            };
-            return decoder.iter().map(token).collect();
-        }
-        let token = |(text, value): (&String, &Value)| {
-            let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
-            let id = id.ok_or_else(|| wrong("added_tokens.json", text, value))?;
-            Ok((AddedToken::from(text.as_str(), false).normalized(false), Some(id)))
-        };
-        self.added.as_object().into_iter().flatten().map(token).collect()
+    fn of_decoder(&self, id: &str, value: &Value) -> Result<NamedToken, TokenizeError> {
+        let wrong = |key: &str| self.wrong(CONFIG, key, "a token and its id", value);
+        let number: u32 = id.parse().map_err(|_| wrong("added_tokens_decoder"))?;
+        let mut token = added_token(value, false).ok_or_else(|| wrong(&format!("added_tokens_decoder.{id}")))?;
+        token.special |= self.special_names().any(|(_, special)| token_text(special).as_ref() == Some(&token.content));
+        Ok(NamedToken { token, id: Some(number), file: CONFIG })
     }
 
-    /// The named special tokens and the lists of further ones.
-    fn special(&self) -> Vec<AddedToken> {
-        let named = NAMES.iter().chain(&OTHER_NAMES).filter_map(|name| self.named(name));
-        let files = [&self.config, &self.map];
-        let lists = LISTS.iter().flat_map(|list| files.map(|file| &file[*list]));
-        let listed = lists.flat_map(|list| match list {
-            Value::Array(tokens) => tokens.iter().collect(),
-            Value::Object(tokens) => tokens.values().collect(),
-            _ => Vec::new(),
-        });
-        let special = named.chain(listed).filter_map(added_token);
-        special.map(|token| AddedToken { special: true, ..token }).filter(|token| !token.content.is_empty()).collect()
+    fn of_added(&self, text: &str, id: &Value) -> Result<NamedToken, TokenizeError> {
+        let number = id.as_u64().and_then(|id| u32::try_from(id).ok());
+        let number = number.ok_or_else(|| self.wrong(ADDED, text, "a token and its id", id))?;
+        let is_special = self.special().iter().any(|special| special.token.content == text);
+        Ok(NamedToken { token: AddedToken::from(text, is_special), id: Some(number), file: ADDED })
+    }
+
+    /// The special tokens, which have no text: those with a name of their own, then the list of further ones.
+    pub(super) fn special(&self) -> Vec<NamedToken> {
+        let token = |(file, value)| Some(NamedToken { token: added_token(value, true)?, id: None, file });
+        let all = self.special_names().chain(self.listed()).filter_map(token);
+        all.filter(|named| !named.token.content.is_empty()).collect()
+    }
+
+    /// `bos_token` and its like; also `image_token` and other names that one model has, and lists with names.
+    fn special_names(&self) -> impl Iterator<Item = (&'static str, &Value)> {
+        let keys = self.sources().into_iter().filter_map(|(_, values)| values.as_object()).flat_map(|keys| keys.keys());
+        let of_one_model = keys.filter(|key| key.ends_with("_token") && !SPECIAL_NAMES.contains(&key.as_str()));
+        let names = SPECIAL_NAMES.into_iter().chain(of_one_model.map(String::as_str));
+        let lists = self.sources().into_iter().filter_map(|(file, values)| Some((file, values[EXTRA].as_object()?)));
+        let listed = lists.flat_map(|(file, list)| list.values().map(move |value| (file, value)));
+        names.filter_map(|name| self.named(name)).chain(listed).filter(|(file, _)| self.is_older() || *file == CONFIG)
+    }
+
+    /// The list of further special tokens. As transformers 5: the new name counts before the old one, tokenizer_config.json's before
+    /// special_tokens_map.json's, which adds its list of the new name.
+    fn listed(&self) -> Vec<(&'static str, &Value)> {
+        let list = |file: &'static str, name: &str| -> Vec<(&'static str, &Value)> {
+            let values = if file == CONFIG { &self.config } else { &self.map };
+            values[name].as_array().into_iter().flatten().map(|value| (file, value)).collect()
+        };
+        let of =
+            |file| Some(list(file, EXTRA)).filter(|list| !list.is_empty()).unwrap_or_else(|| list(file, ADDITIONAL));
+        match of(CONFIG) {
+            listed if !self.is_older() => listed,
+            listed if listed.is_empty() => of(MAP),
+            listed => [listed, list(MAP, EXTRA)].concat(),
+        }
+    }
+
+    /// A token's value, and the file with it.
+    fn named(&self, name: &str) -> Option<(&'static str, &Value)> {
+        let values = || self.sources().into_iter().filter_map(|(file, values)| Some((file, values.get(name)?)));
+        values().find(|(_, value)| token_text(value).is_some()).or_else(|| values().next())
     }
 
     /// As transformers: special_tokens_map.json counts for tokenizers that were saved without `added_tokens_decoder`.
-    fn named(&self, name: &str) -> Option<&Value> {
-        let files = match self.config["added_tokens_decoder"].is_null() {
-            true => [&self.map, &self.config],
-            false => [&self.config, &self.map],
-        };
-        let values = || files.iter().filter_map(|file| file.get(name));
-        values().find(|value| token_text(value).is_some()).or_else(|| values().next())
+    fn sources(&self) -> [(&'static str, &Value); 2] {
+        let (config, map) = ((CONFIG, &self.config), (MAP, &self.map));
+        if self.is_older() { [map, config] } else { [config, map] }
+    }
+
+    fn is_older(&self) -> bool {
+        self.config["added_tokens_decoder"].is_null()
+    }
+
+    /// One of the files.
+    pub(super) fn path(&self, file: &str) -> PathBuf {
+        self.folder.join(file)
     }
 
     fn wrong(&self, file: &str, key: &str, expected: &'static str, got: &Value) -> TokenizeError {
-        TokenizeError::Key { path: self.folder.join(file), key: key.into(), expected, got: got.to_string() }
+        TokenizeError::Key { path: self.path(file), key: key.into(), expected, got: got.to_string() }
     }
 }
 
@@ -205,9 +236,11 @@ fn token_text(value: &Value) -> Option<String> {
     value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
 }
 
-/// Looked for in the text as it is written, as transformers' own tokenizers do (`normalized` is only for lower case).
-fn added_token(value: &Value) -> Option<AddedToken> {
-    let flag = |name: &str| value[name].as_bool().unwrap_or(false);
-    let token = AddedToken::from(token_text(value)?, flag("special")).normalized(false);
-    Some(token.single_word(flag("single_word")).lstrip(flag("lstrip")).rstrip(flag("rstrip")))
+/// With Python's defaults for the flags that are not there.
+fn added_token(value: &Value, is_special: bool) -> Option<AddedToken> {
+    let flag = |name: &str| value[name].as_bool();
+    let is = |name: &str| flag(name).unwrap_or(false);
+    let token = AddedToken::from(token_text(value)?, is_special || is("special"));
+    let normalized = flag("normalized").unwrap_or(token.normalized);
+    Some(token.normalized(normalized).single_word(is("single_word")).lstrip(is("lstrip")).rstrip(is("rstrip")))
 }

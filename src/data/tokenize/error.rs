@@ -25,6 +25,21 @@ pub enum TokenizeError {
     /// A value of tokenizer_config.json or added_tokens.json.
     #[error("{}: {key}: expected {expected}, got {got}", path.display())]
     Key { path: PathBuf, key: String, expected: &'static str, got: String },
+    /// Two files that give a token different ids.
+    #[error(
+        "{}: {token:?} has id {id}, but with {} it is {own}{}; copy both files from the model's repository, or remove the token here",
+        path.display(), vocabulary.display(), held(*id, holder.as_deref())
+    )]
+    OtherId {
+        path: PathBuf,
+        token: String,
+        id: u32,
+        /// tokenizer.json.
+        vocabulary: PathBuf,
+        own: u32,
+        /// tokenizer.json's token with `id`.
+        holder: Option<String>,
+    },
     /// A tokenizer.json that the tokenizers crate refuses.
     #[error("{}: the tokenizers library cannot load it", path.display())]
     Unusable { path: PathBuf, source: tokenizers::Error },
@@ -102,4 +117,9 @@ pub enum TokenizeError {
         id: u32,
         vocab_size: usize,
     },
+}
+
+/// Which token has an id, within a sentence.
+fn held(id: u32, holder: Option<&str>) -> String {
+    holder.map_or_else(String::new, |token| format!(" ({id} is {token:?})"))
 }

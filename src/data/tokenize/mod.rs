@@ -4,6 +4,7 @@
 mod config;
 mod error;
 mod growth;
+mod json_file;
 mod model_file;
 mod pipeline;
 mod sentencepiece;
@@ -19,12 +20,12 @@ use tokenizers::Encoding;
 
 use crate::bounds::TEXT_BYTES;
 use crate::files::{self, failed};
-use crate::panics;
 use config::TokenizerConfig;
 pub(super) use config::{SpecialTokens, read_json};
 pub use error::TokenizeError;
+use json_file::JsonFile;
 use model_file::ModelFile;
-use pipeline::Pipeline;
+use pipeline::{Pipeline, of_library};
 pub use sentencepiece::SentencePieceError;
 pub use tiktoken::TiktokenError;
 pub use vocabulary::VocabularyMismatch;
@@ -36,8 +37,6 @@ const MODEL: &str = "tokenizer.model";
 /// Part of the digest of a tokenizer.model: raise it when the same files would give other ids.
 const MODEL_FORMAT: &str = "tokenizer.model 1";
 
-/// A tokenizer that makes the library panic on this would do so on all texts.
-const PROBE: &str = "Hello, world: 12\n";
 /// A text with more bytes than so many times the longest token of each place of the context is refused before it becomes tokens. More than 1,
 /// as a tokenizer may drop blanks and compose letters first.
 const MARGIN: usize = 4;
@@ -52,13 +51,22 @@ pub struct TextTokenizer {
     tokenizer: Pipeline,
     path: PathBuf,
     sha256: String,
-    highest: (String, u32),
+    highest: HighestToken,
     /// Bytes.
     longest: usize,
     /// How many times as long its normalizer may make a text.
     growth: usize,
     bos: Option<i32>,
     eos: Option<i32>,
+}
+
+/// The token with the highest id.
+#[derive(Debug, Clone)]
+struct HighestToken {
+    token: String,
+    id: u32,
+    /// The file that it comes from.
+    path: PathBuf,
 }
 
 impl TextTokenizer {
@@ -84,25 +92,16 @@ impl TextTokenizer {
     fn of_json(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
         let bytes = files::read(&path).map_err(failed("read", &path))?;
         let growth = growth::of(&path, &bytes)?;
-        let unusable = |source| TokenizeError::Unusable { path: path.clone(), source };
-        let mut tokenizer = of_library(|| Pipeline::from_bytes(&bytes)).map_err(unusable)?;
-        // Left in the file by whoever saved it; a row's length is the recipe's business (as in transformers).
-        tokenizer.with_truncation(None).map_err(unusable)?.with_padding(None);
-        let probed =
-            panics::of_library(|| tokenizer.encode_fast(PROBE, true)).map_err(|panic| unusable(panic.into()))?;
-        // Other texts may have tokens where this one has none.
-        let ids = probed.as_ref().map_or(&[][..], Encoding::get_ids);
-        if let Some(id) = ids.iter().find(|&&id| tokenizer.id_to_token(id).is_none()) {
-            return Err(TokenizeError::Key {
-                key: "post_processor".into(),
-                expected: "ids of the vocabulary",
-                got: id.to_string(),
-                path,
-            });
+        let JsonFile { pipeline, changed, splits_special } = JsonFile::parse(&bytes, &path, config)?;
+        let mut sha256 = Sha256::new_with_prefix(&bytes);
+        if !changed.is_empty() || splits_special {
+            sha256.update(config.deciding());
         }
-        config.check_ends(|token| tokenizer.token_to_id(token).is_some())?;
-        let sha256 = files::hex(&Sha256::digest(&bytes));
-        Ok(Self { growth, ..Self::of(tokenizer, path, sha256, &config.special_tokens(&[])) })
+        let mut read = Self::of(pipeline, path, files::hex(&sha256.finalize()), &config.special_tokens(&[]));
+        if let Some(named) = changed.iter().find(|named| named.token.content == read.highest.token) {
+            read.highest.path = config.path(named.file);
+        }
+        Ok(Self { growth, ..read })
     }
 
     fn of_model(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
@@ -117,7 +116,8 @@ impl TextTokenizer {
         let (bos, eos) = (id("bos_token"), id("eos_token"));
         let vocab = tokenizer.get_vocab(true);
         let longest = vocab.keys().map(String::len).max().unwrap_or_default();
-        let highest = vocab.into_iter().max_by_key(|(_, id)| *id).unwrap_or_default();
+        let (token, id) = vocab.into_iter().max_by_key(|(_, id)| *id).unwrap_or_default();
+        let highest = HighestToken { token, id, path: path.clone() };
         Self { sha256, tokenizer, path, highest, longest, growth: growth::USUAL, bos, eos }
     }
 
@@ -232,7 +232,7 @@ impl TextTokenizer {
 
     /// One more than the highest id it can produce, added tokens included.
     pub fn vocab_size(&self) -> usize {
-        self.highest.1 as usize + 1
+        self.highest.id as usize + 1
     }
 
     /// The id of `bos_token`, if there is one.
@@ -245,7 +245,7 @@ impl TextTokenizer {
         self.eos
     }
 
-    /// A hash of what decides ids: tokenizer.json, or tokenizer.model and the JSON files beside it.
+    /// A hash of what decides ids: tokenizer.json or tokenizer.model, and the JSON files beside it where they change its tokens.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -255,11 +255,11 @@ impl TextTokenizer {
     /// # Errors
     /// [`TokenizeError::BeyondVocabulary`].
     pub fn check_vocabulary(&self, vocab_size: usize) -> Result<(), TokenizeError> {
-        let (token, id) = self.highest.clone();
         if self.vocab_size() <= vocab_size {
             return Ok(());
         }
-        Err(TokenizeError::BeyondVocabulary { path: self.path.clone(), token, id, vocab_size })
+        let HighestToken { token, id, path } = self.highest.clone();
+        Err(TokenizeError::BeyondVocabulary { path, token, id, vocab_size })
     }
 
     /// Whether it is one of the tokens that stand for no text.
@@ -357,11 +357,8 @@ fn vocabulary_file(folder: &Path) -> Option<PathBuf> {
 /// The files of a folder that decide how text becomes ids, those that are there or not.
 pub fn files_of(folder: &Path) -> Vec<PathBuf> {
     let is_model = vocabulary_file(folder).is_some_and(|path| path.ends_with(MODEL));
-    let names: &[&str] = match is_model {
-        true => &[MODEL, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"],
-        false => &[JSON, "tokenizer_config.json"],
-    };
-    names.iter().map(|name| folder.join(name)).collect()
+    let vocabulary = if is_model { MODEL } else { JSON };
+    [&[vocabulary][..], &config::FILES].concat().into_iter().map(|name| folder.join(name)).collect()
 }
 
 /// `bos_token` and its like, by the JSON files or, where these name none, by tokenizer.model.
@@ -381,11 +378,6 @@ pub(super) fn special_tokens(folder: &Path) -> Result<SpecialTokens, TokenizeErr
 /// The first characters of a text, for an error.
 fn start(text: &str) -> String {
     text.chars().take(40).collect()
-}
-
-/// Runs the tokenizers library; a panic in it becomes an error.
-fn of_library<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
-    panics::of_library(work).unwrap_or_else(|panic| Err(panic.into()))
 }
 
 /// Vocabularies have far fewer tokens than 2³¹; beyond it, an id that no vocabulary has.

@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokenizers::{AddedToken, DecoderWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl};
 
-use super::config::{SpecialTokens, TokenizerConfig};
+use super::config::{NamedToken, SpecialTokens, TokenizerConfig};
 use super::error::TokenizeError;
 use super::pipeline::{Pipeline, TextNormalizer, TokenModel};
 use super::sentencepiece::{SentencePiece, SentencePieceFile, Spacing};
@@ -88,6 +88,7 @@ impl ModelFile {
         pipeline.with_decoder(Some(part::<DecoderWrapper>(self.decoder)));
         let tokens: Vec<AddedToken> = tokens.into_iter().map(|(token, _)| token).collect();
         pipeline.add_tokens(&tokens);
+        pipeline.set_encode_special_tokens(config.switch("split_special_tokens", false)?);
         let token = |name| special.get(name).and_then(|token| Some((token.to_owned(), pipeline.token_to_id(token)?)));
         let bos = token("bos_token").filter(|_| adds_bos);
         let eos = token("eos_token").filter(|_| adds_eos);
@@ -101,9 +102,16 @@ impl ModelFile {
         config: &TokenizerConfig,
         special: &SpecialTokens,
     ) -> Result<Vec<(AddedToken, Option<u32>)>, TokenizeError> {
-        let mut tokens = config.added_tokens()?;
-        let place = |(at, (token, _)): (usize, &(AddedToken, _))| (token.content.clone(), at);
-        let mut places: HashMap<String, usize> = tokens.iter().enumerate().map(place).collect();
+        let named = config.declared()?.into_iter().chain(config.special());
+        let mut tokens: Vec<(AddedToken, Option<u32>)> = Vec::new();
+        let mut places: HashMap<String, usize> = HashMap::new();
+        for NamedToken { token, id, .. } in named {
+            places.entry(token.content.clone()).or_insert_with(|| {
+                // Looked for in the text as it is written, as transformers does beside a tokenizer.model.
+                tokens.push((token.normalized(false), id));
+                tokens.len() - 1
+            });
+        }
         let own = self.special.iter().map(|(token, id)| (token.as_str(), Some(*id)));
         for (text, id) in own.chain(special.iter().map(|(_, token)| (token, None))) {
             let at = *places.entry(text.to_owned()).or_insert(tokens.len());

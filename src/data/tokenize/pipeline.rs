@@ -12,6 +12,7 @@ use tokenizers::{
 };
 
 use super::sentencepiece::{SentencePiece, SpaceNormalizer};
+use crate::panics;
 
 /// The crate's tokenizer with a model of either kind.
 pub(super) type Pipeline =
@@ -113,4 +114,9 @@ impl Model for TokenModel {
             Self::SentencePiece { .. } => BpeTrainer::default().into(),
         }
     }
+}
+
+/// Runs the tokenizers library; a panic in it becomes an error.
+pub(super) fn of_library<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
+    panics::of_library(work).unwrap_or_else(|panic| Err(panic.into()))
 }

@@ -34,7 +34,7 @@ impl TextTokenizer {
             return Ok(());
         }
         let (ours, theirs) = (self.by_id(), other.by_id());
-        let last = self.highest.1.min(other.highest.1);
+        let last = self.highest.id.min(other.highest.id);
         match (0..=last).find(|id| ours.get(id) != theirs.get(id)) {
             None => Ok(()),
             Some(id) => Err(VocabularyMismatch {
