@@ -90,11 +90,6 @@ impl Fields {
     }
 }
 
-/// Whether a value is an object without fields.
-pub(super) fn is_empty_object(value: &Value) -> bool {
-    value.as_object().is_some_and(Map::is_empty)
-}
-
 /// What a value is, without its text, which may be what a user said.
 pub(super) fn kind(value: &Value) -> &'static str {
     match value {

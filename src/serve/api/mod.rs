@@ -6,6 +6,7 @@ pub mod error;
 mod fields;
 mod messages;
 pub mod models;
+mod neutral;
 pub mod prompt;
 pub mod request;
 

@@ -6,27 +6,15 @@ use serde_json::Value;
 
 use super::Endpoint;
 use super::error::ApiError;
-use super::fields::{Fields, is_empty_object};
+use super::fields::Fields;
 use super::messages::chat;
+use super::neutral;
 use super::prompt::{ClientPrompt, prompts};
 use crate::bounds::{
     REQUEST_LOGPROBS, REQUEST_SAMPLES, REQUEST_STOP_BYTES, REQUEST_STOPS, REQUEST_TEXTS, REQUEST_TOKENS,
 };
 use crate::engine::sample::Sampling;
 use crate::numbers::{Finite, NonNegative, Positive, Probability};
-
-/// Fields of OpenAI's chat that ask for what this server has not.
-const NOT_SERVED: [&str; 9] = [
-    "audio",
-    "function_call",
-    "functions",
-    "modalities",
-    "prediction",
-    "reasoning_effort",
-    "service_tier",
-    "verbosity",
-    "web_search_options",
-];
 
 /// A request for texts, checked.
 #[derive(Debug, Clone, PartialEq)]
@@ -84,10 +72,6 @@ impl TextRequest {
     pub fn chat(body: &[u8]) -> Result<Self, ApiError> {
         let mut fields = Fields::of_body(body)?;
         let chat = chat(&mut fields)?;
-        fields.without_effect("metadata", is_empty_object)?;
-        fields.without_effect("store", |value| value == false)?;
-        NOT_SERVED.into_iter().try_for_each(|name| fields.without_effect(name, |_| false))?;
-        texts_only(&mut fields)?;
         let request = Self {
             logprobs: chat_logprobs(&mut fields)?,
             max_new_tokens: chat_length(&mut fields)?,
@@ -104,14 +88,11 @@ impl TextRequest {
     pub fn completion(body: &[u8]) -> Result<Self, ApiError> {
         let mut fields = Fields::of_body(body)?;
         let prompts = prompts(fields.take("prompt"))?;
-        fields.without_effect("suffix", |_| false)?;
-        fields.without_effect("echo", |value| value == false)?;
         let request = Self {
-            logprobs: fields.whole("logprobs", 0..=REQUEST_LOGPROBS)?,
+            logprobs: completion_logprobs(&mut fields)?,
             max_new_tokens: fields.whole("max_tokens", 1..=REQUEST_TOKENS)?,
             ..Self::common(Endpoint::Completions, prompts, &mut fields)?
         };
-        fields.without_effect("best_of", |value| value.as_u64() == Some(request.samples.get() as u64))?;
         fields.end()?;
         Ok(request)
     }
@@ -123,17 +104,22 @@ impl TextRequest {
 
     /// What both endpoints have; no logprobs and no limit of its own.
     fn common(endpoint: Endpoint, prompts: Vec<ClientPrompt>, fields: &mut Fields) -> Result<Self, ApiError> {
-        fields.without_effect("logit_bias", is_empty_object)?;
+        neutral::take(fields)?;
+        texts_only(fields)?;
+        // A chat template writes the special tokens itself.
+        fields.without_effect("add_special_tokens", |value| *value == (endpoint == Endpoint::Completions))?;
         // They tell OpenAI who asks, and have no effect on the text.
         for name in ["user", "safety_identifier", "prompt_cache_key"] {
             fields.text(name)?;
         }
         let model = fields.text("model")?.ok_or_else(|| ApiError::field("model", "the name of a model", "nothing"))?;
         let (stream, include_usage) = streaming(fields)?;
+        let samples = samples(prompts.len(), fields)?;
+        fields.without_effect("best_of", |value| value.as_u64() == Some(samples.get() as u64))?;
         Ok(Self {
             endpoint,
             model,
-            samples: samples(prompts.len(), fields)?,
+            samples,
             prompts,
             max_new_tokens: None,
             sampling: sampling(fields)?,
@@ -171,10 +157,20 @@ fn texts_only(fields: &mut Fields) -> Result<(), ApiError> {
 fn chat_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
     let wanted = fields.flag("logprobs")?;
     let top = fields.whole("top_logprobs", 0..=REQUEST_LOGPROBS)?;
-    if top.is_some() && !wanted {
+    if top.is_some_and(|top| top > 0) && !wanted {
         return Err(ApiError::invalid("top_logprobs", "goes only with logprobs: true"));
     }
     Ok(wanted.then(|| top.unwrap_or(0)))
+}
+
+/// A number; false is none.
+fn completion_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
+    let expected = format!("a whole number from 0 to {REQUEST_LOGPROBS}");
+    let wanted = fields.read("logprobs", &expected, |value| match value {
+        Value::Bool(false) => Some(None),
+        value => usize::try_from(value.as_u64()?).ok().filter(|top| *top <= REQUEST_LOGPROBS).map(Some),
+    })?;
+    Ok(wanted.flatten())
 }
 
 /// `max_tokens` is the old name.
@@ -313,7 +309,7 @@ mod tests {
         let prompts = vec![ClientPrompt::Text("hi".to_owned())];
         let expected = TextRequest { endpoint: Endpoint::Completions, prompts, ..expected };
         assert_eq!(completion(json!({})).unwrap(), expected);
-        let nulls = json!({"suffix": null, "echo": null, "best_of": null, "logprobs": null, "max_tokens": null});
+        let nulls = json!({"suffix": null, "echo": null, "best_of": null, "logprobs": false, "max_tokens": null});
         assert_eq!(completion(nulls).unwrap(), expected);
     }
 
@@ -344,15 +340,18 @@ mod tests {
     #[test]
     fn fields_of_one_endpoint_are_read() {
         let logprobs = |more| chat(more).unwrap().logprobs;
-        assert_eq!(logprobs(json!({"logprobs": false})), None);
+        assert_eq!(logprobs(json!({"logprobs": false, "top_logprobs": 0})), None);
         assert_eq!(logprobs(json!({"logprobs": true})), Some(0));
         assert_eq!(logprobs(json!({"logprobs": true, "top_logprobs": 20})), Some(20));
         assert_eq!(completion(json!({"logprobs": 0, "echo": false, "n": 2, "best_of": 2})).unwrap().logprobs, Some(0));
         let length = |more| chat(more).unwrap().max_new_tokens;
         assert_eq!(length(json!({"max_completion_tokens": 3})), Some(3));
         assert_eq!(length(json!({"max_completion_tokens": 3, "max_tokens": 3})), Some(3));
-        let more = json!({"response_format": {"type": "text"}, "store": false, "metadata": {}});
-        assert_eq!(chat(more), chat(json!({})));
+        let more = json!({"response_format": {"type": "text"}, "best_of": 1});
+        assert_eq!(chat(more.clone()), chat(json!({})));
+        assert_eq!(completion(more), completion(json!({})));
+        assert_eq!(chat(json!({"add_special_tokens": false})), chat(json!({})));
+        assert_eq!(completion(json!({"add_special_tokens": true})), completion(json!({})));
     }
 
     #[test]
@@ -371,7 +370,7 @@ mod tests {
                 json!({"acceptance": "best"}),
                 "acceptance: expected \"rejection\", \"typical\" or \"greedy\", got \"best\"",
             ),
-            (json!({"logit_bias": {"5": 1}}), "logit_bias: not supported by this server; leave it out"),
+            (json!({"best_of": 2}), "best_of: not supported by this server; leave it out"),
             (json!({"max_tokens": 0}), "max_tokens: expected a whole number from 1 to 2147483648, got 0"),
             (json!({"stream_options": {}}), "stream_options: goes only with stream: true"),
             (json!({"stream": true, "stream_options": {"x": 1}}), "unknown field `stream_options.x`"),
@@ -398,13 +397,6 @@ mod tests {
 
     #[test]
     fn what_one_endpoint_refuses_is_told() {
-        let not_supported = |name: &str| format!("{name}: not supported by this server; leave it out");
-        for (name, value) in [("store", json!(true)), ("metadata", json!({"a": "b"})), ("functions", json!([]))] {
-            assert_eq!(chat(json!({ name: value })).unwrap_err(), not_supported(name));
-        }
-        for (name, value) in [("suffix", json!("a")), ("echo", json!(true)), ("best_of", json!(2))] {
-            assert_eq!(completion(json!({ name: value })).unwrap_err(), not_supported(name));
-        }
         let cases = [
             (json!({"top_logprobs": 1}), "top_logprobs: goes only with logprobs: true"),
             (json!({"logprobs": 5}), "logprobs: expected true or false, got 5"),
