@@ -317,15 +317,15 @@ pub fn check_regular(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Refuses a file of numbers that something else took the place of ([`WrongContent`]). Reads it from its beginning then.
+/// What took the place of a file that may have any bytes. The file is read from its beginning then.
 ///
 /// # Errors
-/// The I/O error; what it is.
-pub fn check_start(file: &mut File) -> io::Result<()> {
+/// The I/O error.
+pub fn wrong_content(file: &mut File) -> io::Result<Option<WrongContent>> {
     let mut start = Vec::new();
     (&*file).take(64).read_to_end(&mut start)?;
     file.rewind()?;
-    WrongContent::of_binary(&start).map_or(Ok(()), |wrong| Err(wrong.into()))
+    Ok(WrongContent::of_binary(&start))
 }
 
 /// As [`fs::read`], of a regular file that nothing else took the place of ([`WrongContent`]).

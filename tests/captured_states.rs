@@ -381,7 +381,9 @@ const FAULTS: [Fault; 9] = [
         let bytes = small.bytes("states/hs_3.safetensors");
         small.write("states/hs_3.safetensors", &bytes[..900]);
     }),
-    ("no safetensors", &["not a safetensors file"], |small| small.write("states/hs_3.safetensors", "<html>no</html>")),
+    ("no safetensors", &["not a safetensors file", "it is an HTML page"], |small| {
+        small.write("states/hs_3.safetensors", "<html>no</html>")
+    }),
 ];
 
 fn small_with_states() -> SmallRun {

@@ -125,7 +125,9 @@ impl CapturedFile {
     /// [`CapturedError`].
     pub fn open(path: &Path, sizes: StateSizes) -> Result<Self, CapturedError> {
         let mut file = files::open_regular(path).map_err(failed("read", path))?;
-        files::check_start(&mut file).map_err(failed("read", path))?;
+        if let Some(wrong) = files::wrong_content(&mut file).map_err(failed("read", path))? {
+            return Err(CapturedError::Header { path: path.into(), reason: wrong.to_string() });
+        }
         let of_disk = file.metadata().map_err(failed("read", path))?;
         let (header, data_at) = header(&mut file, path, of_disk.len())?;
         let expected = data_at + header.data_len() as u64;

@@ -176,9 +176,9 @@ mod tests {
         let page = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/serving.md"));
         for (name, neutral) in FIELDS {
             let shown = match neutral {
-                Null => format!("`{name}`"),
-                Empty => format!("`{name}`"),
+                Null | Empty => format!("`{name}`"),
                 Words(words) => format!("`{name}: \"{}\"`", words[0]),
+                Number(number) => format!("`{name}: {number}`"),
                 other => format!("`{name}: {}`", values(other)[0]),
             };
             assert!(page.contains(&shown), "docs/serving.md lacks {shown}");
