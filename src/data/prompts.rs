@@ -130,10 +130,8 @@ pub enum Questions {
     Ids(Vec<i32>),
     /// All of a user's turns, behind the system's if there is one.
     Turns {
-        /// The conversation's first message, if the system or the developer wrote it.
-        system: Option<Message>,
-        /// What the template takes beside the messages.
-        inputs: TemplateInputs,
+        /// What stands before them: a first message of the system or the developer, tools, variables.
+        opening: Box<Chat>,
         /// At least one.
         user: Vec<String>,
     },
@@ -303,7 +301,7 @@ fn questions(object: &Map<String, Value>) -> Result<Questions, RowProblem> {
     match asked(object)? {
         (_, PromptInput::Text(prompt)) => Ok(Questions::Text(prompt)),
         (_, PromptInput::Ids(ids)) => Ok(Questions::Ids(ids)),
-        (_, PromptInput::Turns(user)) => Ok(Questions::Turns { system: None, inputs: TemplateInputs::default(), user }),
+        (_, PromptInput::Turns(user)) => Ok(Questions::Turns { opening: Box::default(), user }),
         (key, PromptInput::Chat(chat)) => of_user(key, chat),
     }
 }
@@ -339,13 +337,14 @@ fn chat(key: &str, value: &Value, object: &Map<String, Value>) -> Result<Chat, R
 
 fn of_user(key: &str, Chat { messages, inputs }: Chat) -> Result<Questions, RowProblem> {
     let system = messages.first().filter(|first| is_systems(first)).cloned();
+    let opening = Box::new(Chat { messages: system.into_iter().collect(), inputs });
     let user: Vec<String> =
         messages.into_iter().filter(|message| message.role == "user").map(|message| message.content).collect();
     if user.is_empty() {
         let got = "none".to_owned();
         return Err(RowProblem::Value { key: key.to_owned(), expected: "a turn of the user", got });
     }
-    Ok(Questions::Turns { system, inputs, user })
+    Ok(Questions::Turns { opening, user })
 }
 
 /// What stands before the answer that is to be decoded.
@@ -428,12 +427,13 @@ mod tests {
         let line = r#"{"conversations": [{"from": "system", "value": "s"}, {"from": "gpt", "value": "hello"},
             {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "observation", "value": "o"},
             {"from": "human", "value": "r"}, {"from": "gpt", "value": "b"}]}"#;
-        let (user, inputs) = (vec!["q".to_owned(), "r".to_owned()], TemplateInputs::default);
+        let user = vec!["q".to_owned(), "r".to_owned()];
+        let opening = Box::new(Chat { messages: vec![Message::new("system", "s")], ..Chat::default() });
         assert_eq!(
             of(line).unwrap(),
-            Questions::Turns { system: Some(Message::new("system", "s")), inputs: inputs(), user: user.clone() }
+            Questions::Turns { opening, user: user.clone() }
         );
-        assert_eq!(of(r#"{"turns": ["q", "r"]}"#).unwrap(), Questions::Turns { system: None, inputs: inputs(), user });
+        assert_eq!(of(r#"{"turns": ["q", "r"]}"#).unwrap(), Questions::Turns { opening: Box::default(), user });
         let complaint = of(r#"{"messages": [{"role": "assistant", "content": "a"}]}"#).unwrap_err().to_string();
         assert_eq!(complaint, "messages: expected a turn of the user, got none");
     }

@@ -286,7 +286,6 @@ mod tests {
 
     use super::*;
     use crate::data::chat_template::ChatTemplate;
-    use crate::data::conversation::TemplateInputs;
     use crate::data::rows::RowLocation;
     use crate::data::tokenize::TextTokenizer;
     use crate::data::tokenize::wide;
@@ -362,7 +361,7 @@ mod tests {
             index: 0,
             id: None,
             category: None,
-            questions: Questions::Turns { system: None, inputs: TemplateInputs::default(), user },
+            questions: Questions::Turns { opening: Box::default(), user },
         }
     }
 

@@ -194,7 +194,6 @@ mod tests {
 
     use super::*;
     use crate::data::chat_template::{ChatTemplate, TemplateChoice};
-    use crate::data::conversation::TemplateInputs;
     use crate::data::tokenize::TextTokenizer;
 
     fn settings(max_new_tokens: usize, turns: usize, self_talk: bool) -> DistillSettings {
@@ -212,8 +211,7 @@ mod tests {
     #[test]
     fn a_text_reaches_its_prompt_and_all_answers_within_the_context() {
         let turns = |count: usize| Questions::Turns {
-            system: None,
-            inputs: TemplateInputs::default(),
+            opening: Box::default(),
             user: vec!["0123456789".to_owned(); count],
         };
         let text = Questions::Text("a".repeat(50));
@@ -244,7 +242,7 @@ mod tests {
         let turn = "How do I make omelette for 4 people?".to_owned();
         let place = crate::data::rows::RowLocation { path: "p.jsonl".into(), row: None };
         let questions =
-            Questions::Turns { system: None, inputs: TemplateInputs::default(), user: vec![turn.clone(); 2] };
+            Questions::Turns { opening: Box::default(), user: vec![turn.clone(); 2] };
         let dialogue = Dialogue { place, index: 0, id: None, category: None, questions };
         let settings = settings(100, usize::MAX, false);
         let DialogueTokens { first, most } = check(&[dialogue], Some(&renderer), &settings).expect("a prompt")[0];

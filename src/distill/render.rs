@@ -54,9 +54,8 @@ pub fn first(questions: &Questions, renderer: Option<&Renderer>, chat: &mut Chat
     let input = match questions {
         Questions::Text(text) => PromptInput::Text(text.clone()),
         Questions::Ids(ids) => PromptInput::Ids(ids.clone()),
-        Questions::Turns { system, inputs, user } => {
-            chat.inputs = inputs.clone();
-            chat.messages.extend(system.iter().cloned());
+        Questions::Turns { opening, user } => {
+            chat.clone_from(opening);
             chat.messages.extend(user.first().map(|first| Message::new("user", first)));
             return answer(renderer, chat);
         }
