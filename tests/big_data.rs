@@ -239,7 +239,7 @@ fn a_file_that_is_cut_off_is_one_clear_error() {
     for bytes in [arrow_file(&columns, None), arrow_stream(&columns), parquet(&columns, Compression::SNAPPY)] {
         fs::write(&path, bytes).unwrap();
         let error = world.complaint(&path);
-        assert!(error.contains("rows: text: expected a column of strings, got a column of List("), "{error}");
+        assert!(error.contains("rows, row 1: text: expected a string, got ["), "{error}");
     }
 }
 

@@ -529,9 +529,9 @@ fn a_broken_array_or_row_is_named_by_its_place() {
             .ends_with("rows.parquet, row 1: messages[1].content: expected a string or a list of text parts, got null"),
         "{error}"
     );
-    write_parquet(&path, vec![("messages", conversation_column(&[vec![]], ["role", "text"]))]);
+    write_parquet(&path, vec![("messages", conversation_column(&[vec![("user", Some("a"))]], ["role", "text"]))]);
     let error = world.load(&path).unwrap_err().to_string();
-    assert!(error.contains("messages: expected a column of lists of structs with strings \"role\" and"), "{error}");
+    assert!(error.contains("messages[0].content: expected a string or a list of text parts, got null"), "{error}");
 }
 
 #[test]

@@ -175,7 +175,7 @@ fn a_bad_parquet_file_names_its_column_or_row() {
         "rows.parquet, row 2: input_ids[1]: expected a token id from 0 to 263, the backbone's vocabulary, got 264"
     );
     assert!(
-        complaint("messages", ids(vec![vec![1]])).starts_with("rows.parquet: messages: expected a column of lists")
+        complaint("messages", ids(vec![vec![1]])).starts_with("rows.parquet, row 1: messages[0]: expected an object")
     );
     let other = complaint("prompt", ids(vec![vec![1]]));
     assert!(

@@ -179,7 +179,7 @@ fn a_completion_of_messages_is_learned_and_answers_in_the_prompt_are_not() {
 
     let mixed = RecordBatch::try_from_iter([("prompt", texts(&["a"])), ("completion", column(&[("assistant", "b")]))]);
     let error = world.load(&world.parquet("mixed.parquet", &mixed.unwrap())).unwrap_err();
-    assert!(error.starts_with("FILE: completion: expected a column of strings, as prompt is, got"), "{error}");
+    assert!(error.starts_with("FILE, row 1: completion: expected a string, got [{"), "{error}");
     let error = world.complaint("mixed.jsonl", json!({"prompt": prompt, "completion": "four"}).to_string());
     assert_eq!(error, "FILE, line 1: completion: expected a list of messages, got \"four\"");
 }
@@ -221,7 +221,10 @@ fn messages_as_a_struct_of_lists_are_those_of_a_list_of_structs() {
     assert_eq!(load("slice.parquet", structs.slice(1, 1)).unwrap(), expected[1..]);
     let shifted = struct_of_lists((&roles, &[0, 2, 6]), (&contents, &[0, 3, 6]));
     let error = load("shifted.parquet", shifted).unwrap_err();
-    assert_eq!(error, "FILE, row 1: messages: expected as many roles as contents, got 2 roles and 3 contents");
+    assert_eq!(
+        error,
+        "FILE, row 1: messages: expected lists of the same length, got 2 of \"role\" and 3 of \"content\""
+    );
 }
 
 #[test]

@@ -116,6 +116,9 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if let Some(note) = fitted.dtype_note {
         common.say(note);
     }
+    for others in checked.reports().map(|report| &report.counts.others).filter(|others| !others.not_read.is_empty()) {
+        common.say(format_args!("not read: {others}"));
+    }
     common.say("\nnext:");
     print_line(next.iter().map(|command| wrapped(command)).collect::<Vec<_>>().join("\n"))?;
     common.say("\nbench and generate read prompts.jsonl: replace its prompt by your own");

@@ -5,14 +5,16 @@ mod claims;
 use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
+use std::sync::Arc;
 
 use arrow::array::RecordBatch;
 use arrow::error::ArrowError;
 use arrow::ipc::reader::{FileReader, StreamReader};
 
 use super::column_names::ColumnNames;
-use super::columns;
+use super::columns::{self, FileColumns};
 use super::opened::CountedFile;
+use super::row_keys::OtherKey;
 use super::rows::{RowError, RowLocation, RowProblem};
 use crate::files;
 use crate::panics;
@@ -30,6 +32,8 @@ pub(super) struct ArrowBatches {
     at_once: usize,
     /// Bytes of the file.
     size: u64,
+    /// Columns that are not read.
+    pub(super) others: Arc<[OtherKey]>,
 }
 
 #[derive(Debug)]
@@ -46,11 +50,12 @@ impl ArrowBatches {
             claims::check_file(&file)?;
             let wanted = {
                 let reader = FileReader::try_new_buffered(file.try_clone()?, None)?;
-                columns::wanted(&reader.schema(), names)
+                FileColumns::of(&reader.schema(), names)
             };
             Ok(wanted.map(|wanted| (size, wanted)))
         };
-        let (size, wanted) = told(path, open)?.map_err(|problem| RowLocation::file(path).error(problem))?;
+        let (size, FileColumns { wanted, others }) =
+            told(path, open)?.map_err(|problem| RowLocation::file(path).error(problem))?;
         let reader = told(path, || FileReader::try_new_buffered(file, Some(wanted)))?;
         let batches = reader.num_batches() as u64;
         Ok(Self {
@@ -58,6 +63,7 @@ impl ArrowBatches {
             rest: None,
             at_once: ROWS_AT_ONCE,
             size,
+            others: others.into(),
         })
     }
 
@@ -72,10 +78,11 @@ impl ArrowBatches {
             claims::check_stream(&file)?;
             Ok(StreamReader::try_new_buffered(file, None)?.schema())
         };
-        let wanted =
-            columns::wanted(&*told(path, schema)?, names).map_err(|problem| RowLocation::file(path).error(problem))?;
+        let columns = FileColumns::of(&*told(path, schema)?, names);
+        let FileColumns { wanted, others } = columns.map_err(|problem| RowLocation::file(path).error(problem))?;
         let reader = told(path, || StreamReader::try_new(bytes, Some(wanted)))?;
-        Ok(Self { reader: ArrowReader::Stream(Box::new(reader)), rest: None, at_once: ROWS_AT_ONCE, size: 0 })
+        let (reader, others) = (ArrowReader::Stream(Box::new(reader)), others.into());
+        Ok(Self { reader, rest: None, at_once: ROWS_AT_ONCE, size: 0, others })
     }
 
     pub(super) fn next(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {
@@ -118,8 +125,6 @@ fn told<T>(path: &Path, read: impl FnOnce() -> Result<T, ArrowError>) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use arrow::array::{ArrayRef, DictionaryArray, Int32Array, StringArray, StringViewBuilder};
     use arrow::ipc::CompressionType;
     use arrow::ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};

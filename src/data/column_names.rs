@@ -3,12 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-use arrow::array::RecordBatch;
-use arrow::datatypes::{FieldRef, Schema};
-use arrow::error::ArrowError;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::row_keys::BESIDE;
 use super::rows::RowProblem;
 
 /// The columns that make up one form of a row; those in the second list may be absent.
@@ -19,11 +17,8 @@ const FORMS: [(&[&str], &[&str]); 4] = [
     (&["instruction", "output"], &["input"]),
 ];
 
-/// What a chat template takes beside the messages: read under these names where a row has them.
-const TEMPLATE_INPUTS: [&str; 2] = ["tools", "chat_template_kwargs"];
-
-/// `data.columns` in a recipe and `--columns` on the command line. Rows are read from these columns alone; the template's
-/// `tools` and `chat_template_kwargs` stay beside them.
+/// `data.columns` in a recipe and `--columns` on the command line. Rows are read from these columns alone, and from those that stand beside
+/// a conversation, such as `tools`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "WrittenNames", into = "WrittenNames")]
 pub struct ColumnNames(Vec<(&'static str, String)>);
@@ -133,61 +128,45 @@ impl ColumnNames {
         format!("{{ {} }}", self.0.iter().map(pair).collect::<Vec<_>>().join(", "))
     }
 
-    /// Whether rows are made of a file's column.
-    pub(super) fn reads(&self, column: &str) -> bool {
-        self.0.iter().any(|(_, name)| name == column) || self.template_inputs().any(|name| name == column)
+    /// Whether rows are read from the column.
+    pub(super) fn takes(&self, column: &str) -> bool {
+        self.0.iter().any(|(_, named)| named == column) || self.beside().any(|key| key == column)
     }
 
-    /// The names of what a chat template takes, where the columns may be messages.
-    fn template_inputs(&self) -> impl Iterator<Item = &'static str> {
-        let may_be_messages = self.0.iter().any(|(key, _)| ["messages", "prompt"].contains(key));
-        TEMPLATE_INPUTS.into_iter().filter(move |_| may_be_messages)
+    /// The names of what stands beside a conversation, where the columns may be one.
+    fn beside(&self) -> impl Iterator<Item = &'static str> {
+        let may_be_messages = self.0.iter().all(|(key, _)| *key != "text");
+        BESIDE.into_iter().filter(move |_| may_be_messages)
     }
 
-    /// The named columns of a row of JSON or CSV, under the keys that are known.
+    /// The named columns of a row, under the keys that are known.
     pub(super) fn of_object(&self, object: &Map<String, Value>) -> Result<Map<String, Value>, RowProblem> {
         let take = |(key, column): &(&'static str, String)| match object.get(column) {
             None | Some(Value::Null) if *key == "input" => None, // Alpaca's rows leave it out
             Some(Value::Null) => Some(Err(RowProblem::null(column))),
             Some(value) => Some(Ok(((*key).to_owned(), value.clone()))),
-            None => {
-                let found = object.keys().cloned().collect();
-                Some(Err(RowProblem::NoNamedColumn { column: column.clone(), found }))
-            }
+            None => Some(Err(self.missing(column, object.keys()))),
         };
-        let input = |key: &'static str| Some(Ok((key.to_owned(), object.get(key)?.clone())));
-        self.0.iter().filter_map(take).chain(self.template_inputs().filter_map(input)).collect()
+        let beside = |key: &'static str| Some(Ok((key.to_owned(), object.get(key)?.clone())));
+        self.0.iter().filter_map(take).chain(self.beside().filter_map(beside)).collect()
     }
 
-    /// The named columns of a schema: where each stands, and its field under the key that is known.
-    pub(super) fn of_schema(&self, schema: &Schema) -> Result<Vec<(usize, FieldRef)>, RowProblem> {
-        let missing = |column: &String| RowProblem::NoNamedColumn {
-            column: column.clone(),
-            found: schema.fields().iter().map(|field| field.name().clone()).collect(),
-        };
-        let place = |(key, column): &(&'static str, String)| {
-            let (index, field) = schema.column_with_name(column).ok_or_else(|| missing(column))?;
-            Ok((index, FieldRef::new(field.clone().with_name(*key))))
-        };
-        let input = |key: &'static str| {
-            let (index, field) = schema.column_with_name(key)?;
-            Some(Ok((index, FieldRef::new(field.clone()))))
-        };
-        self.0.iter().map(place).chain(self.template_inputs().filter_map(input)).collect()
+    /// Refuses a file that lacks a named column. (Whether all columns are there is seen in its first row only where they have no names.)
+    pub(super) fn check<'c>(&self, columns: impl Iterator<Item = &'c String> + Clone) -> Result<(), RowProblem> {
+        let is_missing = |(_, column): &&(&'static str, String)| !columns.clone().any(|found| found == column);
+        match self.0.iter().find(is_missing) {
+            Some((_, column)) => Err(self.missing(column, columns)),
+            None => Ok(()),
+        }
     }
 
-    /// The named columns of a batch, under the keys that are known.
-    pub(super) fn of_batch(&self, batch: &RecordBatch) -> Result<RecordBatch, ArrowError> {
-        let chosen = self.of_schema(&batch.schema()).map_err(|problem| ArrowError::SchemaError(problem.to_string()))?;
-        let columns = chosen.iter().map(|(index, _)| batch.column(*index).clone()).collect();
-        let fields: Vec<FieldRef> = chosen.into_iter().map(|(_, field)| field).collect();
-        RecordBatch::try_new(Schema::new(fields).into(), columns)
+    fn missing<'c>(&self, column: &str, found: impl Iterator<Item = &'c String>) -> RowProblem {
+        RowProblem::NoNamedColumn { column: column.to_owned(), found: found.cloned().collect() }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use arrow::datatypes::{DataType, Field};
     use serde_json::json;
 
     use super::*;
@@ -220,9 +199,7 @@ mod tests {
         let with_tools = json!({"question": [], "answer": [], "tools": [1], "chat_template_kwargs": {"a": 1}, "x": 1});
         let keys: Vec<String> = row(with_tools).unwrap().into_iter().map(|(key, _)| key).collect();
         assert_eq!(keys, ["prompt", "completion", "tools", "chat_template_kwargs"]);
-        let fields = ["tools", "answer", "question"].map(|name| Field::new(name, DataType::Utf8, true));
-        let places = names.of_schema(&Schema::new(fields.to_vec())).unwrap().into_iter().map(|(place, _)| place);
-        assert_eq!(places.collect::<Vec<_>>(), [2, 1, 0]);
+        assert!(names.takes("answer") && names.takes("system") && !names.takes("completion"));
         let expected = "expected a column \"answer\", as data.columns or --columns names it, got \"question\"";
         assert_eq!(row(json!({"question": "q"})).unwrap_err(), expected);
         let null = row(json!({"question": "q", "answer": null})).unwrap_err();

@@ -8,11 +8,12 @@ use arrow::datatypes::{DataType, Field, Schema};
 use serde_json::{Map, Value};
 
 use super::column_names::ColumnNames;
-use super::columns;
+use super::columns::FileColumns;
 use super::error::DataError;
-use super::jsonl;
 use super::opened::UnpackedText;
 use super::raw_row::RawRow;
+use super::row_keys::{self, OtherKey};
+use super::row_object::RowObject;
 use super::rows::{RowLocation, RowProblem};
 use crate::bounds::ROW_BYTES;
 
@@ -135,7 +136,7 @@ impl CsvHeader {
             |name| str::from_utf8(name).map(|name: &str| name.trim().to_owned()).map_err(|_| RowProblem::NotUtf8);
         let header: Vec<String> = header.iter().map(name).collect::<Result<_, _>>()?;
         let fields: Vec<Field> = header.iter().map(|name| Field::new(name, DataType::Utf8, true)).collect();
-        let wanted = columns::wanted(&Schema::new(fields), names)?;
+        let wanted = FileColumns::of(&Schema::new(fields), names)?.wanted;
         let is_twice = |&&at: &&usize| header.iter().filter(|name| **name == header[at]).count() > 1;
         if let Some(&twice) = wanted.iter().find(is_twice) {
             return Err(RowProblem::BrokenCsv(format!("two columns are named {:?}", header[twice])));
@@ -144,21 +145,30 @@ impl CsvHeader {
     }
 
     /// A record's row. An empty cell counts as missing where the other cells are a row without it: nothing in CSV is null.
-    pub(super) fn row(&self, record: &CsvRecord, names: Option<&ColumnNames>) -> Result<RawRow, RowProblem> {
+    pub(super) fn row(
+        &self,
+        record: &CsvRecord,
+        names: Option<&ColumnNames>,
+    ) -> Result<(RawRow, Vec<OtherKey>), RowProblem> {
         let fields = &record.fields;
         if fields.len() != self.names.len() {
             return Err(RowProblem::FieldCount { expected: self.names.len(), got: fields.len() });
         }
-        let field = |&at: &usize| {
+        let cell = |&at: &usize| {
             let text = str::from_utf8(&fields[at]).map_err(|_| RowProblem::NotUtf8)?;
             Ok((self.names[at].clone(), Value::from(text)))
         };
-        let object = self.wanted.iter().map(field).collect::<Result<Map<_, _>, RowProblem>>()?;
-        let filled: Map<String, Value> = object.clone().into_iter().filter(|(_, cell)| cell != "").collect();
-        match jsonl::row_of(&filled, names) {
-            Err(_) if filled.len() < object.len() => jsonl::row_of(&object, names),
-            read => read,
-        }
+        let all = self.wanted.iter().map(cell).collect::<Result<Map<_, _>, RowProblem>>()?;
+        let filled: Map<String, Value> = all.clone().into_iter().filter(|(_, cell)| cell != "").collect();
+        let is_whole = filled.len() == all.len();
+        let read = |cells| RowObject::of(cells, names).and_then(RowObject::row);
+        let (row, mut others) = match read(filled) {
+            Err(_) if !is_whole => read(all)?,
+            filled => filled?,
+        };
+        let is_other = |at: &usize| !self.wanted.contains(at) && !fields[*at].is_empty();
+        others.extend((0..fields.len()).filter(is_other).map(|at| row_keys::other_column(&self.names[at])));
+        Ok((row, others))
     }
 }
 
@@ -179,7 +189,8 @@ mod tests {
         let mut rows = CsvRows::open(text, delimiter, &path, names.as_ref()).map_err(of_file)?;
         let mut found = Vec::new();
         while let Some(record) = rows.next(&path).map_err(of_file)? {
-            let row = rows.header.row(&record, names.as_ref()).map_err(|problem| problem.to_string());
+            let row =
+                rows.header.row(&record, names.as_ref()).map(|(row, _)| row).map_err(|problem| problem.to_string());
             found.push((record.number, row));
         }
         Ok(found)

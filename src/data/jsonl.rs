@@ -1,19 +1,24 @@
 //! Rows of JSONL: one object a line.
 
+use std::borrow::Cow;
+use std::fmt;
 use std::path::Path;
 
-use serde::Deserialize;
+use serde::de::{Error, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
 use super::column_names::ColumnNames;
-use super::conversation::{self, TemplateInputs};
 use super::opened::UnpackedText;
 use super::python_json::PythonRow;
 use super::raw_row::RawRow;
+use super::row_keys::{self, OtherKey};
+use super::row_object::RowObject;
 use super::rows::{RowLocation, RowProblem};
 use super::shown::shown;
 use super::source::SourceError;
+use super::token_lists::{INPUT_IDS, LISTS};
 use crate::bounds::ROW_BYTES;
 
 /// A row as it is written: a line of JSONL, or an item of an array.
@@ -98,147 +103,99 @@ impl JsonLines {
     }
 }
 
-/// The keys that a row needs, in the order in which forms count.
-pub(super) const KNOWN: [&str; 8] =
-    ["input_ids", "messages", "conversations", "instruction", "output", "prompt", "completion", "text"];
-
-/// What may be beside them.
-const BESIDE: [&str; 5] = ["labels", "loss_mask", "input", "tools", "chat_template_kwargs"];
-
-#[derive(Deserialize)]
+/// A line's row as it is read: the lists beside `input_ids` stay text until it is known that they are lists.
 struct JsonRow<'l> {
     input_ids: Option<Vec<i64>>,
-    /// Looked at beside `input_ids` only: data sets of texts call other things so, too.
-    #[serde(borrow)]
-    labels: Option<&'l RawValue>,
-    /// In place of labels, as speculators writes it; looked at as they are.
-    #[serde(borrow)]
-    loss_mask: Option<&'l RawValue>,
-    messages: Option<Value>,
-    conversations: Option<Value>,
-    instruction: Option<Value>,
-    input: Option<Value>,
-    output: Option<Value>,
-    prompt: Option<Value>,
-    completion: Option<Value>,
-    text: Option<Value>,
-    tools: Option<Value>,
-    chat_template_kwargs: Option<Value>,
+    /// Data sets of texts call other things so, too.
+    lists: Vec<(&'static str, &'l RawValue)>,
+    object: RowObject,
 }
 
-/// One line's row, of the columns of `names` alone where they are given.
-pub(super) fn named_row(line: &[u8], names: Option<&ColumnNames>) -> Result<RawRow, RowProblem> {
-    let Some(names) = names else { return any_row(line) };
-    let object = object_of(line, |key| names.reads(key))?;
-    row_of(&object, Some(names))
+#[derive(Deserialize)]
+struct Key<'l>(#[serde(borrow)] Cow<'l, str>);
+
+struct JsonRowVisitor;
+
+impl<'de> Visitor<'de> for JsonRowVisitor {
+    type Value = JsonRow<'de>;
+
+    fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut keys: A) -> Result<JsonRow<'de>, A::Error> {
+        let mut row = JsonRow { input_ids: None, lists: vec![], object: RowObject::default() };
+        let twice = |key: &str| A::Error::custom(format_args!("duplicate field `{key}`"));
+        while let Some(Key(key)) = keys.next_key()? {
+            let JsonRow { input_ids, lists, object } = &mut row;
+            if key == INPUT_IDS {
+                if input_ids.is_some() {
+                    return Err(twice(&key));
+                }
+                *input_ids = keys.next_value()?;
+            } else if row_keys::is_read(&key) {
+                if object.columns.insert(key.to_string(), keys.next_value()?).is_some() {
+                    return Err(twice(&key));
+                }
+            } else {
+                let value = keys.next_value::<&RawValue>()?;
+                let list = LISTS.into_iter().find(|list| *list == key);
+                match list.filter(|_| value.get() != "null") {
+                    Some(list) if lists.iter().any(|(known, _)| *known == list) => return Err(twice(list)),
+                    Some(list) => lists.push((list, value)),
+                    None if ["null", "\"\"", "[]", "{}"].contains(&value.get()) => {}
+                    None => object.others.push(row_keys::other_column(&key)),
+                }
+            }
+        }
+        Ok(row)
+    }
 }
 
-/// One line's row, of the columns that are known.
-fn any_row(line: &[u8]) -> Result<RawRow, RowProblem> {
-    let read = row(line);
+/// One line's row, and the keys that it is not made of; of the columns of `names` alone where they are given. Of several forms of a row the
+/// first counts: tokens, `messages`, `conversations`, `instruction` with `output`, `prompt` with `completion`, `text`.
+pub(super) fn row(line: &[u8], names: Option<&ColumnNames>) -> Result<(RawRow, Vec<OtherKey>), RowProblem> {
+    if names.is_some() || !line.trim_ascii_start().starts_with(b"{") {
+        let object = object_of(line, |key| names.is_none_or(|names| names.takes(key)))?;
+        return RowObject::of(object, names)?.row();
+    }
+    let read = json_row(line);
     let Err(RowProblem::BrokenJson { .. }) = read else { return read };
     let Some(python) = PythonRow::of(line) else { return read };
-    let is_known = |key: &str| KNOWN.contains(&key) || BESIDE.contains(&key);
-    match row(&python.json) {
-        Err(RowProblem::BrokenJson { .. }) => row_of(&python.object(is_known)?, None),
+    let is_read = |key: &str| row_keys::is_read(key) || LISTS.contains(&key);
+    match json_row(&python.json) {
+        Err(RowProblem::BrokenJson { .. }) => RowObject::of(python.object(is_read)?, None)?.row(),
         read => read,
     }
 }
 
-/// The row of an object.
-pub(super) fn row_of(object: &Map<String, Value>, names: Option<&ColumnNames>) -> Result<RawRow, RowProblem> {
-    let text = match names {
-        Some(names) => serde_json::to_vec(&names.of_object(object)?),
-        None => serde_json::to_vec(object),
-    };
-    row(&text.expect("an object of JSON is JSON"))
-}
-
-/// One line's row. Keys that are not asked for are ignored; of several forms of a row the first counts: tokens, `messages`,
-/// `conversations`, `instruction` with `output`, `prompt` with `completion`, `text`. (Data sets keep a conversation beside its text.)
-fn row(line: &[u8]) -> Result<RawRow, RowProblem> {
-    if !line.trim_ascii_start().starts_with(b"{") {
-        object(line)?; // serde would read a list as a struct, key by key
-    }
-    let row: JsonRow = serde_json::from_slice(line).map_err(|error| explain(line, &error))?;
-    let inputs = |tools: Option<Value>, kwargs: Option<Value>| -> Result<_, RowProblem> {
-        Ok(TemplateInputs { tools: tools_of(tools)?, kwargs: kwargs_of(kwargs)? })
-    };
-    let of_messages =
-        |key, value, inputs| Ok(RawRow::conversation(key, conversation::of_messages(key, &value)?, inputs));
-    match row {
-        JsonRow { input_ids: Some(input_ids), labels, loss_mask, .. } => {
-            let list = |value: Option<&RawValue>| value.map(|value| serde_json::from_str(value.get())).transpose();
-            let explained = |error| explain(line, &error);
-            let (labels, mask) = (list(labels).map_err(explained)?, list(loss_mask).map_err(explained)?);
-            RawRow::of_tokens(input_ids, labels, mask)
+/// One line's row of the columns that are known.
+fn json_row(line: &[u8]) -> Result<(RawRow, Vec<OtherKey>), RowProblem> {
+    let mut json = serde_json::Deserializer::from_slice(line);
+    let read = json.deserialize_map(JsonRowVisitor).and_then(|row| json.end().map(|()| row));
+    let JsonRow { input_ids, lists, mut object } = read.map_err(|error| explain(line, &error))?;
+    match input_ids {
+        Some(input_ids) => {
+            let list = |key| {
+                let json = lists.iter().find(|(list, _)| *list == key).map(|(_, json)| json.get());
+                json.map(serde_json::from_str).transpose().map_err(|error| explain(line, &error))
+            };
+            object.row_of_tokens(input_ids, list)
         }
-        JsonRow { messages: Some(value), tools, chat_template_kwargs, .. } => {
-            of_messages("messages", value, inputs(tools, chat_template_kwargs)?)
-        }
-        JsonRow { conversations: Some(value), tools, chat_template_kwargs, .. } => {
-            of_messages("conversations", value, inputs(tools, chat_template_kwargs)?)
-        }
-        JsonRow { instruction: Some(instruction), input, output: Some(output), .. } => {
-            let input = input.map(|input| string("input", input)).transpose()?;
-            let (instruction, output) = (string("instruction", instruction)?, string("output", output)?);
-            let turns = conversation::of_alpaca(&instruction, input.as_deref(), &output);
-            Ok(RawRow::conversation("instruction", turns, TemplateInputs::default()))
-        }
-        JsonRow { prompt: Some(prompt), completion: Some(completion), tools, chat_template_kwargs, .. } => {
-            pair(prompt, completion, inputs(tools, chat_template_kwargs)?)
-        }
-        JsonRow { text: Some(text), .. } => string("text", text).map(RawRow::Text),
-        _ => Err(no_row(&object(line)?)),
-    }
-}
-
-/// Why an object is no row: a key that is known is null, or there is none.
-fn no_row(object: &Map<String, Value>) -> RowProblem {
-    match KNOWN.into_iter().find(|key| object.get(*key).is_some_and(Value::is_null)) {
-        Some(key) => RowProblem::null(key),
-        None => RowProblem::NoKnownKey { found: object.keys().cloned().collect() },
-    }
-}
-
-/// TRL's prompt and completion: two strings, or two lists of messages.
-fn pair(prompt: Value, completion: Value, inputs: TemplateInputs) -> Result<RawRow, RowProblem> {
-    if prompt.is_array() {
-        let asked = conversation::of_messages("prompt", &prompt)?;
-        return Ok(RawRow::conversation_pair(asked, conversation::of_messages("completion", &completion)?, inputs));
-    }
-    Ok(RawRow::Pair { prompt: string("prompt", prompt)?, completion: string("completion", completion)? })
-}
-
-/// A list of tools, or its JSON as a string: in columns every tool would need the same keys. An empty list is none.
-pub(super) fn tools_of(value: Option<Value>) -> Result<Option<Vec<Value>>, RowProblem> {
-    let Some(value) = value else { return Ok(None) };
-    let tools = match &value {
-        Value::Array(tools) => Some(tools.clone()),
-        Value::String(json) if json.trim().is_empty() => Some(vec![]),
-        Value::String(json) => serde_json::from_str(json).ok(),
-        _ => None,
-    };
-    let expected = "a list of tools, or a string that holds one as JSON";
-    let wrong = || RowProblem::Value { key: "tools".to_owned(), expected, got: shown(&value) };
-    Ok(Some(tools.ok_or_else(wrong)?).filter(|tools| !tools.is_empty()))
-}
-
-pub(super) fn kwargs_of(value: Option<Value>) -> Result<Map<String, Value>, RowProblem> {
-    match value {
-        None => Ok(Map::new()),
-        Some(Value::Object(kwargs)) => Ok(kwargs),
-        Some(other) => {
-            let key = "chat_template_kwargs".to_owned();
-            Err(RowProblem::Value { key, expected: "an object", got: shown(&other) })
+        None => {
+            object.others.extend(lists.iter().map(|(list, _)| row_keys::other_column(list)));
+            object.row().map_err(|problem| with_all_keys(problem, line))
         }
     }
 }
 
-fn string(key: &str, value: Value) -> Result<String, RowProblem> {
-    match value {
-        Value::String(text) => Ok(text),
-        other => Err(RowProblem::Value { key: key.to_owned(), expected: "a string", got: shown(&other) }),
+/// Where no column is known, all of the row are named.
+fn with_all_keys(problem: RowProblem, line: &[u8]) -> RowProblem {
+    match (problem, object(line)) {
+        (RowProblem::NoKnownKey { .. }, Ok(object)) => {
+            RowProblem::NoKnownKey { found: object.keys().cloned().collect() }
+        }
+        (problem, _) => problem,
     }
 }
 
@@ -268,7 +225,7 @@ fn explain(line: &[u8], error: &serde_json::Error) -> RowProblem {
         Ok(object) => object,
         Err(problem) => return problem,
     };
-    let ids = ["input_ids", "labels", "loss_mask"].iter().find_map(|key| bad_integer(key, object.get(*key)?));
+    let ids = LISTS.iter().find_map(|key| bad_integer(key, object.get(*key)?));
     ids.unwrap_or_else(|| RowProblem::broken_json(error)) // a key that is there twice
 }
 
@@ -287,6 +244,11 @@ fn bad_integer(key: &str, value: &Value) -> Option<RowProblem> {
 mod tests {
     use super::*;
     use crate::data::column_advice;
+    use crate::data::conversation::{self, TemplateInputs};
+
+    fn row(line: &[u8]) -> Result<RawRow, RowProblem> {
+        super::row(line, None).map(|(row, _)| row)
+    }
 
     fn complaint(line: &str) -> String {
         row(line.as_bytes()).unwrap_err().to_string()
@@ -335,31 +297,6 @@ mod tests {
         let mixed = r#"{"prompt": [{"role": "user", "content": "q"}], "completion": "a"}"#;
         assert_eq!(complaint(mixed), "completion: expected a list of messages, got \"a\"");
         assert_eq!(complaint(r#"{"prompt": "q", "completion": 3}"#), "completion: expected a string, got 3");
-    }
-
-    #[test]
-    fn pythons_nan_is_null_unless_it_is_read() {
-        let read = |line: &str, names: Option<&str>| {
-            let names = names.map(|names| names.parse().unwrap());
-            named_row(line.as_bytes(), names.as_ref()).map_err(|problem| problem.to_string())
-        };
-        let text = Ok(RawRow::Text("NaN".to_owned()));
-        for line in
-            [r#"{"text": "NaN", "score": NaN, "labels": [Infinity]}"#, r#"{"more": {"a": [-Infinity]}, "text": "NaN"}"#]
-        {
-            assert_eq!(read(line, None), text);
-            assert_eq!(read(line, Some("text=text")), text);
-        }
-        let of_key = |key: &str| Err(format!("{key}: expected JSON, got NaN or Infinity, which JSON does not have"));
-        assert_eq!(read(r#"{"id": NaN, "text": NaN}"#, None), of_key("text"));
-        assert_eq!(read(r#"{"input_ids": [1], "labels": [NaN]}"#, None), of_key("labels"));
-        assert_eq!(read(r#"{"instruction": "a", "input": NaN, "output": "b"}"#, None), of_key("input"));
-        assert_eq!(read(r#"{"messages": [{"role": "user", "content": NaN}]}"#, None), of_key("messages"));
-        assert_eq!(read(r#"{"a": NaN, "text": "x"}"#, Some("text=a")), of_key("a"));
-        let wrong = read(r#"{"input_ids": "1 2", "score": NaN}"#, None).unwrap_err();
-        assert_eq!(wrong, r#"input_ids: expected a list of integers, got "1 2""#);
-        assert!(read(r#"{"score": NaN}"#, None).unwrap_err().contains(r#"got "score""#));
-        assert!(read(r#"{"text": nan}"#, None).unwrap_err().contains("not valid JSON"));
     }
 
     #[test]

@@ -12,6 +12,7 @@ pub mod column_names;
 mod columns;
 pub mod conversation;
 mod csv_rows;
+mod described_folder;
 mod documents;
 mod error;
 mod jinja;
@@ -23,6 +24,7 @@ mod marked;
 pub mod mask;
 pub mod mix;
 mod opened;
+mod other_keys;
 pub mod pack;
 mod pair;
 mod parquet;
@@ -33,6 +35,8 @@ mod raw_row;
 mod reading;
 mod regroup;
 pub mod report;
+pub mod row_keys;
+mod row_object;
 pub mod rows;
 mod settings;
 mod shown;
@@ -40,6 +44,7 @@ pub mod source;
 pub mod store;
 mod template_abilities;
 mod token_file;
+mod token_lists;
 pub mod tokenize;
 
 use std::num::NonZeroUsize;
@@ -53,6 +58,7 @@ use crate::numbers::{Fraction, Positive};
 use cache::{CacheEntry, TokenCache};
 pub use error::DataError;
 use mix::Mix;
+pub use other_keys::OtherKeys;
 use pack::{PackReport, Sequences};
 pub use report::{BadRows, CacheUse, DataFile, DropReason, LoadReport, RowCounts, Tokenised};
 pub use rows::IGNORE;
@@ -82,6 +88,7 @@ pub fn load_entries(entries: &[&[String]], settings: &LoadSettings) -> Result<(R
         let mut limit = settings.limit.map(NonZeroUsize::get);
         let found = source::find(entry)?;
         report.texts_left_out.extend(found.texts_left_out);
+        report.splits_left_out.extend(found.splits_left_out);
         let listed = ListedFiles::of(&found.files)?;
         for path in found.files {
             if limit == Some(0) {

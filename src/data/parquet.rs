@@ -17,6 +17,7 @@ use parquet::file::serialized_reader::SerializedPageReader;
 
 use super::column_names::ColumnNames;
 use super::columns;
+use super::row_keys::OtherKey;
 use super::rows::{RowError, RowLocation, RowProblem};
 use crate::panics;
 
@@ -28,6 +29,8 @@ const ROWS_AT_ONCE: usize = 1024;
 pub(super) struct ParquetBatches {
     reader: ParquetRecordBatchReader,
     pub(super) rows: u64,
+    /// Columns that are not read.
+    pub(super) others: Arc<[OtherKey]>,
 }
 
 impl ParquetBatches {
@@ -43,14 +46,15 @@ impl ParquetBatches {
             return Err(broken("its footer counts more items than it has bytes"));
         }
         let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(broken)?;
-        let wanted = ProjectionMask::roots(builder.parquet_schema(), columns::wanted(builder.schema(), names)?);
+        let columns::FileColumns { wanted, others } = columns::FileColumns::of(builder.schema(), names)?;
+        let wanted = ProjectionMask::roots(builder.parquet_schema(), wanted);
         let mut at_once = ROWS_AT_ONCE;
         for group in builder.metadata().row_groups() {
             at_once = at_once.min(rows_at_once(&pages, group, &wanted).map_err(broken)?);
         }
         let rows = u64::try_from(builder.metadata().file_metadata().num_rows()).unwrap_or(0);
         let reader = builder.with_projection(wanted).with_batch_size(at_once).build().map_err(broken)?;
-        Ok(Self { reader, rows })
+        Ok(Self { reader, rows, others: others.into() })
     }
 
     pub(super) fn next(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {

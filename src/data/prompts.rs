@@ -11,7 +11,7 @@ use super::conversation::{self, Chat, Message, TemplateInputs};
 use super::rows::{RowError, RowLocation, RowProblem};
 use super::shown::shown;
 use super::tokenize::{TextTokenizer, TokenizeError};
-use super::{json_array, jsonl};
+use super::{json_array, jsonl, row_object};
 use crate::files;
 
 /// In place of a file: prompts come from stdin.
@@ -330,8 +330,7 @@ fn chat(key: &str, value: &Value, object: &Map<String, Value>) -> Result<Chat, R
         return Err(RowProblem::Value { key: key.to_owned(), expected, got: shown(value) });
     }
     let given = |key: &str| object.get(key).filter(|value| !value.is_null()).cloned();
-    let tools = jsonl::tools_of(given("tools"))?;
-    let inputs = TemplateInputs { tools, kwargs: jsonl::kwargs_of(given("chat_template_kwargs"))? };
+    let inputs = row_object::template_inputs(given("tools"), given("chat_template_kwargs"))?;
     Ok(Chat { messages: conversation::of_messages(key, value)?, inputs })
 }
 

@@ -4,7 +4,7 @@ use super::chat::ConversationRenderer;
 use super::conversation::{Message, TemplateInputs};
 use super::pair;
 use super::report::DropReason;
-use super::rows::{IGNORE, ReadRow, RowForm, RowProblem, TokenRow};
+use super::rows::{ReadRow, RowForm, RowProblem, TokenRow};
 use super::settings::LoadSettings;
 use super::tokenize::TextTokenizer;
 
@@ -31,23 +31,6 @@ pub(super) enum RawRow {
 }
 
 impl RawRow {
-    /// Token ids with labels, or with a mask that is not 0 where a token carries loss; labels count before it.
-    pub(super) fn of_tokens(
-        input_ids: Vec<i64>,
-        labels: Option<Vec<i64>>,
-        loss_mask: Option<Vec<i64>>,
-    ) -> Result<Self, RowProblem> {
-        let Some(mask) = loss_mask.filter(|_| labels.is_none()) else {
-            return Ok(Self::Tokens { input_ids, labels });
-        };
-        if mask.len() != input_ids.len() {
-            return Err(RowProblem::LabelsLength { key: "loss_mask", ids: input_ids.len(), labels: mask.len() });
-        }
-        let label = |(&id, carries): (&i64, i64)| if carries == 0 { i64::from(IGNORE) } else { id };
-        let labels = input_ids.iter().zip(mask).map(label).collect();
-        Ok(Self::Tokens { input_ids, labels: Some(labels) })
-    }
-
     pub(super) fn conversation(key: &'static str, messages: Vec<Message>, inputs: TemplateInputs) -> Self {
         Self::Conversation { key, messages, given: 0, inputs }
     }
@@ -88,21 +71,5 @@ impl RawRow {
             }
         };
         Ok(Ok(ReadRow::new(tokens, of)))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_mask_stands_for_labels_where_there_are_none() {
-        let of = |labels: Option<Vec<i64>>, mask: Option<Vec<i64>>| RawRow::of_tokens(vec![5, 6, 7], labels, mask);
-        let tokens = |labels| RawRow::Tokens { input_ids: vec![5, 6, 7], labels };
-        assert_eq!(of(None, Some(vec![0, 1, 1])).unwrap(), tokens(Some(vec![-100, 6, 7])));
-        assert_eq!(of(Some(vec![5, -100, -100]), Some(vec![0, 1, 1])).unwrap(), tokens(Some(vec![5, -100, -100])));
-        assert_eq!(of(None, None).unwrap(), tokens(None));
-        let short = of(None, Some(vec![1])).unwrap_err().to_string();
-        assert_eq!(short, "loss_mask: expected 3 values, one for each of input_ids, got 1");
     }
 }

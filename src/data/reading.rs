@@ -19,8 +19,10 @@ use super::error::DataError;
 use super::json_array::{self, ArrayRows};
 use super::jsonl::{self, JsonLines, RowText};
 use super::opened::Opened;
+use super::other_keys::OtherKeys;
 use super::raw_row::RawRow;
 use super::report::{DropReason, FileSummary, Tokenised};
+use super::row_keys::OtherKey;
 use super::rows::{ReadRow, RowError, RowForm, RowLocation, RowProblem, TokenRow};
 use super::settings::{LoadSettings, ReadProgress};
 use super::token_file::{Medium, TokenFile, TokenFileWriter, Whole};
@@ -43,8 +45,8 @@ enum RawRows {
     Json(Vec<RowText>),
     Csv(Vec<CsvRecord>, Arc<CsvHeader>),
     Documents(Vec<RowText>),
-    /// And the number of the first row, from 1.
-    Columns(RecordBatch, usize),
+    /// And the number of the first row, from 1, and the columns that are not read.
+    Columns(RecordBatch, usize, Arc<[OtherKey]>),
 }
 
 /// Bytes of a row as it is written.
@@ -67,6 +69,12 @@ impl RowBytes for CsvRecord {
 /// The outcome of a row.
 type RowOutcome = Result<Result<ReadRow, DropReason>, RowError>;
 
+/// Those of a portion, and the keys that nothing is made of.
+struct Outcomes {
+    rows: Vec<RowOutcome>,
+    others: OtherKeys,
+}
+
 /// Reads a file's rows, cut and without those that are left out, into `out`.
 pub(super) fn write<W: Write>(
     path: &Path,
@@ -79,7 +87,8 @@ pub(super) fn write<W: Write>(
     let mut writer = TokenFileWriter::new(out).map_err(&failed)?;
     let (mut summary, mut took, fit) = (FileSummary::default(), Tokenised::default(), settings.fit());
     outcomes(path, settings, |portion, read| {
-        for outcome in portion {
+        summary.counts.others.add(portion.others);
+        for outcome in portion.rows {
             match outcome {
                 Ok(Ok(row)) => {
                     took.tokens += if row.of == RowForm::Tokens { 0 } else { row.tokens.input_ids.len() };
@@ -96,6 +105,7 @@ pub(super) fn write<W: Write>(
         }
         Ok(())
     })?;
+    summary.counts.others.settle(settings.template);
     let mut out = writer.finish(summary).map_err(&failed)?;
     out.flush().map_err(|error| failed(error.into()))?;
     took.milliseconds = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
@@ -119,7 +129,7 @@ pub(super) fn in_memory(bytes: Vec<u8>) -> Result<Whole, ArrowError> {
 fn outcomes(
     path: &Path,
     settings: &LoadSettings,
-    mut take: impl FnMut(Vec<RowOutcome>, u64) -> Result<(), DataError>,
+    mut take: impl FnMut(Outcomes, u64) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     thread::scope(|scope| {
         // Each thread ends with the one behind it: its sends fail then.
@@ -185,12 +195,12 @@ fn portions(
         Opened::Parquet(file) => {
             let bytes = file.metadata().map_or(0, |metadata| metadata.len());
             let mut batches = parquet::ParquetBatches::open(file, path, names)?;
-            let all = batches.rows.max(1);
+            let (all, others) = (batches.rows.max(1), Arc::clone(&batches.others));
             let read = |rows: usize| (bytes as f64 * rows as f64 / all as f64) as u64;
             let next = || batches.next(path).map(|batch| batch.map(|batch| (batch, 0)));
             record_batches(limit, next, |batch, first, _| {
                 let read = read(first - 1 + batch.num_rows());
-                send(RawRows::Columns(batch, first), read)
+                send(RawRows::Columns(batch, first, Arc::clone(&others)), read)
             })
         }
         Opened::ArrowFile(file) => arrow(limit, arrow_ipc::ArrowBatches::of_file(file, path, names)?, path, send),
@@ -204,8 +214,9 @@ fn arrow(
     path: &Path,
     send: impl Fn(RawRows, u64) -> bool,
 ) -> Result<(), DataError> {
+    let others = Arc::clone(&batches.others);
     let next = || Ok(batches.next(path)?.map(|batch| (batch, batches.count())));
-    record_batches(limit, next, |batch, first, read| send(RawRows::Columns(batch, first), read))
+    record_batches(limit, next, |batch, first, read| send(RawRows::Columns(batch, first, Arc::clone(&others)), read))
 }
 
 /// Sends batches with the number of their first row and the bytes read by then, up to a limit of rows.
@@ -266,29 +277,50 @@ fn in_portions<T: RowBytes>(
 
 impl RawRows {
     /// Parses and tokenises on all cores.
-    fn outcomes(self, path: &Path, settings: &LoadSettings) -> Result<Vec<RowOutcome>, DataError> {
-        let read = |raw: RawRow| raw.read(settings);
+    fn outcomes(self, path: &Path, settings: &LoadSettings) -> Result<Outcomes, DataError> {
+        let names = settings.columns;
         Ok(match self {
-            Self::Json(rows) => rows.par_iter().map(|row| json_outcome(row, path, settings)).collect(),
-            Self::Csv(records, header) => {
-                let row = |record: &CsvRecord| header.row(record, settings.columns).and_then(read);
-                let placed =
-                    |record: &CsvRecord| row(record).map_err(|p| RowLocation::row(path, record.number).error(p));
-                records.par_iter().map(placed).collect()
-            }
-            Self::Documents(texts) => {
-                let row = |text: &RowText| document(text).and_then(read).map_err(|p| text.location(path).error(p));
-                texts.par_iter().map(row).collect()
-            }
-            Self::Columns(batch, first) => {
-                let columns = columns::Columns::of(&batch, settings.columns)
+            Self::Json(rows) => Outcomes::of(&rows, |row| json_outcome(row, path, settings)),
+            Self::Csv(records, header) => Outcomes::of(&records, |record| {
+                let place = || RowLocation::row(path, record.number);
+                outcome(header.row(record, names), settings, |problem| place().error(problem))
+            }),
+            Self::Documents(texts) => Outcomes::of(&texts, |text| {
+                let row = document(text).map(|row| (row, vec![]));
+                outcome(row, settings, |problem| text.location(path).error(problem))
+            }),
+            Self::Columns(batch, first, others) => {
+                let columns = columns::Columns::of(&batch, names)
                     .map_err(|error| RowLocation::row(path, first).error(RowProblem::BrokenArrow(error.to_string())))?;
-                let row = |row: usize| {
-                    columns.row(row).and_then(read).map_err(|p| RowLocation::row(path, first + row).error(p))
-                };
-                (0..batch.num_rows()).into_par_iter().map(row).collect()
+                let rows: Vec<usize> = (0..batch.num_rows()).collect();
+                let mut read = Outcomes::of(&rows, |row| {
+                    let place = || RowLocation::row(path, first + row);
+                    outcome(columns.row(*row), settings, |problem| place().error(problem))
+                });
+                others.iter().for_each(|key| read.others.count(key, rows.len()));
+                read
             }
         })
+    }
+}
+
+impl Outcomes {
+    fn of<T: Sync>(rows: &[T], outcome: impl Fn(&T) -> (RowOutcome, Vec<OtherKey>) + Sync + Send) -> Self {
+        let (rows, keys): (Vec<RowOutcome>, Vec<Vec<OtherKey>>) = rows.par_iter().map(outcome).unzip();
+        let mut others = OtherKeys::default();
+        keys.iter().flatten().for_each(|key| others.count(key, 1));
+        Self { rows, others }
+    }
+}
+
+fn outcome(
+    row: Result<(RawRow, Vec<OtherKey>), RowProblem>,
+    settings: &LoadSettings,
+    placed: impl Fn(RowProblem) -> RowError,
+) -> (RowOutcome, Vec<OtherKey>) {
+    match row {
+        Ok((row, others)) => (row.read(settings).map_err(placed), others),
+        Err(problem) => (Err(placed(problem)), vec![]),
     }
 }
 
@@ -298,14 +330,13 @@ fn document(text: &RowText) -> Result<RawRow, RowProblem> {
 }
 
 /// What is no JSON in an array is told as a place in the file: its rows have no line of their own.
-fn json_outcome(row: &RowText, path: &Path, settings: &LoadSettings) -> RowOutcome {
-    let raw = |text| jsonl::named_row(text, settings.columns);
-    let read = row.text.as_deref().ok_or(RowProblem::TooLong).and_then(raw).and_then(|raw| raw.read(settings));
+fn json_outcome(row: &RowText, path: &Path, settings: &LoadSettings) -> (RowOutcome, Vec<OtherKey>) {
     let in_array = |problem: &RowProblem| match problem {
         RowProblem::BrokenJson { .. } if !settings.skip_bad_rows => json_array::broken(row),
         _ => None,
     };
-    read.map_err(|problem| match in_array(&problem) {
+    let text = row.text.as_deref().ok_or(RowProblem::TooLong);
+    outcome(text.and_then(|text| jsonl::row(text, settings.columns)), settings, |problem| match in_array(&problem) {
         Some(broken) => RowLocation::file(path).error(RowProblem::BrokenItem(broken.into())),
         None => row.location(path).error(problem),
     })

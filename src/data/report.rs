@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::column_advice::NO_ANSWERS;
+use super::described_folder::LeftOutSplits;
 use super::long_rows::{LongRows, RowFit};
+use super::other_keys::OtherKeys;
 use super::rows::{IGNORE, ReadRow, RowError, RowForm, TokenRow};
 use crate::plural::counted;
 
@@ -121,6 +123,9 @@ pub struct RowCounts {
     /// Rows that are not right, by kind; without `--skip-bad-rows` the first one ends the run.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub bad_rows: BTreeMap<String, BadRows>,
+    /// Columns and keys of messages that no row is made of.
+    #[serde(flatten)]
+    pub others: OtherKeys,
 }
 
 /// Counts for one file, cached with its rows.
@@ -143,6 +148,9 @@ pub struct LoadReport {
     /// Text files beside the files of a folder.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub texts_left_out: Vec<PathBuf>,
+    /// Splits of data sets that name theirs, beside the one for training.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub splits_left_out: Vec<LeftOutSplits>,
     /// Tokens of the longest row: `data.max_length`, or the backbone's context.
     #[serde(skip)]
     pub max_length: usize,
@@ -280,6 +288,7 @@ impl LoadReport {
             let first = format!("{}{}", path.display(), of_file.first);
             all.bad_rows.entry(kind).or_insert(BadRows { rows: 0, first }).rows += of_file.rows;
         }
+        all.others.add(file.others);
     }
 
     /// Takes in what tokenising a file took; rows of token ids take none.
@@ -400,6 +409,9 @@ impl fmt::Display for LoadReport {
         for (kind, bad) in &self.counts.bad_rows {
             write!(out, ", {} skipped ({kind}; first {})", bad.rows, bad.first)?;
         }
+        if !self.counts.others.not_read.is_empty() {
+            write!(out, "; not read: {}", self.counts.others)?;
+        }
         if let Some(first) = self.texts_left_out.first() {
             let texts = counted(self.texts_left_out.len(), "text file");
             write!(
@@ -407,6 +419,10 @@ impl fmt::Display for LoadReport {
                 "; not read: {texts} beside other data files ({}); name such files to read them",
                 first.display()
             )?;
+        }
+        for LeftOutSplits { path, splits } in &self.splits_left_out {
+            let words = if splits.len() == 1 { "the split" } else { "the splits" };
+            write!(out, "; not read: {words} {} that {} names", splits.join(", "), path.display())?;
         }
         for file in &self.files {
             if let CacheUse::Rebuilt(how) = &file.cache {

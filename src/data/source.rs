@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::described_folder::{self, DescribedFolder, DescriptionError, LeftOutSplits};
 use crate::files::{FileError, check_regular, failed};
 
 /// Why a list of data files cannot be used.
@@ -35,6 +36,9 @@ pub enum SourceError {
         train: String,
         held_out: String,
     },
+    /// A folder that says in a file which of its files are data.
+    #[error(transparent)]
+    Description(#[from] DescriptionError),
     /// A pattern without a file.
     #[error("the pattern {pattern:?} matches no file")]
     NoMatch { pattern: String },
@@ -87,6 +91,8 @@ pub struct FoundFiles {
     pub files: Vec<PathBuf>,
     /// Texts of the folders that hold other data files, too.
     pub texts_left_out: Vec<PathBuf>,
+    /// Of folders that name their splits.
+    pub splits_left_out: Vec<LeftOutSplits>,
 }
 
 /// The extension of a name in small letters, that of compression left out.
@@ -134,9 +140,13 @@ pub fn find(patterns: &[String]) -> Result<FoundFiles, SourceError> {
     for pattern in patterns {
         let path = Path::new(pattern);
         if path.is_dir() {
-            let FoundFiles { files, texts_left_out } = files_of(path)?;
-            found.files.extend(files);
-            found.texts_left_out.extend(texts_left_out);
+            let inner = match described_folder::describe(path)? {
+                Some(described) => of_described(described)?,
+                None => files_of(path)?,
+            };
+            found.files.extend(inner.files);
+            found.texts_left_out.extend(inner.texts_left_out);
+            found.splits_left_out.extend(inner.splits_left_out);
         } else if path.exists() {
             check_regular(path).map_err(failed("read", path))?;
             found.files.push(path.to_owned()); // also a name that looks like a pattern
@@ -147,6 +157,17 @@ pub fn find(patterns: &[String]) -> Result<FoundFiles, SourceError> {
         }
     }
     found.files.iter().try_for_each(|path| check_name(path))?;
+    Ok(found)
+}
+
+/// The files of a folder that names them.
+fn of_described(described: DescribedFolder) -> Result<FoundFiles, SourceError> {
+    let text = |path: &PathBuf| {
+        check_name(path)?;
+        Ok(path.to_string_lossy().into_owned())
+    };
+    let mut found = find(&described.train.iter().map(text).collect::<Result<Vec<_>, SourceError>>()?)?;
+    found.splits_left_out.extend(described.left_out);
     Ok(found)
 }
 
@@ -169,7 +190,7 @@ fn files_of(folder: &Path) -> Result<FoundFiles, SourceError> {
     match (train, held_out) {
         (None, None) => Err(SourceError::EmptyFolder { path: folder.to_owned() }),
         (Some(train), Some(held_out)) => Err(SourceError::SeveralSplits { path: folder.to_owned(), train, held_out }),
-        _ => Ok(FoundFiles { files, texts_left_out }),
+        _ => Ok(FoundFiles { files, texts_left_out, ..FoundFiles::default() }),
     }
 }
 
@@ -262,7 +283,7 @@ mod tests {
         let found = || {
             let found = find(std::slice::from_ref(&folder)).map_err(|error| error.to_string().replace(&folder, "DIR"));
             let name = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().to_owned();
-            let FoundFiles { files, texts_left_out } = found?;
+            let FoundFiles { files, texts_left_out, .. } = found?;
             let both = [files, texts_left_out].map(|paths| paths.iter().map(name).collect::<Vec<_>>().join(" "));
             Ok::<_, String>(both)
         };

@@ -477,6 +477,14 @@ fn text_rows(seeds: &mut Seeds) {
     seeds.all("rows_jsonl", [lines.clone(), format!("\u{feff}{lines}\r\n\n{{"), "{\"text\": \"\\ud800\"}".to_owned()]);
     seeds.add("rows_json_array", "[\n]  x");
     seeds.all(
+        "data_folder",
+        [
+            "s{\"_data_files\": [{\"filename\": \"state.json\"}]}",
+            "d{\"splits\": [\"train\", \"test\"]}",
+            "r---\nconfigs:\n- config_name: a\n  default: true\n  data_files:\n  - split: train\n    path: README.*\n  - split: test\n    path: [x, y]\n- config_name: b\n  data_files: \"*.md\"\n---\n",
+        ],
+    );
+    seeds.all(
         "rows_csv",
         [
             "ctext,id\n\"The \"\"cat\"\"\nsat\",1\nx\n",

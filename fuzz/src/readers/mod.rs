@@ -39,6 +39,7 @@ pub const READERS: &[Reader] = &[
     reader("checkpoint", checkpoints::checkpoint),
     reader("checksums", formats::checksums),
     reader("config", recipes::config),
+    reader("data_folder", rows::data_folder),
     reader("distill_folder", formats::distill_folder),
     reader("heads", weights::heads),
     reader("heads_config", formats::heads_config),

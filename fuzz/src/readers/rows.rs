@@ -9,7 +9,7 @@ use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, TemplateChoice};
 use medusa::data::prompts::{self, PromptFile};
 use medusa::data::tokenize::TextTokenizer;
-use medusa::data::{self, LoadSettings};
+use medusa::data::{self, LoadSettings, source};
 use medusa::files::hex;
 use sha2::{Digest, Sha256};
 
@@ -129,6 +129,19 @@ fn footed(input: &[u8]) -> (&[u8], u32) {
     let (body, length) = input.split_at(input.len().saturating_sub(2));
     let length = length.iter().rev().fold(0, |length, &byte| length << 8 | u32::from(byte));
     (body, length.min(body.len() as u32))
+}
+
+/// What a folder says of its files; the first byte says in which of its own.
+pub(super) fn data_folder(input: &[u8]) {
+    let (form, rest) = choice(input);
+    let name = match form {
+        b's' => "state.json",
+        b'd' => "dataset_dict.json",
+        _ => "README.md",
+    };
+    let folder = folder(&format!("data_folder/{name}"));
+    write(&folder.join(name), rest);
+    told(&folder, source::find(&[folder.display().to_string()]));
 }
 
 /// A file of the token cache, as [`arrow`] has it, under the name that its footer's hash gives it; with the checksums of its batches made

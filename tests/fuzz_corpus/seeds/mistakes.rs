@@ -188,6 +188,17 @@ fn rows(seeds: &mut Seeds) {
         ],
     );
     seeds.all(
+        "data_folder",
+        [
+            "s{\"_data_files\": [{\"filename\": \"../a\"}]}",
+            "d{\"splits\": [\"a\", \"b\"]}",
+            "r---\nconfigs:\n- config_name: [a\n---",
+            "r---\nconfigs: &a [*a, {config_name: a, data_files: [/x, \"a[\"]}]\n---",
+            "r---\nconfigs:\n- - - a\n---",
+            "s[]",
+        ],
+    );
+    seeds.all(
         "rows_csv",
         [
             &b"ctext\n\"a"[..],
