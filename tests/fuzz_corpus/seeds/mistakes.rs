@@ -7,6 +7,7 @@ use crate::hostile_templates::table;
 
 pub(super) fn add(seeds: &mut Seeds) {
     recipes(seeds);
+    data_folders(seeds);
     rows(seeds);
     prompts(seeds);
     requests(seeds);
@@ -154,6 +155,20 @@ fn data_rows() -> Vec<Value> {
     ]
 }
 
+fn data_folders(seeds: &mut Seeds) {
+    seeds.all(
+        "data_folder",
+        [
+            "s{\"_data_files\": [{\"filename\": \"../a\"}]}",
+            "d{\"splits\": [\"a\", \"b\"]}",
+            "r---\nconfigs:\n- config_name: [a\n---",
+            "r---\nconfigs: &a [*a, {config_name: a, data_files: [/x, \"a[\"]}]\n---",
+            "r---\nconfigs:\n- - - a\n---",
+            "s[]",
+        ],
+    );
+}
+
 fn rows(seeds: &mut Seeds) {
     let rows = data_rows();
     for row in &rows {
@@ -185,17 +200,6 @@ fn rows(seeds: &mut Seeds) {
             "[1 2]",
             "[]]",
             "[{\"a\": [1, {\"b\": 2}]}]",
-        ],
-    );
-    seeds.all(
-        "data_folder",
-        [
-            "s{\"_data_files\": [{\"filename\": \"../a\"}]}",
-            "d{\"splits\": [\"a\", \"b\"]}",
-            "r---\nconfigs:\n- config_name: [a\n---",
-            "r---\nconfigs: &a [*a, {config_name: a, data_files: [/x, \"a[\"]}]\n---",
-            "r---\nconfigs:\n- - - a\n---",
-            "s[]",
         ],
     );
     seeds.all(
