@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use medusa::data::chat_template::{ChatTemplate, Message};
-use medusa::data::conversation::Chat;
+use medusa::data::conversation::ChatInput;
 use medusa::data::prompts::{self, PromptInput};
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
@@ -102,7 +102,7 @@ fn no_held_out_question_was_trained_on() {
         assert!(!trained.contains(&first_question(&row)), "{}", row.text);
     }
     for prompt in prompts::read(&tiny("prompts.jsonl")).unwrap() {
-        let PromptInput::Chat(Chat { messages, .. }) = prompt.input else { panic!("expected messages") };
+        let PromptInput::Chat(ChatInput { messages, .. }) = prompt.input else { panic!("expected messages") };
         assert!(!trained.contains(&messages[0].content), "{}", messages[0].content);
     }
 }
@@ -148,7 +148,7 @@ fn the_tiny_backbone_answers_held_out_questions() {
     let conversations = rows("eval.jsonl").into_iter().step_by(5);
     let (mut right, mut all) = (0, 0);
     for messages in conversations.map(|row| messages(&row.text)) {
-        let input = PromptInput::Chat(Chat { messages: messages[..1].to_vec(), ..Chat::default() });
+        let input = PromptInput::Chat(ChatInput { messages: messages[..1].to_vec(), ..ChatInput::default() });
         let prompt = prompts::to_ids(&input, &tokenizer, Some(&template)).unwrap();
         let got = tokenizer.decode(&answer(&llama, &prompt), true).unwrap();
         right += u32::from(got == messages[1].content);

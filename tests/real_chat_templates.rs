@@ -124,7 +124,6 @@ fn real_templates_render_and_mask_as_transformers_does() {
     let rows = made["rows"].as_array().expect("rows");
     for (name, expected) in made["made"].as_object().expect("templates") {
         let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).expect("a template");
-        let count = check(name, &without_tags(&source), rows, expected.as_array().expect("cases"), &tokenizer);
-        println!("{name}: {count} of {} rows are equal", rows.len());
+        check(name, &without_tags(&source), rows, expected.as_array().expect("cases"), &tokenizer);
     }
 }

@@ -13,7 +13,7 @@ use super::drafter::plan::DrafterPlan;
 use super::loading::load_backbone;
 use super::served::{self, Served};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
-use crate::data::conversation::{Chat, Message};
+use crate::data::conversation::{ChatInput, Message};
 use crate::data::prompts::{self, PromptInput};
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
 use crate::engine::cpu::{CpuEngine, Unsupported};
@@ -106,7 +106,7 @@ impl Decoder {
             let ids = prompts::to_ids(input, &self.tokenizer, self.template.as_deref())?;
             return answer(0, &wide(&ids)).map(drop);
         };
-        let mut chat = Chat::default();
+        let mut chat = ChatInput::default();
         for (at, turn) in turns.iter().enumerate() {
             let context = || format!("turn {}", at + 1);
             chat.messages.push(Message::new("user", turn));

@@ -5,9 +5,6 @@ use minijinja::value::{Serde, Value as TemplateValue};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::rows::RowProblem;
-use super::shown::shown;
-
 /// The key of an assistant's calls in OpenAI's messages.
 pub(super) const CALLS: &str = "tool_calls";
 /// Keys under which a message has what its model thought, apart from what it said.
@@ -43,7 +40,7 @@ pub struct TemplateInputs {
 
 /// A conversation with what a template takes beside it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Chat {
+pub struct ChatInput {
     pub messages: Vec<Message>,
     pub inputs: TemplateInputs,
 }
@@ -55,12 +52,6 @@ pub struct MessageProblem {
     pub key: String,
     pub expected: &'static str,
     pub got: Value,
-}
-
-impl From<MessageProblem> for RowProblem {
-    fn from(MessageProblem { key, expected, got }: MessageProblem) -> Self {
-        Self::Value { key, expected, got: shown(&got) }
-    }
 }
 
 impl Message {
@@ -113,7 +104,7 @@ impl Message {
     }
 }
 
-impl Chat {
+impl ChatInput {
     /// What a user says, without tools and variables.
     pub fn of_user(content: impl Into<String>) -> Self {
         Self { messages: vec![Message::new("user", content)], inputs: TemplateInputs::default() }
@@ -295,6 +286,7 @@ fn wrong<T>(key: &str, expected: &'static str, got: &Value) -> Result<T, Message
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::rows::RowProblem;
 
     fn read(value: Value) -> Vec<Message> {
         of_messages("messages", &value).unwrap()

@@ -34,7 +34,7 @@ enum Marking {
 
 /// A string of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Marked {
+struct MarkedString {
     message: usize,
     /// Whether any of it is in the text.
     is_written: bool,
@@ -46,7 +46,7 @@ pub(super) struct WrittenText {
     pub(super) text: String,
     /// Where in the text each mark stands, and the message that it belongs to, in order.
     marks: Vec<(usize, usize)>,
-    strings: Vec<Marked>,
+    strings: Vec<MarkedString>,
 }
 
 impl Marks {
@@ -193,7 +193,8 @@ impl WrittenText {
 
     /// Takes the marks out; `None` where something else stands in one.
     fn read(marked: &str, Marks { start, end, stop }: Marks, messages: &[usize]) -> Option<Self> {
-        let mut strings: Vec<Marked> = messages.iter().map(|&message| Marked { message, is_written: false }).collect();
+        let mut strings: Vec<MarkedString> =
+            messages.iter().map(|&message| MarkedString { message, is_written: false }).collect();
         let (mut text, mut marks, mut rest) = (String::with_capacity(marked.len()), Vec::new(), marked);
         while let Some(at) = rest.find([start, end]) {
             text += &rest[..at];

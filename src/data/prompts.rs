@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::chat_template::{ChatTemplate, TemplateChoice, TemplateError};
-use super::conversation::{self, Chat, Message, TemplateInputs};
+use super::conversation::{self, ChatInput, Message, TemplateInputs};
 use super::rows::{RowError, RowLocation, RowProblem};
 use super::shown::shown;
 use super::tokenize::{TextTokenizer, TokenizeError};
@@ -84,7 +84,7 @@ pub enum PromptInput {
     /// Token ids as they are.
     Ids(Vec<i32>),
     /// A conversation up to what the assistant shall answer.
-    Chat(Chat),
+    Chat(ChatInput),
     /// A user's turns, asked one after another.
     Turns(Vec<String>),
 }
@@ -102,7 +102,7 @@ impl PromptInput {
             Self::Text(text) => prompt(json!(text)),
             Self::Ids(ids) => prompt(json!(ids)),
             Self::Chat(chat) => chat.to_openai(),
-            Self::Turns(turns) => turns.first().map(|first| Chat::of_user(first).to_openai()).unwrap_or_default(),
+            Self::Turns(turns) => turns.first().map(|first| ChatInput::of_user(first).to_openai()).unwrap_or_default(),
         }
     }
 }
@@ -131,7 +131,7 @@ pub enum Questions {
     /// All of a user's turns, behind the system's if there is one.
     Turns {
         /// What stands before them: a first message of the system or the developer, tools, variables.
-        opening: Box<Chat>,
+        opening: Box<ChatInput>,
         /// At least one.
         user: Vec<String>,
     },
@@ -249,7 +249,7 @@ pub fn to_ids(
         PromptInput::Ids(ids) => in_vocabulary(ids, tokenizer)?,
         PromptInput::Chat(chat) => chat_ids(chat, tokenizer, template)?,
         PromptInput::Turns(turns) => match turns.first() {
-            Some(first) => chat_ids(&Chat::of_user(first), tokenizer, template)?,
+            Some(first) => chat_ids(&ChatInput::of_user(first), tokenizer, template)?,
             None => vec![],
         },
     };
@@ -261,7 +261,7 @@ pub fn to_ids(
 /// # Errors
 /// No template, or what it raises.
 pub fn chat_ids(
-    Chat { messages, inputs }: &Chat,
+    ChatInput { messages, inputs }: &ChatInput,
     tokenizer: &TextTokenizer,
     template: Option<&ChatTemplate>,
 ) -> Result<Vec<i32>, PromptError> {
@@ -324,19 +324,19 @@ fn asked(object: &Map<String, Value>) -> Result<(&'static str, PromptInput), Row
 }
 
 /// The same that a row of training is made of.
-fn chat(key: &str, value: &Value, object: &Map<String, Value>) -> Result<Chat, RowProblem> {
+fn chat(key: &str, value: &Value, object: &Map<String, Value>) -> Result<ChatInput, RowProblem> {
     if value.as_array().is_none_or(Vec::is_empty) {
         let expected = "a list of messages";
         return Err(RowProblem::Value { key: key.to_owned(), expected, got: shown(value) });
     }
     let given = |key: &str| object.get(key).filter(|value| !value.is_null()).cloned();
     let inputs = row_object::template_inputs(given("tools"), given("chat_template_kwargs"))?;
-    Ok(Chat { messages: conversation::of_messages(key, value)?, inputs })
+    Ok(ChatInput { messages: conversation::of_messages(key, value)?, inputs })
 }
 
-fn of_user(key: &str, Chat { messages, inputs }: Chat) -> Result<Questions, RowProblem> {
+fn of_user(key: &str, ChatInput { messages, inputs }: ChatInput) -> Result<Questions, RowProblem> {
     let system = messages.first().filter(|first| is_systems(first)).cloned();
-    let opening = Box::new(Chat { messages: system.into_iter().collect(), inputs });
+    let opening = Box::new(ChatInput { messages: system.into_iter().collect(), inputs });
     let user: Vec<String> =
         messages.into_iter().filter(|message| message.role == "user").map(|message| message.content).collect();
     if user.is_empty() {
@@ -347,7 +347,7 @@ fn of_user(key: &str, Chat { messages, inputs }: Chat) -> Result<Questions, RowP
 }
 
 /// What stands before the answer that is to be decoded.
-fn before_the_answer(key: &str, mut chat: Chat) -> Result<Chat, RowProblem> {
+fn before_the_answer(key: &str, mut chat: ChatInput) -> Result<ChatInput, RowProblem> {
     while chat.messages.last().is_some_and(Message::is_assistants) {
         chat.messages.pop();
     }
@@ -417,7 +417,7 @@ mod tests {
     #[test]
     fn a_prompt_of_messages_is_a_conversation() {
         let line = r#"{"prompt": [{"role": "user", "content": "q"}]}"#;
-        assert_eq!(read_line(line).unwrap().input, PromptInput::Chat(Chat::of_user("q")));
+        assert_eq!(read_line(line).unwrap().input, PromptInput::Chat(ChatInput::of_user("q")));
     }
 
     #[test]
@@ -427,11 +427,8 @@ mod tests {
             {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "observation", "value": "o"},
             {"from": "human", "value": "r"}, {"from": "gpt", "value": "b"}]}"#;
         let user = vec!["q".to_owned(), "r".to_owned()];
-        let opening = Box::new(Chat { messages: vec![Message::new("system", "s")], ..Chat::default() });
-        assert_eq!(
-            of(line).unwrap(),
-            Questions::Turns { opening, user: user.clone() }
-        );
+        let opening = Box::new(ChatInput { messages: vec![Message::new("system", "s")], ..ChatInput::default() });
+        assert_eq!(of(line).unwrap(), Questions::Turns { opening, user: user.clone() });
         assert_eq!(of(r#"{"turns": ["q", "r"]}"#).unwrap(), Questions::Turns { opening: Box::default(), user });
         let complaint = of(r#"{"messages": [{"role": "assistant", "content": "a"}]}"#).unwrap_err().to_string();
         assert_eq!(complaint, "messages: expected a turn of the user, got none");
@@ -462,9 +459,9 @@ mod tests {
     fn sharegpt_and_openai_name_the_same_conversation() {
         let sharegpt = r#"{"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}"#;
         let openai = r#"{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}"#;
-        let expected = PromptInput::Chat(Chat {
+        let expected = PromptInput::Chat(ChatInput {
             messages: vec![Message::new("system", "s"), Message::new("user", "q")],
-            ..Chat::default()
+            ..ChatInput::default()
         });
         assert_eq!(read_line(sharegpt).unwrap().input, expected);
         assert_eq!(read_line(openai).unwrap().input, expected);

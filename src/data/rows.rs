@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 
 use super::chat_template::{TemplateChoice, TemplateError};
 use super::column_advice;
+use super::conversation::MessageProblem;
+use super::shown::shown;
 use super::tokenize::{TextTokenizer, TokenizeError};
 use crate::bounds::ROW_BYTES;
 
@@ -179,6 +181,12 @@ pub enum RowProblem {
     /// A template that never ends.
     #[error(transparent)]
     Template(#[from] TemplateError),
+}
+
+impl From<MessageProblem> for RowProblem {
+    fn from(MessageProblem { key, expected, got }: MessageProblem) -> Self {
+        Self::Value { key, expected, got: shown(&got) }
+    }
 }
 
 impl RowError {

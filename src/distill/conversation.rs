@@ -8,7 +8,7 @@ use super::answer::{Question, WrittenAnswer};
 use super::refusal::{Refusal, RefusedTurn};
 use super::render::{self, OpenQuestion, Rendered, Renderer, WrittenTurn};
 use crate::data::IGNORE;
-use crate::data::conversation::{Chat, Message};
+use crate::data::conversation::{ChatInput, Message};
 use crate::data::prompts::{Dialogue, PromptError, PromptInput, Questions};
 use crate::data::tokenize::narrow;
 use crate::decode::request::FinishReason;
@@ -37,7 +37,7 @@ pub struct Conversation<'a> {
     id: usize,
     dialogue: &'a Dialogue,
     /// All turns so far; the last one is the question to answer.
-    chat: Chat,
+    chat: ChatInput,
     /// The turns that the backbone wrote.
     written: Vec<WrittenTurn>,
     writer: Writer,
@@ -113,7 +113,7 @@ impl<'a> Conversation<'a> {
         Self {
             id,
             dialogue,
-            chat: Chat::default(),
+            chat: ChatInput::default(),
             written: vec![],
             writer: Writer::Assistant,
             prompt: Rendered::default(),

@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use crate::data::conversation::{Chat, Message};
+use crate::data::conversation::{ChatInput, Message};
 use crate::data::prompts::{Dialogue, Questions};
 
 pub mod answer;
@@ -93,7 +93,7 @@ fn check_one(
         return Err(DistillError::SelfTalkOfRawPrompt { place: place() });
     }
     let failed = |source| DistillError::Prompt { place: place(), source: Box::new(source) };
-    let mut chat = Chat::default();
+    let mut chat = ChatInput::default();
     let first = render::first(&dialogue.questions, Some(renderer), &mut chat).map_err(failed)?;
     if settings.self_talk {
         chat.messages.push(Message::new("assistant", "a"));
@@ -210,10 +210,8 @@ mod tests {
 
     #[test]
     fn a_text_reaches_its_prompt_and_all_answers_within_the_context() {
-        let turns = |count: usize| Questions::Turns {
-            opening: Box::default(),
-            user: vec!["0123456789".to_owned(); count],
-        };
+        let turns =
+            |count: usize| Questions::Turns { opening: Box::default(), user: vec!["0123456789".to_owned(); count] };
         let text = Questions::Text("a".repeat(50));
         let later = 100 + 10 + OF_TEMPLATE;
         for (questions, settings, expected) in [
@@ -241,8 +239,7 @@ mod tests {
         let renderer = Renderer { tokenizer: &tokenizer, template: template.as_ref() };
         let turn = "How do I make omelette for 4 people?".to_owned();
         let place = crate::data::rows::RowLocation { path: "p.jsonl".into(), row: None };
-        let questions =
-            Questions::Turns { opening: Box::default(), user: vec![turn.clone(); 2] };
+        let questions = Questions::Turns { opening: Box::default(), user: vec![turn.clone(); 2] };
         let dialogue = Dialogue { place, index: 0, id: None, category: None, questions };
         let settings = settings(100, usize::MAX, false);
         let DialogueTokens { first, most } = check(&[dialogue], Some(&renderer), &settings).expect("a prompt")[0];

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::data::IGNORE;
 use crate::data::chat_template::ChatTemplate;
-use crate::data::conversation::{Chat, Message};
+use crate::data::conversation::{ChatInput, Message};
 use crate::data::prompts::{self, PromptError, PromptInput, Questions};
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
 
@@ -50,7 +50,11 @@ pub struct WrittenTurn {
 ///
 /// # Errors
 /// A conversation without a template, an error of the template, or ids outside the tokenizer's vocabulary.
-pub fn first(questions: &Questions, renderer: Option<&Renderer>, chat: &mut Chat) -> Result<Rendered, PromptError> {
+pub fn first(
+    questions: &Questions,
+    renderer: Option<&Renderer>,
+    chat: &mut ChatInput,
+) -> Result<Rendered, PromptError> {
     let input = match questions {
         Questions::Text(text) => PromptInput::Text(text.clone()),
         Questions::Ids(ids) => PromptInput::Ids(ids.clone()),
@@ -74,7 +78,7 @@ pub fn first(questions: &Questions, renderer: Option<&Renderer>, chat: &mut Chat
 ///
 /// # Errors
 /// No template, or an error of the template.
-pub fn answer(renderer: Option<&Renderer>, chat: &Chat) -> Result<Rendered, PromptError> {
+pub fn answer(renderer: Option<&Renderer>, chat: &ChatInput) -> Result<Rendered, PromptError> {
     renderer.map_or_else(|| Ok(Rendered::default()), |renderer| renderer.answer(chat))
 }
 
@@ -83,7 +87,7 @@ impl Renderer<'_> {
     ///
     /// # Errors
     /// No template, or an error of the template.
-    pub fn answer(&self, chat: &Chat) -> Result<Rendered, PromptError> {
+    pub fn answer(&self, chat: &ChatInput) -> Result<Rendered, PromptError> {
         self.rendered(self.template()?.render_with(&chat.messages, &chat.inputs, true)?)
     }
 
@@ -91,7 +95,7 @@ impl Renderer<'_> {
     ///
     /// # Errors
     /// No template, or an error of the template.
-    pub fn question(&self, Chat { messages, inputs }: &Chat) -> Result<Option<OpenQuestion>, PromptError> {
+    pub fn question(&self, ChatInput { messages, inputs }: &ChatInput) -> Result<Option<OpenQuestion>, PromptError> {
         let asked: Vec<Message> = messages.iter().cloned().chain([Message::new("user", PLACEHOLDER)]).collect();
         let whole = self.template()?.render_with(&asked, inputs, true)?;
         let Some((before, behind)) = whole.split_once(PLACEHOLDER) else { return Ok(None) };
@@ -107,7 +111,7 @@ impl Renderer<'_> {
     /// No template, an error of the template or the tokenizer.
     pub fn around_answer(
         &self,
-        Chat { messages, inputs }: &Chat,
+        ChatInput { messages, inputs }: &ChatInput,
         prompt: &str,
     ) -> Result<Option<(String, Vec<i64>)>, PromptError> {
         let answered: Vec<Message> = messages.iter().cloned().chain([Message::new("assistant", PLACEHOLDER)]).collect();

@@ -2,7 +2,7 @@
 
 use super::super::UsageError;
 use crate::cli::decoder::Decoder;
-use crate::data::conversation::{Chat, Message};
+use crate::data::conversation::{ChatInput, Message};
 use crate::data::prompts::{self, PromptError};
 use crate::data::tokenize::wide;
 use crate::decode::text::Told;
@@ -53,7 +53,7 @@ impl<'a> ChatHistory<'a> {
         match &self.said {
             ChatContext::Turns(turns) => {
                 let messages = turns.iter().cloned().chain([Message::new("user", words)]).collect();
-                let chat = Chat { messages, ..Chat::default() };
+                let chat = ChatInput { messages, ..ChatInput::default() };
                 Ok(wide(&prompts::chat_ids(&chat, tokenizer, template.as_deref())?))
             }
             ChatContext::Text(ids) if ids.is_empty() => Ok(wide(&tokenizer.encode(words, true)?)),

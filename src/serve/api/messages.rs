@@ -4,14 +4,14 @@ use serde_json::Value;
 
 use super::error::ApiError;
 use super::fields::{Fields, kind};
-use crate::data::conversation::{self, Chat, Message, MessageProblem, TemplateInputs};
+use crate::data::conversation::{self, ChatInput, Message, MessageProblem, TemplateInputs};
 
 /// The conversation with its tools and the template's variables.
-pub(super) fn chat(fields: &mut Fields) -> Result<Chat, ApiError> {
+pub(super) fn chat(fields: &mut Fields) -> Result<ChatInput, ApiError> {
     let messages = messages(fields)?;
     let kwargs = fields.read("chat_template_kwargs", "an object", |value| value.as_object().cloned())?;
     let inputs = TemplateInputs { tools: tools(fields)?, kwargs: kwargs.unwrap_or_default() };
-    Ok(Chat { messages, inputs })
+    Ok(ChatInput { messages, inputs })
 }
 
 fn messages(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {

@@ -5,13 +5,13 @@ use serde_json::Value;
 use super::error::ApiError;
 use super::fields::kind;
 use crate::data::chat_template::{ChatTemplate, TemplateError, TemplateInputs};
-use crate::data::conversation::Chat;
+use crate::data::conversation::ChatInput;
 
 /// What a text goes on from.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ClientPrompt {
     /// A conversation, for [`ClientPrompt::rendered`].
-    Chat(Chat),
+    Chat(ChatInput),
     /// Text, to which the tokenizer adds its special tokens.
     Text(String),
     /// Token ids as they are: at least one, none below 0. Whether the vocabulary has them is not checked yet.
@@ -23,7 +23,10 @@ impl ClientPrompt {
     ///
     /// # Errors
     /// [`ApiError`]: no template, tools that it does not show, and what it raises.
-    pub fn rendered(Chat { messages, inputs }: &Chat, template: Option<&ChatTemplate>) -> Result<String, ApiError> {
+    pub fn rendered(
+        ChatInput { messages, inputs }: &ChatInput,
+        template: Option<&ChatTemplate>,
+    ) -> Result<String, ApiError> {
         let template = template.ok_or(ApiError::NoTemplate)?;
         let text = template.render_with(messages, inputs, true).map_err(|error| refused(&error))?;
         let without_tools = TemplateInputs { tools: None, ..inputs.clone() };
@@ -161,7 +164,7 @@ mod tests {
             rendered("{{ raise_exception('roles must alternate') }}", json!({})).unwrap_err(),
             "messages: the chat template refuses the conversation: roles must alternate"
         );
-        let none = ClientPrompt::rendered(&Chat::of_user("hi"), None);
+        let none = ClientPrompt::rendered(&ChatInput::of_user("hi"), None);
         assert_eq!(none, Err(ApiError::NoTemplate));
     }
 }

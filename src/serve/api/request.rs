@@ -264,7 +264,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::data::conversation::Chat;
+    use crate::data::conversation::ChatInput;
 
     /// A request of one field more than it needs.
     fn chat(more: Value) -> Result<TextRequest, String> {
@@ -284,7 +284,7 @@ mod tests {
         let expected = TextRequest {
             endpoint: Endpoint::Chat,
             model: "m".to_owned(),
-            prompts: vec![ClientPrompt::Chat(Chat::of_user("hi"))],
+            prompts: vec![ClientPrompt::Chat(ChatInput::of_user("hi"))],
             samples: NonZeroUsize::MIN,
             max_new_tokens: None,
             sampling: Sampling::of_temperature(NonNegative::ONE),
