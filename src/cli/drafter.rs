@@ -33,6 +33,7 @@ pub mod loaded;
 pub mod model;
 pub mod plan;
 pub mod row_times;
+pub mod sizes;
 pub mod spec;
 
 /// Flags of verbs that decode with a drafter.
@@ -137,7 +138,7 @@ impl<'a> ReadyDrafter<'a> {
         guessing: Guessing,
     ) -> anyhow::Result<Self> {
         let (parts, times) = (loaded.spec.parts(), loaded.row_times.as_deref());
-        let most = times.map(|times| row_times::most_guesses(parts[at].name, times));
+        let most = times.map(|times| sizes::most_guesses(parts[at].name, times));
         Ok(match parts[at].name {
             DrafterName::Ngram => Self::Ngram(NgramDrafter::new(backbone), most.unwrap_or(NgramDrafter::max_nodes())),
             DrafterName::Recycling => {
@@ -145,7 +146,7 @@ impl<'a> ReadyDrafter<'a> {
                 Self::Recycling(RecyclingDrafter::new(backbone).with_nodes(CHOICES * most), most)
             }
             DrafterName::Lookahead => {
-                let size = times.map_or(LookaheadSize::PUBLISHED, row_times::lookahead_size);
+                let size = times.map_or(LookaheadSize::PUBLISHED, sizes::lookahead_size);
                 Self::Lookahead(LookaheadDrafter::new(backbone, size), most.unwrap_or(size.max_nodes()))
             }
             DrafterName::Model => {

@@ -103,7 +103,7 @@ impl EngineFlags {
         // Before the heads are loaded: a prefix layer takes its rotary embeddings from the backbone.
         let served = Served { context: Some(context), ..served };
         let mut decoder = Decoder::load(purpose, backbone, heads, drafters, served, common)?;
-        row_times::give(self, &mut decoder, backbone, common)?;
+        row_times::give((self.engine.flag(), &|decoder| self.on_host(decoder)), &mut decoder, backbone, common)?;
         Ok(decoder)
     }
 
@@ -193,11 +193,7 @@ impl EngineFlags {
         })
     }
 
-    /// The engine that decodes one text with guesses of the host.
-    ///
-    /// # Errors
-    /// `--engine cpu` with a backbone that its kernels cannot run.
-    pub fn on_host<'a>(&self, decoder: &'a Decoder) -> anyhow::Result<Box<dyn Engine + 'a>> {
+    fn on_host<'a>(&self, decoder: &'a Decoder) -> anyhow::Result<Box<dyn Engine + 'a>> {
         let backbone = &decoder.backbone;
         Ok(match self.engine {
             EngineName::Tch => Box::new(TchEngine::new(backbone)),

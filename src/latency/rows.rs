@@ -71,8 +71,8 @@ pub fn measure_rows<'a, E: From<DecodeError>>(
         guesses.set(GUESSES[at]);
         steps_ms(&mut *decoding, if at == 0 { Drafting::Off } else { Drafting::On }, &prompt, steps)
     };
-    let slowest_warm = turn(0, FEW_STEPS)?.into_iter().fold(f64::INFINITY, f64::min); // with the prompt
-    let steps = if slowest_warm > SLOW_MS { FEW_STEPS } else { STEPS };
+    let warm = turn(0, FEW_STEPS)?.into_iter().fold(f64::INFINITY, f64::min); // with the prompt
+    let steps = if warm > SLOW_MS { FEW_STEPS } else { STEPS };
     let (began, mut most) = (Instant::now(), usize::try_from(vocabulary).unwrap_or(usize::MAX).saturating_sub(1));
     for _ in 0..ROUNDS {
         for at in 0..GUESSES.len() {

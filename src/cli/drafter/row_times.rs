@@ -7,40 +7,46 @@ use sha2::{Digest, Sha256};
 use tch::Device;
 
 use super::loaded::LoadedDrafter;
-use super::spec::DrafterName;
+use super::sizes::most_guesses;
 use crate::cli::CommonFlags;
 use crate::cli::backbone::backbone_config;
 use crate::cli::busy_cores::{CoreWatch, cores, disturb};
 use crate::cli::decoder::Decoder;
 use crate::cli::doctor;
 use crate::cli::downloads;
-use crate::cli::engine::EngineFlags;
 use crate::cpu::team::Team;
 use crate::decode::host_loop::HostLoop;
-use crate::draft::lookahead::LookaheadSize;
-use crate::draft::ngram::NgramDrafter;
-use crate::draft::recycling::RecyclingDrafter;
 use crate::dtype::Dtype;
+use crate::engine::Engine;
 use crate::files::{self, user_cache};
 use crate::formats::latency::Latency;
 use crate::latency::{self, ROWS_CONTEXT, Times};
 use crate::plural::counted;
 use crate::torch::device_name;
 use crate::tree::accept::Acceptance;
-use crate::tree::row_times::{RowTimes, StepRows};
+use crate::tree::row_times::RowTimes;
+
+/// Makes the engine that decodes one text.
+pub type NewEngine<'n> = dyn for<'a> Fn(&'a Decoder) -> anyhow::Result<Box<dyn Engine + 'a>> + 'n;
 
 /// Gives the step times of this machine to the drafters without weights that have no number of nodes.
 ///
 /// # Errors
 /// A backbone that cannot decode.
-pub fn give(engine: &EngineFlags, decoder: &mut Decoder, backbone: &Path, common: &CommonFlags) -> anyhow::Result<()> {
+pub fn give(
+    (engine_flag, new_engine): (String, &NewEngine<'_>),
+    decoder: &mut Decoder,
+    backbone: &Path,
+    common: &CommonFlags,
+) -> anyhow::Result<()> {
     let is_sized = |drafter: &LoadedDrafter| drafter.nodes.is_none() && drafter.spec.is_without_weights();
     let room = usize::try_from(decoder.backbone.config.max_position_embeddings)?;
     // Too short a context to time a step in, and to gain time in.
     if room < 2 * ROWS_CONTEXT || !decoder.drafters.iter().any(is_sized) {
         return Ok(());
     }
-    let latency = measured_before(engine, decoder, backbone, common)?;
+    let conditions = conditions(engine_flag, decoder, backbone)?;
+    let latency = found_or_measured(conditions, new_engine, decoder, common)?;
     let times = Arc::new(RowTimes::of(&latency));
     for drafter in decoder.drafters.iter_mut().filter(|drafter| is_sized(drafter)) {
         drafter.row_times = Some(times.clone());
@@ -50,13 +56,12 @@ pub fn give(engine: &EngineFlags, decoder: &mut Decoder, backbone: &Path, common
 }
 
 /// The times of an earlier run on this machine, else those of now, which later runs find.
-fn measured_before(
-    engine: &EngineFlags,
+fn found_or_measured(
+    conditions: Latency,
+    new_engine: &NewEngine<'_>,
     decoder: &Decoder,
-    backbone: &Path,
     common: &CommonFlags,
 ) -> anyhow::Result<Latency> {
-    let conditions = conditions(engine, decoder, backbone)?;
     let cached = cache_file(&conditions);
     if let Some(path) = cached.as_ref().filter(|path| path.exists()) {
         match Latency::load(path) {
@@ -68,7 +73,7 @@ fn measured_before(
     let watch = CoreWatch::start().filter(|_| on_cpu);
     let Times { engine, plain_step_ms, steps } = latency::measure_rows(&decoder.backbone, |drafter| {
         let drafter = Some((drafter, Acceptance::Greedy));
-        anyhow::Ok(Box::new(HostLoop::new(engine.on_host(decoder)?, drafter)) as Box<_>)
+        anyhow::Ok(Box::new(HostLoop::new(new_engine(decoder)?, drafter)) as Box<_>)
     })?;
     let busy_cores = watch.and_then(|watch| watch.others());
     let busy_cores = busy_cores.filter(|&busy| disturb(busy, Team::of_process().size(), cores()));
@@ -83,12 +88,12 @@ fn measured_before(
 }
 
 /// What the times depend on, without times.
-fn conditions(engine: &EngineFlags, decoder: &Decoder, folder: &Path) -> anyhow::Result<Latency> {
+fn conditions(engine_flag: String, decoder: &Decoder, folder: &Path) -> anyhow::Result<Latency> {
     let backbone = &decoder.backbone;
     Ok(Latency {
         device: device_name(backbone.device()),
         engine: String::new(),
-        engine_flag: engine.engine.flag(),
+        engine_flag,
         dtype: Dtype::of(backbone.kind()),
         quantization: backbone.quantization().map(|quantization| quantization.to_string()),
         threads: Team::of_process().size(),
@@ -111,28 +116,6 @@ fn cache_file(conditions: &Latency) -> Option<PathBuf> {
     Some(user_cache()?.join("latency").join(format!("{}.json", &hash[..32])))
 }
 
-/// The most guesses of a drafter in a step: those that are worth their time where it guesses as well as is assumed.
-pub fn most_guesses(name: DrafterName, times: &RowTimes) -> usize {
-    match name {
-        DrafterName::Ngram => times.fastest(StepRows::OF_ONE, NgramDrafter::assumed()),
-        DrafterName::Recycling => times.fastest(StepRows::OF_ONE, RecyclingDrafter::assumed()),
-        DrafterName::Lookahead => of_lookahead(lookahead_size(times), times).0,
-        _ => 0,
-    }
-}
-
-/// The published window, or none.
-pub fn lookahead_size(times: &RowTimes) -> LookaheadSize {
-    let sizes = [LookaheadSize::PUBLISHED, LookaheadSize::WITHOUT_WINDOW];
-    let [(_, published), (_, without)] = sizes.map(|size| of_lookahead(size, times));
-    sizes[usize::from(published <= without)]
-}
-
-/// The most guesses with a size, and how many times as fast as plain decoding that is.
-fn of_lookahead(size: LookaheadSize, times: &RowTimes) -> (usize, f64) {
-    times.fastest_with_speed(StepRows { texts: 1, beside: size.window() }, size.assumed())
-}
-
 /// How a drafter is sized, and why.
 fn in_words(drafter: &LoadedDrafter, times: &RowTimes) -> String {
     let names = drafter.spec.parts().iter().map(|part| part.name);
@@ -145,24 +128,4 @@ fn in_words(drafter: &LoadedDrafter, times: &RowTimes) -> String {
          ({:.1} ms)",
         times.ms(1)
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::tree::row_times::examples::row_times;
-
-    #[test]
-    fn slow_rows_make_small_trees() {
-        let sizes = |known: &[(usize, f64)]| {
-            let times = row_times(known);
-            let names = [DrafterName::Ngram, DrafterName::Recycling, DrafterName::Lookahead];
-            (names.map(|name| most_guesses(name, &times)), lookahead_size(&times).columns)
-        };
-        assert_eq!(sizes(&[(1, 1.0), (64, 1.0)]), ([12, 80, 28], 7), "a GPU with nothing else to do");
-        // A model with 1.5 billion weights in bfloat16 on two cores: 81 rows take six times as long as one.
-        let ([ngram, recycling, _], columns) = sizes(&[(1, 1.0), (13, 1.65), (81, 6.0)]);
-        assert!((4..=12).contains(&ngram) && (2..=16).contains(&recycling) && columns == 0, "{ngram} {recycling}");
-        assert_eq!(sizes(&[(1, 1.0), (2, 2.0), (64, 64.0)]), ([0; 3], 0), "every row as long as the first");
-    }
 }

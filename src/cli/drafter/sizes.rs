@@ -1,0 +1,49 @@
+//! How many guesses of the drafters without weights are worth their time, by the step times of the machine.
+
+use super::spec::DrafterName;
+use crate::draft::lookahead::LookaheadSize;
+use crate::draft::ngram::NgramDrafter;
+use crate::draft::recycling::RecyclingDrafter;
+use crate::tree::row_times::{RowTimes, StepRows};
+
+/// The most guesses of a drafter in a step: those that are worth their time where it guesses as well as is assumed.
+pub fn most_guesses(name: DrafterName, times: &RowTimes) -> usize {
+    match name {
+        DrafterName::Ngram => times.fastest(StepRows::OF_ONE, NgramDrafter::assumed()),
+        DrafterName::Recycling => times.fastest(StepRows::OF_ONE, RecyclingDrafter::assumed()),
+        DrafterName::Lookahead => of_lookahead(lookahead_size(times), times).0,
+        _ => 0,
+    }
+}
+
+/// The published window, or none.
+pub fn lookahead_size(times: &RowTimes) -> LookaheadSize {
+    let sizes = [LookaheadSize::PUBLISHED, LookaheadSize::WITHOUT_WINDOW];
+    let [(_, published), (_, without)] = sizes.map(|size| of_lookahead(size, times));
+    sizes[usize::from(published <= without)]
+}
+
+/// The most guesses with a size, and how many times as fast as plain decoding that is.
+fn of_lookahead(size: LookaheadSize, times: &RowTimes) -> (usize, f64) {
+    times.fastest_with_speed(StepRows { texts: 1, beside: size.window() }, size.assumed())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tree::row_times::examples::row_times;
+
+    #[test]
+    fn slow_rows_make_small_trees() {
+        let sizes = |known: &[(usize, f64)]| {
+            let times = row_times(known);
+            let names = [DrafterName::Ngram, DrafterName::Recycling, DrafterName::Lookahead];
+            (names.map(|name| most_guesses(name, &times)), lookahead_size(&times).columns)
+        };
+        assert_eq!(sizes(&[(1, 1.0), (64, 1.0)]), ([12, 80, 28], 7), "a GPU with nothing else to do");
+        // A model with 1.5 billion weights in bfloat16 on two cores: 81 rows take six times as long as one.
+        let ([ngram, recycling, _], columns) = sizes(&[(1, 1.0), (13, 1.65), (81, 6.0)]);
+        assert!((4..=12).contains(&ngram) && (2..=16).contains(&recycling) && columns == 0, "{ngram} {recycling}");
+        assert_eq!(sizes(&[(1, 1.0), (2, 2.0), (64, 64.0)]), ([0; 3], 0), "every row as long as the first");
+    }
+}
