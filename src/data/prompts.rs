@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::chat_template::{ChatTemplate, TemplateChoice, TemplateError};
-use super::conversation::{self, ChatInput, Message, TemplateInputs};
+use super::conversation::{self, ChatInput, Message};
 use super::rows::{RowError, RowLocation, RowProblem};
 use super::shown::shown;
 use super::tokenize::{TextTokenizer, TokenizeError};

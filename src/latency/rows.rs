@@ -58,6 +58,7 @@ impl Drafter for Padding<'_> {
 ///
 /// # Errors
 /// [`DecodeError`], or an error of `new_loop`.
+#[expect(clippy::needless_lifetimes, reason = "without a name the loop would have to take drafters of any lifetime")]
 pub fn measure_rows<'a, E: From<DecodeError>>(
     backbone: &'a Llama,
     new_loop: impl FnOnce(Box<dyn Drafter + 'a>) -> Result<Box<dyn DecodeLoop + 'a>, E>,
