@@ -29,7 +29,7 @@ BASE = ROOT / "data" / "tiny" / "backbone"
 FIXTURE = ROOT / "tests" / "fixtures" / "tokenizers" / "two_sources.json"
 OWN = ["<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"]
 TEXTS = [
-    "<|bos|>Hi <|end|> there",
+    "Hi <|end|> there<|bos|>",
     "a <|assistant|> b",
     "x<|user|>y",
     "u <|x|> v<|y|><|z|>w<|X|>",
