@@ -168,7 +168,7 @@ fn the_planned_peak_of_a_small_model_and_unequal_rows_is_not_below_the_runs() {
         let plan: Value = serde_json::from_str(&small.train(&["--check", "--json"]).succeeded().stdout).expect("JSON");
         let (planned, measured) = (plan["peak_bytes"].as_u64().expect("bytes"), peak_of_a_run(&small));
         let ratio = planned as f64 / measured as f64;
-        assert!((1.0..1.35).contains(&ratio), "hidden {hidden}: planned {planned}, measured {measured}: {ratio:.3}");
+        assert!((1.0..1.6).contains(&ratio), "hidden {hidden}: planned {planned}, measured {measured}: {ratio:.3}");
     }
 }
 

@@ -27,14 +27,14 @@ use crate::tree::accept::Acceptance;
 use crate::tree::row_times::RowTimes;
 
 /// Makes the engine that decodes one text.
-pub type NewEngine<'n> = dyn for<'a> Fn(&'a Decoder) -> anyhow::Result<Box<dyn Engine + 'a>> + 'n;
+pub type EngineOfDecoder<'n> = dyn for<'a> Fn(&'a Decoder) -> anyhow::Result<Box<dyn Engine + 'a>> + 'n;
 
 /// Gives the step times of this machine to the drafters without weights that have no number of nodes.
 ///
 /// # Errors
 /// A backbone that cannot decode.
 pub fn give(
-    (engine_flag, new_engine): (String, &NewEngine<'_>),
+    (engine_flag, new_engine): (String, &EngineOfDecoder<'_>),
     decoder: &mut Decoder,
     backbone: &Path,
     common: &CommonFlags,
@@ -58,7 +58,7 @@ pub fn give(
 /// The times of an earlier run on this machine, else those of now, which later runs find.
 fn found_or_measured(
     conditions: Latency,
-    new_engine: &NewEngine<'_>,
+    new_engine: &EngineOfDecoder<'_>,
     decoder: &Decoder,
     common: &CommonFlags,
 ) -> anyhow::Result<Latency> {
