@@ -257,7 +257,7 @@ fn write_prepared(small: &SmallRun, rows: &[Value]) {
     writer.write(&batch).and_then(|()| writer.finish()).expect("memory");
     drop(writer);
     small.write("output/data-00000-of-00001.arrow", bytes);
-    small.write("output/state.json", "{}");
+    small.write("output/state.json", r#"{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}"#);
     small.write("output/dataset_info.json", "{}");
     small.write("output/token_freq.pt", "");
 }

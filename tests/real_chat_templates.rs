@@ -72,6 +72,9 @@ fn check(name: &str, source: &str, rows: &[Value], expected: &[Value], tokenizer
     let template = template(source);
     let pairs: Vec<(&Value, &Value)> = rows.iter().zip(expected).filter(|(_, expected)| !expected.is_null()).collect();
     let written: Vec<&Value> = pairs.iter().map(|(row, _)| *row).collect();
+    if written.is_empty() {
+        return 0;
+    }
     for ((row, expected), loaded) in pairs.iter().zip(rows_of(&written, &template, tokenizer)) {
         let (text, mask) = (text_of(row, &template, false), mask_of(&loaded));
         match expected.as_str() {

@@ -56,7 +56,12 @@ pub(super) fn open(path: &Path, common: &CommonFlags) -> Result<PromptFile, Prom
     if path == Path::new(STDIN) && io::stdin().is_terminal() {
         common.say("reading prompts from stdin, one JSON object per line; end with Ctrl-D");
     }
-    PromptFile::open(path)
+    let file = PromptFile::open(path)?;
+    let others = file.other_keys();
+    if !others.not_read.is_empty() {
+        common.say(format_args!("{}: not read: {others}", file.name().display()));
+    }
+    Ok(file)
 }
 
 impl FitFlags {

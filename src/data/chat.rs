@@ -164,8 +164,11 @@ impl ConversationRenderer<'_> {
     fn answer(&self, messages: &[Message], at: usize, written: &WrittenText) -> Option<Range<usize>> {
         let [before, behind] = written.around(at);
         let begin = before.start + self.header_end(messages, at, &written.text[before])?;
-        let said = behind.start.max(begin);
-        let end = said + self.turn_end(messages, at, &written.text[said..behind.end])?;
+        let end_in = |behind: Range<usize>| {
+            let said = behind.start.max(begin);
+            Some(said + self.turn_end(messages, at, written.text.get(said..behind.end)?)?)
+        };
+        let end = end_in(behind).or_else(|| end_in(written.before_repeated(at)?))?;
         Some(begin..end)
     }
 

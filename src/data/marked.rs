@@ -46,6 +46,8 @@ pub(super) struct WrittenText {
     pub(super) text: String,
     /// Where in the text each mark stands, and the message that it belongs to, in order.
     marks: Vec<(usize, usize)>,
+    /// For each of them, whether its string stood in the text before.
+    is_repeated: Vec<bool>,
     strings: Vec<MarkedString>,
 }
 
@@ -162,7 +164,7 @@ impl WrittenText {
     /// without any is taken as written. `None` where `render` refuses the messages, with its error.
     pub(super) fn of<E>(messages: &[Message], render: impl Fn(&[Message]) -> Result<String, E>) -> Result<Self, E> {
         let text = render(messages)?;
-        let without = |text| Self { text, marks: vec![], strings: vec![] };
+        let without = |text| Self { text, marks: vec![], is_repeated: vec![], strings: vec![] };
         let Some(marks) = Marks::free(messages) else { return Ok(without(text)) };
         let attempt = |markings: &[Marking]| {
             let mut marker = Marker { marks, messages: vec![] };
@@ -196,17 +198,20 @@ impl WrittenText {
         let mut strings: Vec<MarkedString> =
             messages.iter().map(|&message| MarkedString { message, is_written: false }).collect();
         let (mut text, mut marks, mut rest) = (String::with_capacity(marked.len()), Vec::new(), marked);
+        let (mut is_repeated, mut seen) = (Vec::new(), vec![0_usize; messages.len()]);
         while let Some(at) = rest.find([start, end]) {
             text += &rest[..at];
             let (number, behind) = rest[at..].split_once(stop)?;
             let number: usize = number.trim_start_matches([start, end]).parse().ok()?;
             let string = strings.get_mut(number)?;
             string.is_written = true;
+            is_repeated.push(seen[number] > 1);
+            seen[number] += 1;
             marks.push((text.len(), string.message));
             rest = behind;
         }
         text += rest;
-        Some(Self { text, marks, strings })
+        Some(Self { text, marks, is_repeated, strings })
     }
 
     /// The first message of which the text has nothing, though it says something, among those for which `counts` is true.
@@ -251,6 +256,15 @@ impl WrittenText {
         let others = self.marks[first..].iter().position(|&(_, of)| of != message);
         let next = others.map_or(self.marks.len(), |others| first + others);
         [self.end_before(first)..self.marks[first].0, self.marks[next - 1].0..self.begin_at(next)]
+    }
+
+    /// The text of the template behind a message up to where it repeats a string of it, if it does: templates write the name of a function
+    /// again with its result.
+    pub(super) fn before_repeated(&self, message: usize) -> Option<Range<usize>> {
+        let first = self.marks.iter().position(|&(_, of)| of == message)?;
+        let repeated =
+            (first..self.marks.len()).find(|&mark| self.marks[mark].1 == message && self.is_repeated[mark])?;
+        Some(self.end_before(repeated)..self.begin_at(repeated))
     }
 
     fn end_before(&self, mark: usize) -> usize {
@@ -333,6 +347,20 @@ mod tests {
         let counting = |messages: &[Message]| messages.iter().map(|m| m.content.len().to_string()).collect();
         let written = self::written(&messages, counting);
         assert_eq!((written.text.as_str(), written.unwritten(|_| true)), ("81", None));
+    }
+
+    #[test]
+    fn a_string_that_is_written_again_is_known() {
+        let mut call = Message::new("assistant", "");
+        call.more.insert("tool_calls".to_owned(), json!([{"function": {"name": "f", "arguments": {}}}]));
+        let name = |message: &Message| message.more["tool_calls"][0]["function"]["name"].as_str().unwrap().to_owned();
+        let twice = |messages: &[Message]| {
+            format!("to={}<call>result of {}: {}", name(&messages[0]), name(&messages[0]), messages[1].content)
+        };
+        let written = written(&[call, Message::new("tool", "r")], twice);
+        assert_eq!(around(&written, 0), ["to=", ": "]);
+        assert_eq!(written.before_repeated(0).map(|place| &written.text[place]), Some("<call>result of "));
+        assert_eq!(written.before_repeated(1), None);
     }
 
     #[test]

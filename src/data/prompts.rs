@@ -7,11 +7,15 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::chat_template::{ChatTemplate, TemplateChoice, TemplateError};
-use super::conversation::{self, ChatInput, Message};
+use super::conversation::{ChatInput, Message};
+use super::other_keys::OtherKeys;
+use super::row_keys::{self, OtherKey};
+use super::row_object::RowObject;
 use super::rows::{RowError, RowLocation, RowProblem};
 use super::shown::shown;
+use super::token_lists::LISTS;
 use super::tokenize::{TextTokenizer, TokenizeError};
-use super::{json_array, jsonl, row_object};
+use super::{json_array, jsonl};
 use crate::files;
 
 /// In place of a file: prompts come from stdin.
@@ -212,6 +216,14 @@ impl PromptFile {
         })
     }
 
+    /// Counts of the keys that nothing reads; none for a file that cannot be read.
+    pub fn other_keys(&self) -> OtherKeys {
+        let mut counts = OtherKeys::default();
+        let keys = self.each_object(|object, _, _| Ok(other_keys(object))).unwrap_or_default();
+        keys.iter().flatten().for_each(|key| counts.count(key, 1));
+        counts
+    }
+
     /// The objects, of JSONL or of one array, told apart by the first character; each with its place and its index from 0.
     fn each_object<T>(
         &self,
@@ -314,7 +326,7 @@ fn asked(object: &Map<String, Value>) -> Result<(&'static str, PromptInput), Row
             "prompt" if !value.is_array() => PromptInput::Text(text(key, value)?),
             "prompt_ids" => PromptInput::Ids(each(key, value, "a list of token ids", token)?),
             "turns" => PromptInput::Turns(each(key, value, "a list of strings", text)?),
-            _ => PromptInput::Chat(chat(key, value, object)?),
+            _ => PromptInput::Chat(chat(key, object)?),
         };
         return Ok((key, input));
     }
@@ -324,19 +336,32 @@ fn asked(object: &Map<String, Value>) -> Result<(&'static str, PromptInput), Row
 }
 
 /// The same that a row of training is made of.
-fn chat(key: &str, value: &Value, object: &Map<String, Value>) -> Result<ChatInput, RowProblem> {
-    if value.as_array().is_none_or(Vec::is_empty) {
-        let expected = "a list of messages";
-        return Err(RowProblem::Value { key: key.to_owned(), expected, got: shown(value) });
-    }
-    let given = |key: &str| object.get(key).filter(|value| !value.is_null()).cloned();
-    let inputs = row_object::template_inputs(given("tools"), given("chat_template_kwargs"))?;
-    Ok(ChatInput { messages: conversation::of_messages(key, value)?, inputs })
+fn chat(key: &'static str, object: &Map<String, Value>) -> Result<ChatInput, RowProblem> {
+    let chat = RowObject { columns: object.clone(), others: vec![] }.conversation(key)?;
+    let none = || RowProblem::Value { key: key.to_owned(), expected: "a list of messages", got: shown(&object[key]) };
+    chat.filter(|chat| !chat.messages.is_empty()).ok_or_else(none)
+}
+
+/// The keys of a prompt that nothing reads. Those of a training row, whose answer is what is to be decoded, are no loss.
+fn other_keys(object: &Map<String, Value>) -> Vec<OtherKey> {
+    let is_known = |key: &str| {
+        row_keys::is_read(key) || LISTS.contains(&key) || IDS.contains(&key) || ["turns", "prompt_ids"].contains(&key)
+    };
+    let others = object.iter().filter(|(key, value)| !is_known(key) && !value.is_null());
+    others.map(|(key, _)| row_keys::other_column(key)).collect()
 }
 
 fn of_user(key: &str, ChatInput { messages, inputs }: ChatInput) -> Result<Questions, RowProblem> {
     let system = messages.first().filter(|first| is_systems(first)).cloned();
     let opening = Box::new(ChatInput { messages: system.into_iter().collect(), inputs });
+    for (at, message) in messages.iter().enumerate() {
+        let is_kept_or_dropped = ["user", "assistant", "tool"].contains(&message.role.as_str());
+        if !is_kept_or_dropped && (at > 0 || !is_systems(message)) {
+            let expected = "user, assistant or tool: the questions are asked anew, behind a first turn of the system";
+            let (key, got) = (format!("{key}[{at}].role"), format!("{:?}", message.role));
+            return Err(RowProblem::Value { key, expected, got });
+        }
+    }
     let user: Vec<String> =
         messages.into_iter().filter(|message| message.role == "user").map(|message| message.content).collect();
     if user.is_empty() {
@@ -465,6 +490,17 @@ mod tests {
         });
         assert_eq!(read_line(sharegpt).unwrap().input, expected);
         assert_eq!(read_line(openai).unwrap().input, expected);
+    }
+
+    #[test]
+    fn what_stands_beside_a_conversation_is_read_and_other_keys_are_counted() {
+        let line = r#"{"conversations": [{"from": "human", "value": "r"}, {"from": "gpt", "value": "a"}], "system": "s",
+            "history": [["q", "b"]], "tools": "[]", "id": 1, "temperature": 2, "labels": [1]}"#;
+        let Prompt { input: PromptInput::Chat(chat), .. } = read_line(line).unwrap() else { panic!("a conversation") };
+        let turns = [("system", "s"), ("user", "q"), ("assistant", "b"), ("user", "r")];
+        assert_eq!(chat.messages, turns.map(|(role, content)| Message::new(role, content)));
+        let keys = other_keys(&jsonl::object(line.as_bytes()).unwrap());
+        assert_eq!(keys, [(row_keys::Fate::NotRead, "temperature".to_owned())]);
     }
 
     #[test]

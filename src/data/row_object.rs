@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value};
 
 use super::column_names::ColumnNames;
-use super::conversation::{self, CALLS, Message, TemplateInputs};
+use super::conversation::{self, CALLS, ChatInput, Message, TemplateInputs};
 use super::raw_row::RawRow;
 use super::row_keys::{self, FORMS, Fate, OtherKey, is_read, other_column};
 use super::rows::RowProblem;
@@ -53,10 +53,8 @@ impl RowObject {
 
     fn first_form(&mut self) -> Result<RawRow, RowProblem> {
         for key in ["messages", "conversations"] {
-            if let Some(messages) = self.take(key) {
-                let turns = self.turns(key, messages)?;
-                let turns = self.behind_earlier(turns)?;
-                return Ok(RawRow::conversation(key, turns, self.template_inputs()?));
+            if let Some(ChatInput { messages, inputs }) = self.conversation(key)? {
+                return Ok(RawRow::conversation(key, messages, inputs));
             }
         }
         if let (true, Some(output)) = (self.has("instruction"), self.take("output")) {
@@ -74,6 +72,13 @@ impl RowObject {
             Some(text) => string("text", text).map(RawRow::Text),
             None => Err(self.no_row()),
         }
+    }
+
+    /// The conversation of a column, with what stands beside it.
+    pub(super) fn conversation(&mut self, key: &'static str) -> Result<Option<ChatInput>, RowProblem> {
+        let Some(messages) = self.take(key) else { return Ok(None) };
+        let messages = self.turns(key, messages)?;
+        Ok(Some(ChatInput { messages: self.behind_earlier(messages)?, inputs: self.template_inputs()? }))
     }
 
     fn has(&self, key: &str) -> bool {
@@ -199,7 +204,7 @@ fn turns_of_history(value: Value) -> Result<Vec<Message>, RowProblem> {
 }
 
 /// What a row has for its chat template beside messages.
-pub(super) fn template_inputs(tools: Option<Value>, kwargs: Option<Value>) -> Result<TemplateInputs, RowProblem> {
+fn template_inputs(tools: Option<Value>, kwargs: Option<Value>) -> Result<TemplateInputs, RowProblem> {
     let kwargs = kwargs.map_or(Ok(Map::new()), kwargs_of)?;
     Ok(TemplateInputs { tools: tools.map(tools_of).transpose()?.flatten(), kwargs })
 }

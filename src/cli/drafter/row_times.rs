@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use anyhow::Context;
 use sha2::{Digest, Sha256};
 use tch::Device;
 
@@ -71,10 +72,11 @@ fn found_or_measured(
     }
     let on_cpu = decoder.backbone.device() == Device::Cpu;
     let watch = CoreWatch::start().filter(|_| on_cpu);
-    let Times { engine, plain_step_ms, steps } = latency::measure_rows(&decoder.backbone, |drafter| {
+    let times = latency::measure_rows(&decoder.backbone, |drafter| {
         let drafter = Some((drafter, Acceptance::Greedy));
         anyhow::Ok(Box::new(HostLoop::new(new_engine(decoder)?, drafter)) as Box<_>)
-    })?;
+    });
+    let Times { engine, plain_step_ms, steps } = times.context("cannot measure step times")?;
     let busy_cores = watch.and_then(|watch| watch.others());
     let busy_cores = busy_cores.filter(|&busy| disturb(busy, Team::of_process().size(), cores()));
     let latency = Latency { engine: engine.to_owned(), plain_step_ms, steps, busy_cores, ..conditions };
