@@ -23,14 +23,14 @@ use crate::train::plan::BackboneTraining;
 const F32: u64 = 4;
 /// A run of the smallest model, without libtorch_cuda: libtorch's pages, its threads' memory, compiled products and files. Measured on Linux:
 /// 195 to 205 MiB, of which 130 are pages of the program's files.
-const PROGRAM: u64 = 220 << 20;
+const PROGRAM: u64 = 195 << 20;
 /// glibc's heap leaves holes between freed tensors that aligned ones do not fit into: the tensors that a pass keeps, in
 /// blocks that stay in the process (see [`crate::torch::memory::keep_freed_blocks`]), took 1.7 to 1.9 times their size
 /// when measured.
 const HEAP_HOLES: f64 = 1.75;
 
 /// Where rows have very different lengths, tensors come in many sizes, for which the heap has more holes. Of four small models, measured peaks of
-/// Medusa-1 were higher by 26 to 78 % of the temporaries, of which [`PROGRAM`] has a part: it is larger than the smallest run.
+/// Medusa-1 were higher by 26 to 78 % of the temporaries, of which [`PROGRAM`] has a part.
 const HOLES_OF_SIZES: f64 = 0.5;
 
 /// How the prefix layer of Hydra++ heads is trained.
