@@ -34,7 +34,7 @@ const fn harmless(name: &'static str) -> RowKey {
 }
 
 /// Columns of rows. A column that is not among them is [`NotRead`].
-pub static COLUMNS: [RowKey; 95] = [
+pub static COLUMNS: [RowKey; 96] = [
     key("input_ids", Read, "TRL, axolotl, speculators", "token ids"),
     key("labels", Read, "TRL, axolotl", "beside `input_ids`: the token ids, or -100 for no loss"),
     key("loss_mask", Read, "speculators", "beside `input_ids`: 0 for no loss"),
@@ -134,6 +134,7 @@ pub static COLUMNS: [RowKey; 95] = [
     harmless("num_tokens"),
     harmless("token_count"),
     harmless("length"),
+    harmless("seq_len"),
     harmless("finish_reason"),
 ];
 
