@@ -667,7 +667,7 @@ fn calls_that_a_template_leaves_out_are_text_and_counted() {
     assert!(learned[0].contains(r#""name":"look""#) && learned[1] == "It is sunny.<|im_end|>", "{learned:?}");
     assert!(text.contains("sunny"), "{text}");
     let (_, report) = world.lines(&[json!({"messages": with_a_call()})]).expect("a row");
-    assert!(report.to_string().contains("1 answers with calls as text"), "{report}");
+    assert!(report.to_string().contains("1 answer with calls as text"), "{report}");
 }
 
 #[test]
@@ -684,7 +684,7 @@ fn thoughts_that_a_template_drops_from_earlier_turns_do_not_drop_the_conversatio
     assert_eq!(learned, ["Hello.</s>", "Yes.</s>"]);
     let (_, report) = world.lines(&[json!({"messages": talk})]).expect("a row");
     assert_eq!(report.counts.shortened_turns, 1);
-    assert!(report.to_string().contains("1 answers shortened by the chat template"), "{report}");
+    assert!(report.to_string().contains("1 answer shortened by the chat template"), "{report}");
 }
 
 /// The texts of the rows that conversations become, without special tokens.

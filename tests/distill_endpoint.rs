@@ -441,7 +441,8 @@ fn without_a_backbone_rows_are_text_that_training_tokenises() {
     let file = std::fs::File::open(world.path("out/shard-00000.parquet")).expect("a shard");
     let reader = ParquetRecordBatchReaderBuilder::try_new(file).expect("Parquet");
     let columns: Vec<String> = reader.schema().fields().iter().map(|field| field.name().clone()).collect();
-    assert_eq!(columns, ["index", "id", "category", "conversations", "finish_reason"]);
+    let expected = ["index", "id", "category", "conversations", "tools", "chat_template_kwargs", "finish_reason"];
+    assert_eq!(columns, expected);
     assert!(server.posts().iter().all(|post| post.body.get("return_token_ids").is_none()));
     let shard = world.path("out/shard-00000.parquet").display().to_string();
     let read = medusa(&["data", &shard, "--json", "--backbone", &backbone().display().to_string()]).output();
@@ -450,6 +451,35 @@ fn without_a_backbone_rows_are_text_that_training_tokenises() {
     world.lines(&[json!({"prompt": "raw"})]);
     let (status, _, said) = world.distill(&server.address, "raw", &["--without"]);
     assert!(status == Some(1) && said.contains("p.jsonl, line 1: a prompt without messages or turns"), "{said}");
+}
+
+#[test]
+fn training_renders_the_tools_and_variables_of_a_prompt_that_a_server_answered() {
+    let (world, words) = (World::new(0), Words::new());
+    let tool = json!({"type": "function", "function": {"name": "rain", "parameters": {}}});
+    let messages = json!([{"role": "user", "content": "Count to 3"}]);
+    world.lines(&[
+        json!({"messages": messages, "tools": [tool], "chat_template_kwargs": {"suffix": "!"}}),
+        json!({"messages": messages}),
+    ]);
+    let template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}\
+                    {{ m.role + ': ' + m.content }}{{ suffix or '' }}{{ eos_token }}{% endfor %}\
+                    {% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}";
+    medusa::files::write_atomic(&world.path("t.jinja"), |out| std::io::Write::write_all(out, template.as_bytes()))
+        .expect("a file of a test");
+    let server = TestServer::new(move |_, request| whole(&words.answer(request).2));
+    world.summary(&server.address, "out", &["--without"]);
+    let shown = |row: &str| {
+        let backbone = backbone().display().to_string();
+        let shard = world.path("out/shard-00000.parquet").display().to_string();
+        let template = world.path("t.jinja").display().to_string();
+        let output =
+            medusa(&["data", &shard, "--backbone", &backbone, "--chat-template", &template, "--row", row]).output();
+        String::from_utf8(output.expect("it runs").stdout).expect("UTF-8")
+    };
+    let (with_tools, without) = (shown("0"), shown("1"));
+    assert!(with_tools.contains("[rain]user: Count to 3!"), "{with_tools}");
+    assert!(without.contains("user: Count to 3<|end|>") && !without.contains("rain"), "{without}");
 }
 
 #[test]

@@ -102,12 +102,12 @@ impl Decoder {
         input: &PromptInput,
         mut answer: impl FnMut(u64, &[i64]) -> anyhow::Result<String>,
     ) -> anyhow::Result<()> {
-        let PromptInput::Turns(turns) = input else {
+        let PromptInput::Turns { opening, user } = input else {
             let ids = prompts::to_ids(input, &self.tokenizer, self.template.as_deref())?;
             return answer(0, &wide(&ids)).map(drop);
         };
-        let mut chat = ChatInput::default();
-        for (at, turn) in turns.iter().enumerate() {
+        let mut chat = ChatInput::clone(opening);
+        for (at, turn) in user.iter().enumerate() {
             let context = || format!("turn {}", at + 1);
             chat.messages.push(Message::new("user", turn));
             let ids = prompts::chat_ids(&chat, &self.tokenizer, self.template.as_deref()).with_context(context)?;

@@ -191,7 +191,7 @@ impl Answers<'_> {
     fn heading(&self, prompt: &Prompt, Stream { index, turn, sample, .. }: Stream) -> String {
         let mut names = format!("{} of {}", index + 1, self.all);
         let _ = prompt.id.iter().try_for_each(|id| write!(names, ", id {id}")); // writing to a String cannot fail
-        if let PromptInput::Turns(_) = prompt.input {
+        if let PromptInput::Turns { .. } = prompt.input {
             let _ = write!(names, ", turn {}", turn + 1); // as above
         }
         if self.args.num_samples.get() > 1 {
@@ -253,7 +253,7 @@ fn asked(input: &PromptInput, turn: u64) -> String {
         PromptInput::Text(text) => text.clone(),
         PromptInput::Ids(ids) => counted(ids.len(), "token"),
         PromptInput::Chat(chat) => chat.messages.last().map_or_else(String::new, |last| last.content.clone()),
-        PromptInput::Turns(turns) => turns[turn as usize].clone(),
+        PromptInput::Turns { user, .. } => user[turn as usize].clone(),
     }
 }
 
@@ -265,7 +265,7 @@ fn add_names(line: &mut Value, prompt: &Prompt, turn: u64) {
     if let Some(category) = &prompt.category {
         line["category"] = category.as_str().into();
     }
-    if let PromptInput::Turns(_) = prompt.input {
+    if let PromptInput::Turns { .. } = prompt.input {
         line["turn"] = turn.into();
     }
 }

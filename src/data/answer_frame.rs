@@ -39,9 +39,10 @@ impl AnswerFrame {
         (!header.trim().is_empty()).then_some(frame)
     }
 
-    /// Where in `before`, the template's text before an answer, its header ends, if it is the header behind a user's turn.
-    pub(super) fn header_end(&self, before: &str) -> Option<usize> {
-        before.find(&self.header).map(|at| at + self.header.len())
+    /// Where in `before`, the template's text before an answer, its header ends, if it is the header behind a user's turn. `others` is the
+    /// number of answers in `before`, all of them empty; the template may leave some of them out.
+    pub(super) fn header_end(&self, before: &str, others: usize) -> Option<usize> {
+        before.match_indices(&self.header).take(others + 1).last().map(|(at, header)| at + header.len())
     }
 
     /// How much of `header` is the header of a turn behind others than the user's: the longest end of the usual one that it has. What stands
@@ -125,7 +126,7 @@ mod tests {
         for opening in ["<s>assistant\n", "<s>assistant\n<think>\n"] {
             let frame = of(chatml, opening);
             assert_eq!(frame.header, "<e>\n<s>assistant\n");
-            assert_eq!(frame.header_end(" <e>\n<s>assistant\n<think>\n"), Some(18));
+            assert_eq!(frame.header_end(" <e>\n<s>assistant\n<think>\n", 0), Some(18));
             assert_eq!(frame.without_thoughts("</r><e>\n<s>assistant\n<think>\n"), 21);
             assert_eq!(frame.sign_in("<s>assistant\n"), Some(13));
             assert_eq!(frame.end_in("}</call><e>\n<s>", |_| None), Some(11));

@@ -2,6 +2,7 @@
 //! its end, end included, thoughts and calls among it. A template with `{% generation %}` says where that is; for the others it is read off
 //! the text that they write around what was said, never searched in what was said.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
@@ -81,6 +82,14 @@ struct MaskedText {
     learned: Vec<Range<usize>>,
 }
 
+/// Headers and ends of answers that were found by a rendering of their own, for later answers of the conversation: each rendering takes as long
+/// as the conversation.
+#[derive(Debug, Default)]
+struct KnownFrames {
+    headers: BTreeSet<String>,
+    ends: BTreeSet<String>,
+}
+
 impl ConversationRenderer<'_> {
     /// The row of a conversation, uncut, or why there is none. The text is tokenised as a whole and nothing is put around
     /// it: the template writes BOS.
@@ -113,7 +122,8 @@ impl ConversationRenderer<'_> {
         }
         let answers: Vec<usize> = (0..messages.len()).filter(|&at| self.is_learned(messages, at)).collect();
         if answers.is_empty() {
-            return Err(DropReason::NoAssistantTurn.into());
+            let has_one = messages.iter().any(Message::is_assistants);
+            return Err(if has_one { DropReason::NoLearnedTurn } else { DropReason::NoAssistantTurn }.into());
         }
         let learned = match self.template.marks_generation {
             true => self.generation(messages, &written.text)?,
@@ -143,10 +153,11 @@ impl ConversationRenderer<'_> {
         Ok(assistants.all(|at| self.is_learned(messages, at)).then_some(spans))
     }
 
-    /// What the model writes in each of its turns. `None` where one is in the text and cannot be told from it. Turns that the template leaves
+    /// What the model writes in each of its turns. `None` where one is in the text and cannot be found in it. Turns that the template leaves
     /// out have no place.
     fn answers(&self, messages: &[Message], answers: &[usize], written: &WrittenText) -> Option<Vec<Range<usize>>> {
         let mut found = Vec::with_capacity(answers.len());
+        let mut known = KnownFrames::default();
         for &at in answers {
             if written.is_left_out(at) {
                 continue;
@@ -154,18 +165,25 @@ impl ConversationRenderer<'_> {
             if !written.is_marked(at) && !messages[at].is_empty() {
                 return None;
             }
-            found.push(self.answer(messages, at, written)?);
+            found.push(self.answer(messages, at, written, &mut known)?);
         }
         Some(found)
     }
 
     /// From the end of the turn's header to its end.
-    fn answer(&self, messages: &[Message], at: usize, written: &WrittenText) -> Option<Range<usize>> {
+    fn answer(
+        &self,
+        messages: &[Message],
+        at: usize,
+        written: &WrittenText,
+        known: &mut KnownFrames,
+    ) -> Option<Range<usize>> {
         let [before, behind] = written.around(at);
-        let begin = before.start + self.header_end(messages, at, &written.text[before])?;
-        let end_in = |behind: Range<usize>| {
+        let others = empty_answers_before(messages, at, written)?;
+        let begin = before.start + self.header_end(messages, at, (&written.text[before], others), known)?;
+        let mut end_in = |behind: Range<usize>| {
             let said = behind.start.max(begin);
-            Some(said + self.turn_end(messages, at, written.text.get(said..behind.end)?)?)
+            Some(said + self.turn_end(messages, at, written.text.get(said..behind.end)?, known)?)
         };
         let end = end_in(behind).or_else(|| end_in(written.before_repeated(at)?))?;
         Some(begin..end)
@@ -173,31 +191,51 @@ impl ConversationRenderer<'_> {
 
     /// Where the header of a turn ends in the text of the template before it. Behind others than the user's turns it is what the template
     /// writes to let the assistant speak.
-    fn header_end(&self, messages: &[Message], at: usize, before: &str) -> Option<usize> {
+    fn header_end(
+        &self,
+        messages: &[Message],
+        at: usize,
+        (before, others): (&str, usize),
+        known: &mut KnownFrames,
+    ) -> Option<usize> {
         let frame = self.template.frame.as_ref();
-        let opened = || {
+        let mut opened = || {
             let opened = self.written(&messages[..at], true).ok()?;
             let header = header_of(opened.tail(), before);
-            Some(frame.map_or(header.len(), |frame| frame.without_thoughts(header)))
+            let end = frame.map_or(header.len(), |frame| frame.without_thoughts(header));
+            known.headers.insert(before[..end].to_owned());
+            Some(end)
         };
-        let usual = frame.and_then(|frame| frame.header_end(before));
-        usual.or_else(opened).or_else(|| frame?.sign_in(before))
+        if let Some(usual) = frame.and_then(|frame| frame.header_end(before, others)) {
+            return Some(usual);
+        }
+        if let Some(header) = known.headers.iter().find(|header| before.starts_with(header.as_str())) {
+            return Some(header.len());
+        }
+        opened().or_else(|| frame?.sign_in(before))
     }
 
     /// How much of the text of the template behind an answer ends its turn. Templates may end the last turn in a way of its own, or the whole
     /// text with EOS.
-    fn turn_end(&self, messages: &[Message], at: usize, behind: &str) -> Option<usize> {
+    fn turn_end(&self, messages: &[Message], at: usize, behind: &str, known: &mut KnownFrames) -> Option<usize> {
         if at + 1 == messages.len() {
             return Some(ending(behind).len());
         }
         let special = |text: &str| self.tokenizer.special_token_at(text);
-        let as_last = || {
+        if let Some(usual) = self.template.frame.as_ref().and_then(|frame| frame.end_in(behind, special)) {
+            return Some(usual);
+        }
+        if let Some(end) = known.ends.iter().find(|end| behind.starts_with(end.as_str())) {
+            return Some(end.len());
+        }
+        let mut as_last = || {
             let alone = self.written(&messages[..=at], false).ok()?;
             let end = ending(alone.tail());
-            (!end.is_empty() && behind.starts_with(end)).then_some(end.len())
+            let is_end = !end.is_empty() && behind.starts_with(end);
+            is_end.then(|| known.ends.insert(end.to_owned()))?;
+            Some(end.len())
         };
-        let usual = self.template.frame.as_ref().and_then(|frame| frame.end_in(behind, special));
-        usual.or_else(as_last).or_else(|| special(behind))
+        as_last().or_else(|| special(behind))
     }
 
     /// Where in the text exchanges after the first begin: with a question behind an answer. Those that are not found, because the template
@@ -228,6 +266,20 @@ impl ConversationRenderer<'_> {
         let before = self.written(before, false).ok()?.text;
         whole.starts_with(&before).then_some(before.len())
     }
+}
+
+/// How many empty answers stand between the last message with a place in the text and this one. `None` where a message without a place says
+/// something: what was said is not searched for headers.
+fn empty_answers_before(messages: &[Message], at: usize, written: &WrittenText) -> Option<usize> {
+    let unmarked = (0..at).rev().take_while(|&earlier| !written.is_marked(earlier));
+    let mut answers = 0;
+    for earlier in unmarked {
+        if !messages[earlier].is_empty() && !written.is_left_out(earlier) {
+            return None;
+        }
+        answers += usize::from(messages[earlier].is_assistants());
+    }
+    Some(answers)
 }
 
 /// Tokens from the first to the last that shares a byte with a span, as transformers' assistant mask has it: a token

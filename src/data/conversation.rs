@@ -110,6 +110,14 @@ impl ChatInput {
         Self { messages: vec![Message::new("user", content)], inputs: TemplateInputs::default() }
     }
 
+    /// With these turns of the user at the end.
+    #[must_use]
+    pub fn followed_by<'t>(&self, turns: impl IntoIterator<Item = &'t String>) -> Self {
+        let mut chat = self.clone();
+        chat.messages.extend(turns.into_iter().map(|turn| Message::new("user", turn)));
+        chat
+    }
+
     /// Its fields in a request of OpenAI's API, those of vLLM and SGLang among them.
     pub fn to_openai(&self) -> Map<String, Value> {
         let TemplateInputs { tools, kwargs } = &self.inputs;
@@ -218,6 +226,9 @@ fn read_parts(key: &str, parts: &[Value], message: &mut Message) -> Result<(), M
         }
     }
     if !thoughts.is_empty() {
+        if let Some(known) = message.more.get(THOUGHTS[0]).filter(|known| **known != thoughts) {
+            return wrong(key, "thoughts in parts or in reasoning_content, not in both", known);
+        }
         message.more.insert(THOUGHTS[0].to_owned(), thoughts.into());
     }
     Ok(())
@@ -268,6 +279,7 @@ fn with_calls_read(more: &mut Map<String, Value>) {
     {
         more.insert(CALLS.to_owned(), calls); // a cell of CSV or Parquet
     }
+    more.values_mut().for_each(drop_nulls);
     for call in more.get_mut(CALLS).and_then(Value::as_array_mut).into_iter().flatten() {
         for arguments in ["/function/arguments", "/arguments"] {
             let Some(arguments) = call.pointer_mut(arguments) else { continue };
@@ -276,6 +288,18 @@ fn with_calls_read(more: &mut Map<String, Value>) {
                 *arguments = object.into();
             }
         }
+    }
+}
+
+/// A key with the value null is as good as absent: where one object of a data set has a key, `datasets` gives it to all of them.
+pub fn drop_nulls(value: &mut Value) {
+    match value {
+        Value::Array(items) => items.iter_mut().for_each(drop_nulls),
+        Value::Object(keys) => {
+            keys.retain(|_, value| !value.is_null());
+            keys.values_mut().for_each(drop_nulls);
+        }
+        _ => {}
     }
 }
 

@@ -3,8 +3,10 @@
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
+use glob::Pattern;
 use saphyr::{LoadableYamlNode, Yaml};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::files::{self, FileError, failed};
 
@@ -82,16 +84,12 @@ struct CardSplit {
 /// What a folder says of its files; `None` for one that says nothing.
 pub(super) fn describe(folder: &Path) -> Result<Option<DescribedFolder>, DescriptionError> {
     let path = folder.join("state.json");
-    if let Some(DatasetState { data_files }) =
-        json(&path, "an object with \"_data_files\", as datasets.save_to_disk writes it")?
-    {
+    if let Some(DatasetState { data_files }) = written_by_datasets(&path, "_data_files")? {
         let files = data_files.into_iter().map(|file| inside(folder, &path, &file.filename));
         return Ok(Some(DescribedFolder { train: files.collect::<Result<_, _>>()?, left_out: None }));
     }
     let path = folder.join("dataset_dict.json");
-    if let Some(DatasetSplits { splits }) =
-        json(&path, "an object with \"splits\", as datasets.save_to_disk writes it")?
-    {
+    if let Some(DatasetSplits { splits }) = written_by_datasets(&path, "splits")? {
         let splits = splits.into_iter().map(|name| CardSplit { patterns: vec![name.clone()], name });
         return train_split(folder, &path, splits.collect()).map(Some);
     }
@@ -178,21 +176,30 @@ fn inside(folder: &Path, path: &Path, named: &Path) -> Result<PathBuf, Descripti
     let parts: PathBuf = named.components().filter(|part| *part != Component::CurDir).collect();
     let is_inner = parts.components().all(|part| matches!(part, Component::Normal(_)));
     if is_inner && parts != Path::new("") {
-        return Ok(folder.join(parts));
+        let as_named = folder.join(&parts);
+        if as_named.exists() {
+            return Ok(as_named);
+        }
+        let folder = Pattern::escape(&folder.to_string_lossy()); // what is no name is a glob, of which the folder's name is no part
+        return Ok(Path::new(&folder).join(parts));
     }
     Err(wrong(path, "files of its own folder", format!("{:?}", named.display().to_string())))
 }
 
-fn json<T: for<'de> Deserialize<'de>>(path: &Path, expected: &'static str) -> Result<Option<T>, DescriptionError> {
-    let text = text(path)?;
-    let read = text.map(|text| serde_json::from_str(&text)).transpose();
-    read.map_err(|error| wrong(path, expected, error.to_string()))
+/// A file of datasets.save_to_disk, which has this key; `None` for one of another program.
+fn written_by_datasets<T: for<'de> Deserialize<'de>>(path: &Path, key: &str) -> Result<Option<T>, DescriptionError> {
+    let Some(text) = text(path)? else { return Ok(None) };
+    let expected = "JSON as datasets.save_to_disk writes it";
+    let read: Value = serde_json::from_str(&text).map_err(|error| wrong(path, expected, error.to_string()))?;
+    let read = read.get(key).is_some().then(|| serde_json::from_value(read));
+    read.transpose().map_err(|error| wrong(path, expected, error.to_string()))
 }
 
+/// `None` for a file that does not exist, and for one that is no text.
 fn text(path: &Path) -> Result<Option<String>, DescriptionError> {
     match files::read_text(path) {
         Ok(text) => Ok(Some(text)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) if [io::ErrorKind::NotFound, io::ErrorKind::InvalidData].contains(&error.kind()) => Ok(None),
         Err(error) => Err(failed("read", path)(error).into()),
     }
 }

@@ -14,7 +14,7 @@ use super::opened::UnpackedText;
 use super::python_json::PythonRow;
 use super::raw_row::RawRow;
 use super::row_keys::{self, OtherKey};
-use super::row_object::RowObject;
+use super::row_object::{RowObject, is_nothing};
 use super::rows::{RowLocation, RowProblem};
 use super::shown::shown;
 use super::source::SourceError;
@@ -143,13 +143,19 @@ impl<'de> Visitor<'de> for JsonRowVisitor {
                 match list.filter(|_| value.get() != "null") {
                     Some(list) if lists.iter().any(|(known, _)| *known == list) => return Err(twice(list)),
                     Some(list) => lists.push((list, value)),
-                    None if ["null", "\"\"", "[]", "{}"].contains(&value.get()) => {}
+                    None if is_nothing_raw(value) => {}
                     None => object.others.push(row_keys::other_column(&key)),
                 }
             }
         }
         Ok(row)
     }
+}
+
+/// As [`is_nothing`], of JSON that is not parsed: a value of many bytes is something.
+fn is_nothing_raw(value: &RawValue) -> bool {
+    const BLANKS: usize = 64;
+    value.get().len() <= BLANKS && serde_json::from_str(value.get()).is_ok_and(|value| is_nothing(&value))
 }
 
 /// One line's row, and the keys that it is not made of; of the columns of `names` alone where they are given. Of several forms of a row the

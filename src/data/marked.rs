@@ -2,6 +2,7 @@
 //! stands outside of marks was written by the template, whatever the messages say.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use serde_json::Value;
@@ -10,8 +11,8 @@ use super::conversation::{Message, THOUGHTS};
 
 const END_OF_THOUGHTS: &str = "</think>";
 const START_OF_THOUGHTS: &str = "<think>";
-/// With more messages than this, those whose marks change the text are not looked for one by one.
-const TRIED_ONE_BY_ONE: usize = 256;
+/// The most renderings in search of messages whose marks change the text; each takes as long as the conversation.
+const MOST_ATTEMPTS: usize = 64;
 
 /// Three characters that no message has, from those that Unicode keeps for a program's own use (noncharacters). A mark is one of the first
 /// two, a number, and the third.
@@ -41,7 +42,7 @@ struct MarkedString {
 }
 
 /// A rendered text, and where the strings of its messages stand.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct WrittenText {
     pub(super) text: String,
     /// Where in the text each mark stands, and the message that it belongs to, in order.
@@ -49,6 +50,8 @@ pub(super) struct WrittenText {
     /// For each of them, whether its string stood in the text before.
     is_repeated: Vec<bool>,
     strings: Vec<MarkedString>,
+    /// For each message with strings, its first mark; `None` where the text has none of them.
+    first_marks: BTreeMap<usize, Option<usize>>,
 }
 
 impl Marks {
@@ -159,12 +162,27 @@ impl Marker {
     }
 }
 
+/// Marks all messages whose marks leave the text unchanged. Where some of `markings` change it, each half is tried on its own; `first` is the
+/// number of the first one.
+fn mark_halves(markings: &mut [Marking], first: usize, is_unchanged: &mut impl FnMut(Range<usize>, Marking) -> bool) {
+    let all = first..first + markings.len();
+    let fitting = if markings.len() == 1 { &[Marking::Parts, Marking::LastWord][..] } else { &[Marking::Parts] };
+    if let Some(marking) = fitting.iter().find(|marking| is_unchanged(all.clone(), **marking)) {
+        markings.fill(*marking);
+    } else if markings.len() > 1 {
+        let (left, right) = markings.split_at_mut(markings.len() / 2);
+        let second = first + left.len();
+        mark_halves(left, first, is_unchanged);
+        mark_halves(right, second, is_unchanged);
+    }
+}
+
 impl WrittenText {
     /// The text that `render` makes of the messages, and where their strings stand in it. Marks that change the text are left out; a message
     /// without any is taken as written. `None` where `render` refuses the messages, with its error.
     pub(super) fn of<E>(messages: &[Message], render: impl Fn(&[Message]) -> Result<String, E>) -> Result<Self, E> {
         let text = render(messages)?;
-        let without = |text| Self { text, marks: vec![], is_repeated: vec![], strings: vec![] };
+        let without = |text| Self { text, ..Self::default() };
         let Some(marks) = Marks::free(messages) else { return Ok(without(text)) };
         let attempt = |markings: &[Marking]| {
             let mut marker = Marker { marks, messages: vec![] };
@@ -174,23 +192,19 @@ impl WrittenText {
             let written = Self::read(&render(&marked).ok()?, marks, &marker.messages)?;
             (written.text == text).then_some(written)
         };
-        let all = vec![Marking::Parts; messages.len()];
-        if let Some(written) = attempt(&all) {
+        if let Some(written) = attempt(&vec![Marking::Parts; messages.len()]) {
             return Ok(written);
         }
-        if messages.len() > TRIED_ONE_BY_ONE {
-            return Ok(without(text));
-        }
-        let alone = |at: usize| {
-            let only = |marking| {
-                let mut markings = vec![Marking::Nothing; messages.len()];
-                markings[at] = marking;
-                attempt(&markings).is_some()
-            };
-            [Marking::Parts, Marking::LastWord].into_iter().find(|marking| only(*marking)).unwrap_or(Marking::Nothing)
+        let mut markings = vec![Marking::Nothing; messages.len()];
+        let mut attempts = MOST_ATTEMPTS;
+        let mut is_unchanged = |place: Range<usize>, marking: Marking| {
+            let mut only = vec![Marking::Nothing; messages.len()];
+            only[place].fill(marking);
+            attempts = attempts.saturating_sub(1);
+            attempts > 0 && attempt(&only).is_some()
         };
-        let each: Vec<Marking> = (0..messages.len()).map(alone).collect();
-        Ok(attempt(&each).unwrap_or_else(|| without(text)))
+        mark_halves(&mut markings, 0, &mut is_unchanged);
+        Ok(attempt(&markings).unwrap_or_else(|| without(text)))
     }
 
     /// Takes the marks out; `None` where something else stands in one.
@@ -199,6 +213,7 @@ impl WrittenText {
             messages.iter().map(|&message| MarkedString { message, is_written: false }).collect();
         let (mut text, mut marks, mut rest) = (String::with_capacity(marked.len()), Vec::new(), marked);
         let (mut is_repeated, mut seen) = (Vec::new(), vec![0_usize; messages.len()]);
+        let mut first_marks: BTreeMap<usize, Option<usize>> = messages.iter().map(|&message| (message, None)).collect();
         while let Some(at) = rest.find([start, end]) {
             text += &rest[..at];
             let (number, behind) = rest[at..].split_once(stop)?;
@@ -207,17 +222,18 @@ impl WrittenText {
             string.is_written = true;
             is_repeated.push(seen[number] > 1);
             seen[number] += 1;
+            first_marks.entry(string.message).or_default().get_or_insert(marks.len());
             marks.push((text.len(), string.message));
             rest = behind;
         }
         text += rest;
-        Some(Self { text, marks, is_repeated, strings })
+        Some(Self { text, marks, is_repeated, strings, first_marks })
     }
 
     /// The first message of which the text has nothing, though it says something, among those for which `counts` is true.
     pub(super) fn unwritten(&self, counts: impl Fn(usize) -> bool) -> Option<usize> {
-        let has_any = |message: usize| self.strings.iter().any(|s| s.message == message && s.is_written);
-        self.strings.iter().map(|string| string.message).find(|&message| counts(message) && !has_any(message))
+        let unwritten = self.first_marks.iter().filter(|(_, first)| first.is_none());
+        unwritten.map(|(&message, _)| message).find(|&message| counts(message))
     }
 
     /// How many messages are written without one of their strings.
@@ -230,12 +246,16 @@ impl WrittenText {
 
     /// Whether any string of a message is in the text.
     pub(super) fn is_marked(&self, message: usize) -> bool {
-        self.marks.iter().any(|&(_, of)| of == message)
+        self.first_mark(message).is_some()
     }
 
     /// Whether a message has strings, and none of them is in the text.
     pub(super) fn is_left_out(&self, message: usize) -> bool {
-        self.unwritten(|at| at == message).is_some()
+        self.first_marks.get(&message).is_some_and(Option::is_none)
+    }
+
+    fn first_mark(&self, message: usize) -> Option<usize> {
+        self.first_marks.get(&message).copied().flatten()
     }
 
     /// The text behind all that was said.
@@ -247,9 +267,8 @@ impl WrittenText {
     /// this one says, and from the end of that to the beginning of what a later one says. A message of which nothing is marked has the same
     /// place on both sides.
     pub(super) fn around(&self, message: usize) -> [Range<usize>; 2] {
-        let first = self.marks.iter().position(|&(_, of)| of == message);
-        let Some(first) = first else {
-            let next = self.marks.iter().position(|&(_, of)| of > message).unwrap_or(self.marks.len());
+        let Some(first) = self.first_mark(message) else {
+            let next = self.first_marks.range(message..).find_map(|(_, first)| *first).unwrap_or(self.marks.len());
             let place = self.end_before(next)..self.begin_at(next);
             return [place.clone(), place];
         };
@@ -261,7 +280,7 @@ impl WrittenText {
     /// The text of the template behind a message up to where it repeats a string of it, if it does: templates write the name of a function
     /// again with its result.
     pub(super) fn before_repeated(&self, message: usize) -> Option<Range<usize>> {
-        let first = self.marks.iter().position(|&(_, of)| of == message)?;
+        let first = self.first_mark(message)?;
         let repeated =
             (first..self.marks.len()).find(|&mark| self.marks[mark].1 == message && self.is_repeated[mark])?;
         Some(self.end_before(repeated)..self.begin_at(repeated))

@@ -9,8 +9,8 @@ use sha2::{Digest, Sha256};
 use super::chat_template::{ChatTemplate, TemplateChoice, TemplateError};
 use super::conversation::{ChatInput, Message};
 use super::other_keys::OtherKeys;
-use super::row_keys::{self, OtherKey};
-use super::row_object::RowObject;
+use super::row_keys::{self, BESIDE, OtherKey};
+use super::row_object::{RowObject, is_nothing};
 use super::rows::{RowError, RowLocation, RowProblem};
 use super::shown::shown;
 use super::token_lists::LISTS;
@@ -90,13 +90,18 @@ pub enum PromptInput {
     /// A conversation up to what the assistant shall answer.
     Chat(ChatInput),
     /// A user's turns, asked one after another.
-    Turns(Vec<String>),
+    Turns {
+        /// The context before them: a system message, earlier turns, tools, template variables.
+        opening: Box<ChatInput>,
+        /// At least one.
+        user: Vec<String>,
+    },
 }
 
 impl PromptInput {
     /// Whether a chat template renders it.
     pub fn needs_template(&self) -> bool {
-        matches!(self, Self::Chat(_) | Self::Turns(_))
+        matches!(self, Self::Chat(_) | Self::Turns { .. })
     }
 
     /// Its fields in a request of OpenAI's API. Of several turns the first is asked.
@@ -106,7 +111,7 @@ impl PromptInput {
             Self::Text(text) => prompt(json!(text)),
             Self::Ids(ids) => prompt(json!(ids)),
             Self::Chat(chat) => chat.to_openai(),
-            Self::Turns(turns) => turns.first().map(|first| ChatInput::of_user(first).to_openai()).unwrap_or_default(),
+            Self::Turns { opening, user } => opening.followed_by(user.first()).to_openai(),
         }
     }
 }
@@ -260,10 +265,7 @@ pub fn to_ids(
         PromptInput::Text(text) => tokenizer.encode(text, true)?,
         PromptInput::Ids(ids) => in_vocabulary(ids, tokenizer)?,
         PromptInput::Chat(chat) => chat_ids(chat, tokenizer, template)?,
-        PromptInput::Turns(turns) => match turns.first() {
-            Some(first) => chat_ids(&ChatInput::of_user(first), tokenizer, template)?,
-            None => vec![],
-        },
+        PromptInput::Turns { opening, user } => chat_ids(&opening.followed_by(user.first()), tokenizer, template)?,
     };
     if ids.is_empty() { Err(PromptError::NoTokens) } else { Ok(ids) }
 }
@@ -313,20 +315,23 @@ fn questions(object: &Map<String, Value>) -> Result<Questions, RowProblem> {
     match asked(object)? {
         (_, PromptInput::Text(prompt)) => Ok(Questions::Text(prompt)),
         (_, PromptInput::Ids(ids)) => Ok(Questions::Ids(ids)),
-        (_, PromptInput::Turns(user)) => Ok(Questions::Turns { opening: Box::default(), user }),
+        (key, PromptInput::Turns { opening, user }) => of_user(key, opening.followed_by(&user)),
         (key, PromptInput::Chat(chat)) => of_user(key, chat),
     }
 }
 
-/// The first known key that an object has, and all that stands there.
+/// The first known key that an object has, and the prompt that it holds.
 fn asked(object: &Map<String, Value>) -> Result<(&'static str, PromptInput), RowProblem> {
     for key in ["prompt", "prompt_ids", "turns", "messages", "conversations"] {
         let Some(value) = object.get(key).filter(|value| !value.is_null()) else { continue };
         let input = match key {
             "prompt" if !value.is_array() => PromptInput::Text(text(key, value)?),
             "prompt_ids" => PromptInput::Ids(each(key, value, "a list of token ids", token)?),
-            "turns" => PromptInput::Turns(each(key, value, "a list of strings", text)?),
-            _ => PromptInput::Chat(chat(key, object)?),
+            "turns" => {
+                let user = each(key, value, "a list of strings", text)?;
+                PromptInput::Turns { opening: Box::new(row_object(object).opening()?), user }
+            }
+            _ => PromptInput::Chat(chat(key, object)?.0),
         };
         return Ok((key, input));
     }
@@ -335,20 +340,34 @@ fn asked(object: &Map<String, Value>) -> Result<(&'static str, PromptInput), Row
     Err(RowProblem::Value { key: "the keys".to_owned(), expected, got: found.join(", ") })
 }
 
-/// The same that a row of training is made of.
-fn chat(key: &'static str, object: &Map<String, Value>) -> Result<ChatInput, RowProblem> {
-    let chat = RowObject { columns: object.clone(), others: vec![] }.conversation(key)?;
+/// Read as a training row's conversation is; with the keys of its messages that are not read.
+fn chat(key: &'static str, object: &Map<String, Value>) -> Result<(ChatInput, Vec<OtherKey>), RowProblem> {
+    let mut row = row_object(object);
+    let chat = row.conversation(key)?;
     let none = || RowProblem::Value { key: key.to_owned(), expected: "a list of messages", got: shown(&object[key]) };
-    chat.filter(|chat| !chat.messages.is_empty()).ok_or_else(none)
+    Ok((chat.filter(|chat| !chat.messages.is_empty()).ok_or_else(none)?, row.others))
 }
 
-/// The keys of a prompt that nothing reads. Those of a training row, whose answer is what is to be decoded, are no loss.
+fn row_object(object: &Map<String, Value>) -> RowObject {
+    RowObject { columns: object.clone(), others: vec![] }
+}
+
+/// The keys of a prompt that are not read. Those of a training row, whose answer is to be decoded, are no loss. Text and token ids stand
+/// alone: nothing beside them reaches a template.
 fn other_keys(object: &Map<String, Value>) -> Vec<OtherKey> {
+    let asked = asked(object).ok();
+    let is_bare = matches!(asked, Some((_, PromptInput::Text(_) | PromptInput::Ids(_))));
     let is_known = |key: &str| {
-        row_keys::is_read(key) || LISTS.contains(&key) || IDS.contains(&key) || ["turns", "prompt_ids"].contains(&key)
+        let is_column = row_keys::is_read(key) && !(is_bare && BESIDE.contains(&key));
+        is_column || LISTS.contains(&key) || IDS.contains(&key) || ["turns", "prompt_ids"].contains(&key)
     };
-    let others = object.iter().filter(|(key, value)| !is_known(key) && !value.is_null());
-    others.map(|(key, _)| row_keys::other_column(key)).collect()
+    let others = object.iter().filter(|(key, value)| !is_known(key) && !is_nothing(value));
+    let others = others.map(|(key, _)| row_keys::other_column(key));
+    let of_messages = match asked {
+        Some((key, PromptInput::Chat(_))) => chat(key, object).map(|(_, others)| others).unwrap_or_default(),
+        _ => vec![],
+    };
+    others.chain(of_messages).collect()
 }
 
 fn of_user(key: &str, ChatInput { messages, inputs }: ChatInput) -> Result<Questions, RowProblem> {

@@ -15,13 +15,15 @@ const TOO_LARGE: &[u8] = b"9e999";
 pub(super) struct PythonRow {
     /// As JSON.
     pub(super) json: Vec<u8>,
+    /// Where in it each replaced number ends, and by how many bytes `json` is longer than the row up to there.
+    longer: Vec<(usize, isize)>,
 }
 
 impl PythonRow {
     /// `None` for a row that has none.
     pub(super) fn of(row: &[u8]) -> Option<Self> {
         let (mut json, mut at, mut is_string) = (Vec::with_capacity(row.len()), 0, false);
-        let mut found = false;
+        let mut longer = Vec::new();
         while let Some(&byte) = row.get(at) {
             let number = NUMBERS.into_iter().find(|number| !is_string && row[at..].starts_with(number));
             let taken = match (byte, number) {
@@ -30,11 +32,25 @@ impl PythonRow {
                 _ => 1,
             };
             is_string ^= byte == b'"';
-            found |= number.is_some();
             json.extend_from_slice(if number.is_some() { TOO_LARGE } else { &row[at..at + taken] });
             at += taken;
+            if number.is_some() {
+                longer.push((json.len(), json.len() as isize - at as isize));
+            }
         }
-        found.then_some(Self { json })
+        (!longer.is_empty()).then_some(Self { json, longer })
+    }
+
+    /// A problem of `json` as one of the row.
+    fn broken(&self, error: &serde_json::Error) -> RowProblem {
+        match RowProblem::broken_json(error) {
+            RowProblem::BrokenJson { column, message } => {
+                let before = self.longer.partition_point(|(end, _)| *end <= column);
+                let longer = before.checked_sub(1).map_or(0, |last| self.longer[last].1);
+                RowProblem::BrokenJson { column: column.saturating_add_signed(-longer), message }
+            }
+            other => other,
+        }
     }
 
     /// The row's object, with null for a column that has such a number anywhere.
@@ -43,7 +59,7 @@ impl PythonRow {
     /// A column that is read has one; broken JSON.
     pub(super) fn object(&self, is_read: impl Fn(&str) -> bool) -> Result<Map<String, Value>, RowProblem> {
         let columns: BTreeMap<String, &RawValue> =
-            serde_json::from_slice(&self.json).map_err(|error| RowProblem::broken_json(&error))?;
+            serde_json::from_slice(&self.json).map_err(|error| self.broken(&error))?;
         let column = |(key, json): (String, &RawValue)| match serde_json::from_str(json.get()) {
             Err(_) if is_read(&key) => Err(has_one(key)),
             value => Ok((key, value.unwrap_or_default())),
@@ -68,6 +84,15 @@ mod tests {
         assert_eq!(json(row).unwrap(), replaced);
         for row in [r#"{"a": "NaN"}"#, r#"{"a": 1e999}"#, "{", "\"\\", ""] {
             assert_eq!(json(row), None);
+        }
+    }
+
+    #[test]
+    fn broken_json_is_reported_at_its_column_of_the_row() {
+        for (row, column) in [(r#"{"a": NaN, "b": }"#, 17), (r#"{"a": -Infinity, "c": NaN, "b": }"#, 33)] {
+            let row = PythonRow::of(row.as_bytes()).unwrap();
+            let error = row.object(|_| false).unwrap_err();
+            assert!(matches!(error, RowProblem::BrokenJson { column: at, .. } if at == column), "{error}");
         }
     }
 

@@ -26,6 +26,7 @@ pub enum DropReason {
     EmptyConversation,
     /// The assistant's turns, which carry the loss, are empty.
     NoAssistantTurn,
+    NoLearnedTurn,
     /// A turn of a role that no data set is known to have.
     UnknownRole,
     /// What the chat template raised, in its words.
@@ -400,8 +401,11 @@ impl fmt::Display for LoadReport {
         also(self.counts.split, &format!("longer than {limit}, split into {}", self.counts.pieces))?;
         also(self.counts.truncated, &format!("cut to {limit}"))?;
         also(self.counts.without_targets, "without a target")?;
-        also(self.counts.shortened_turns, "answers shortened by the chat template (left out: thoughts or calls)")?;
-        also(self.counts.calls_as_text, "answers with calls as text (the chat template writes no calls)")?;
+        let answers = |count: usize| if count == 1 { "answer" } else { "answers" };
+        let of = self.counts.shortened_turns;
+        also(of, &format!("{} shortened by the chat template (left out: thoughts or calls)", answers(of)))?;
+        let of = self.counts.calls_as_text;
+        also(of, &format!("{} with calls as text (the chat template writes no calls)", answers(of)))?;
         for (reason, count) in &self.counts.dropped {
             also(*count, &format!("dropped ({reason})"))?;
         }
@@ -442,6 +446,7 @@ const NAMES: [(DropReason, &str, &str); 9] = [
     (DropReason::FewerThanTwoTokens, "fewer_than_two_tokens", "fewer than two tokens"),
     (DropReason::EmptyConversation, "empty_conversation", "empty conversation"),
     (DropReason::NoAssistantTurn, "no_assistant_turn", "no turn of the assistant"),
+    (DropReason::NoLearnedTurn, "no_learned_turn", "no turn of the assistant carries loss"),
     (DropReason::UnknownRole, "unknown_role", "a role that is not known"),
     (DropReason::AnswersNotFound, "answers_not_found", "the chat template changes the answers"),
     (DropReason::NoLabelLeft, "no_label_left", "no answer within max_length"),

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value};
 
 use super::column_names::ColumnNames;
-use super::conversation::{self, CALLS, ChatInput, Message, TemplateInputs};
+use super::conversation::{self, CALLS, ChatInput, Message, TemplateInputs, drop_nulls};
 use super::raw_row::RawRow;
 use super::row_keys::{self, FORMS, Fate, OtherKey, is_read, other_column};
 use super::rows::RowProblem;
@@ -81,6 +81,11 @@ impl RowObject {
         Ok(Some(ChatInput { messages: self.behind_earlier(messages)?, inputs: self.template_inputs()? }))
     }
 
+    /// The context that stands beside the turns of a user alone.
+    pub(super) fn opening(mut self) -> Result<ChatInput, RowProblem> {
+        Ok(ChatInput { messages: self.behind_earlier(vec![])?, inputs: self.template_inputs()? })
+    }
+
     fn has(&self, key: &str) -> bool {
         self.columns.get(key).is_some_and(|value| !value.is_null())
     }
@@ -100,7 +105,8 @@ impl RowObject {
 
     /// TRL's prompt and completion: two strings, or two lists of messages.
     fn pair(&mut self, prompt: Value, completion: Value) -> Result<RawRow, RowProblem> {
-        if prompt.is_array() || prompt.is_object() {
+        let is_chat = |value: &Value| value.is_array() || value.is_object();
+        if is_chat(&prompt) || is_listed_messages(&prompt) && is_listed_messages(&completion) {
             let asked = self.turns("prompt", prompt)?;
             let (asked, said) = (self.behind_earlier(asked)?, self.turns("completion", completion)?);
             return Ok(RawRow::conversation_pair(asked, said, self.template_inputs()?));
@@ -143,7 +149,7 @@ impl RowObject {
 }
 
 /// No value: columns have one for every row, and every key of a struct.
-fn is_nothing(value: &Value) -> bool {
+pub(super) fn is_nothing(value: &Value) -> bool {
     match value {
         Value::Null => true,
         Value::String(text) => text.is_empty(),
@@ -169,10 +175,16 @@ fn messages(key: &str, value: Value) -> Result<Value, RowProblem> {
             let written = calls.take();
             *calls = if is_blank { Value::Null } else { parsed_items(written) };
         }
-        drop_nulls(&mut message);
         message
     };
     Ok(items.into_iter().map(message).collect())
+}
+
+/// Whether a cell of text holds a list of messages as JSON.
+fn is_listed_messages(cell: &Value) -> bool {
+    let is_message = |item: &Value| item.get("role").or_else(|| item.get("from")).is_some_and(Value::is_string);
+    let items = if cell.is_string() { parsed(cell.clone()) } else { Value::Null };
+    items.as_array().is_some_and(|items| !items.is_empty() && items.iter().all(is_message))
 }
 
 /// What `datasets` makes of a `Sequence` of several features: for each key a list.
@@ -246,18 +258,6 @@ fn parsed_items(value: Value) -> Value {
     match parsed(value) {
         Value::Array(items) => items.into_iter().map(parsed).collect(),
         other => other,
-    }
-}
-
-/// A key with the value null is as good as absent: where one struct of a column has a key, all of them have it.
-fn drop_nulls(value: &mut Value) {
-    match value {
-        Value::Array(items) => items.iter_mut().for_each(drop_nulls),
-        Value::Object(keys) => {
-            keys.retain(|_, value| !value.is_null());
-            keys.values_mut().for_each(drop_nulls);
-        }
-        _ => {}
     }
 }
 

@@ -18,7 +18,7 @@ use crate::files;
 use crate::numbers::{Fraction, Positive};
 
 /// Part of every key: raise it when the same input would give other rows, or another file.
-const CACHE_FORMAT: &str = "medusa tokens 11";
+const CACHE_FORMAT: &str = "medusa tokens 12";
 
 /// `[data]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -3,12 +3,13 @@
 use std::num::NonZeroUsize;
 
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use super::answer::{Question, WrittenAnswer};
 use super::refusal::{Refusal, RefusedTurn};
 use super::render::{self, OpenQuestion, Rendered, Renderer, WrittenTurn};
 use crate::data::IGNORE;
-use crate::data::conversation::{ChatInput, Message};
+use crate::data::conversation::{ChatInput, Message, TemplateInputs};
 use crate::data::prompts::{Dialogue, PromptError, PromptInput, Questions};
 use crate::data::tokenize::narrow;
 use crate::decode::request::FinishReason;
@@ -81,6 +82,12 @@ pub struct Finished {
     pub category: Option<String>,
     /// Its turns in ShareGPT's format.
     pub conversations: Vec<Said>,
+    /// The prompt's tools, as JSON.
+    #[serde(default)]
+    pub tools: Option<String>,
+    /// The prompt's variables of the chat template, as JSON.
+    #[serde(default)]
+    pub chat_template_kwargs: Option<String>,
     /// Tokens that the backbone read and wrote; empty, like `labels`, where a server answered and no backbone was given.
     pub input_ids: Vec<i32>,
     /// The token itself if the backbone wrote it, else [`IGNORE`].
@@ -258,12 +265,15 @@ impl<'a> Conversation<'a> {
             };
             Said { from: from.to_owned(), value: message.content.clone() }
         };
+        let TemplateInputs { tools, kwargs } = &self.chat.inputs;
         Finished {
             id: self.id,
             index: Some(self.dialogue.index),
             prompt_id: self.dialogue.id.as_ref().map(|id| id.as_str().map_or_else(|| id.to_string(), str::to_owned)),
             category: self.dialogue.category.clone(),
             conversations: self.chat.messages.iter().map(said).collect(),
+            tools: tools.as_ref().map(|tools| json!(tools).to_string()),
+            chat_template_kwargs: (!kwargs.is_empty()).then(|| json!(kwargs).to_string()),
             input_ids: narrow(&self.row.ids),
             labels: self.row.labels.clone(),
             finish_reason: finish_reason.name().to_owned(),

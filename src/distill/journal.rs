@@ -115,6 +115,8 @@ mod tests {
             prompt_id: None,
             category: (id == 1).then(|| "c".to_owned()),
             conversations: vec![said],
+            tools: None,
+            chat_template_kwargs: None,
             input_ids: vec![1, 2],
             labels: vec![-100, 2],
             finish_reason: "eos".into(),

@@ -1,5 +1,5 @@
-//! Parquet shards: `index`, `id`, `category`, `conversations` in ShareGPT's format, `input_ids`, `labels`, `finish_reason`; without
-//! `input_ids` and `labels` where a server answered and no backbone was given.
+//! Parquet shards: `index`, `id`, `category`, `conversations` in ShareGPT's format, `tools` and `chat_template_kwargs` as JSON,
+//! `input_ids`, `labels`, `finish_reason`; without `input_ids` and `labels` where a server answered and no backbone was given.
 
 use std::io;
 use std::path::Path;
@@ -47,29 +47,34 @@ enum ShardColumns {
     WithoutTokens,
 }
 
+/// What a prompt may lack.
+const NULLABLE: [&str; 4] = ["id", "category", "tools", "chat_template_kwargs"];
+
 fn record_batch(rows: &[&Finished], wanted: ShardColumns) -> RecordBatch {
     let indices = Int64Array::from_iter_values(rows.iter().map(|row| row.index.unwrap_or(row.id) as i64));
-    let ids: StringArray = rows.iter().map(|row| row.prompt_id.as_deref()).collect();
-    let categories: StringArray = rows.iter().map(|row| row.category.as_deref()).collect();
+    let texts = |of: fn(&Finished) -> Option<&str>| -> ArrayRef {
+        Arc::new(rows.iter().map(|row| of(row)).collect::<StringArray>())
+    };
     let reasons = StringArray::from_iter_values(rows.iter().map(|row| &row.finish_reason));
     let tokens = |of: fn(&Finished) -> &[i32]| -> ArrayRef {
         let lists = rows.iter().map(|row| Some(of(row).iter().copied().map(Some)));
         Arc::new(ListArray::from_iter_primitive::<Int32Type, _, _>(lists))
     };
-    let all: [(&str, ArrayRef); 7] = [
+    let all: [(&str, ArrayRef); 9] = [
         ("index", Arc::new(indices)),
-        ("id", Arc::new(ids)),
-        ("category", Arc::new(categories)),
+        ("id", texts(|row| row.prompt_id.as_deref())),
+        ("category", texts(|row| row.category.as_deref())),
         ("conversations", conversations(rows)),
+        ("tools", texts(|row| row.tools.as_deref())),
+        ("chat_template_kwargs", texts(|row| row.chat_template_kwargs.as_deref())),
         ("input_ids", tokens(|row| &row.input_ids)),
         ("labels", tokens(|row| &row.labels)),
         ("finish_reason", Arc::new(reasons)),
     ];
     let is_wanted = |name: &str| wanted == ShardColumns::All || !["input_ids", "labels"].contains(&name);
     let columns: Vec<_> = all.into_iter().filter(|(name, _)| is_wanted(name)).collect();
-    let field = |(name, column): &(&str, ArrayRef)| {
-        Field::new(*name, column.data_type().clone(), ["id", "category"].contains(name))
-    };
+    let field =
+        |(name, column): &(&str, ArrayRef)| Field::new(*name, column.data_type().clone(), NULLABLE.contains(name));
     let schema = Schema::new(columns.iter().map(field).collect::<Vec<_>>());
     let arrays = columns.into_iter().map(|(_, column)| column).collect();
     RecordBatch::try_new(Arc::new(schema), arrays).expect("columns of one length and their own types")

@@ -138,6 +138,7 @@ impl Drafter for JoinedDrafter<'_> {
     }
 
     fn begin_text(&mut self, row: usize, memory: Memory) {
+        self.pace.iter_mut().for_each(|pace| (pace.left, pace.rest) = (0, 0));
         self.hits.begin_text(row, memory);
         self.parts.iter_mut().filter(|part| part.remembers()).for_each(|part| part.begin_text(row, memory));
     }

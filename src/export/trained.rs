@@ -269,8 +269,10 @@ impl Trained {
 
     /// The backbone's name for other people: its Hub id, or the name of its folder without the path, which only this machine has.
     pub(super) fn public_base_name(&self) -> Option<String> {
-        let of_folder =
-            |base: String| if Path::new(&base).is_dir() { last_part(&base) } else { without_local_path(&base) };
+        let of_folder = |base: String| match Path::new(&base).canonicalize() {
+            Ok(folder) if folder.is_dir() => last_part(&folder.to_string_lossy()),
+            _ => without_local_path(&base),
+        };
         self.served_by_id().or_else(|| self.base_name().map(of_folder))
     }
 

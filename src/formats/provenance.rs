@@ -135,8 +135,8 @@ impl Provenance {
     }
 }
 
-/// The columns of shards: 2 has `index` and the prompt's own `id`. `null`, as in folders of 0.1.0, has the index as `id`.
-pub const SHARD_FORMAT: u32 = 2;
+/// The columns of shards: 3 has `tools` and `chat_template_kwargs`; 2 has `index` and the prompt's own `id`. `null`, as in folders of 0.1.0, has the index as `id`.
+pub const SHARD_FORMAT: u32 = 3;
 
 /// Everything that determines the conversations.
 #[derive(Debug, Clone, Serialize)]

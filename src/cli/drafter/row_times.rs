@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 use tch::Device;
 
 use super::loaded::LoadedDrafter;
-use super::sizes::most_guesses;
+use super::sizes::{most_guesses, window_tokens};
 use crate::cli::CommonFlags;
 use crate::cli::backbone::backbone_config;
 use crate::cli::busy_cores::{CoreWatch, cores, disturb};
@@ -67,7 +67,9 @@ fn found_or_measured(
     if let Some(path) = cached.as_ref().filter(|path| path.exists()) {
         match Latency::load(path) {
             Ok(latency) => return Ok(latency),
-            Err(error) => common.say(format_args!("{error}; measuring anew")),
+            Err(error) => {
+                common.say(format_args!("the cached step times cannot be used and are measured again: {error}"))
+            }
         }
     }
     let on_cpu = decoder.backbone.device() == Device::Cpu;
@@ -120,9 +122,10 @@ fn cache_file(conditions: &Latency) -> Option<PathBuf> {
 
 /// How a drafter is sized, and why.
 fn in_words(drafter: &LoadedDrafter, times: &RowTimes) -> String {
-    let names = drafter.spec.parts().iter().map(|part| part.name);
-    let most = names.map(|name| most_guesses(name, times)).max().unwrap_or(0);
-    let (spec, rows) = (&drafter.spec, 1 + most.max(1));
+    let parts = drafter.spec.parts().iter().map(|part| part.name);
+    let of_parts = parts.map(|name| (most_guesses(name, times), window_tokens(name, times)));
+    let (most, window) = of_parts.max().unwrap_or_default();
+    let (spec, rows) = (&drafter.spec, 1 + most.max(1) + window);
     let longer = times.ms(rows) / times.ms(1);
     let tree = if most == 0 { "no guesses".to_owned() } else { format!("a tree of at most {}", counted(most, "node")) };
     format!(

@@ -16,6 +16,11 @@ pub fn most_guesses(name: DrafterName, times: &RowTimes) -> usize {
     }
 }
 
+/// Tokens of a drafter's window, which are computed in each step beside its guesses.
+pub fn window_tokens(name: DrafterName, times: &RowTimes) -> usize {
+    if name == DrafterName::Lookahead { lookahead_size(times).window() } else { 0 }
+}
+
 /// The published window, or none.
 pub fn lookahead_size(times: &RowTimes) -> LookaheadSize {
     let sizes = [LookaheadSize::PUBLISHED, LookaheadSize::WITHOUT_WINDOW];

@@ -9,8 +9,14 @@ use crate::data::conversation::{self, ChatInput, Message, MessageProblem, Templa
 /// The conversation with its tools and the template's variables.
 pub(super) fn chat(fields: &mut Fields) -> Result<ChatInput, ApiError> {
     let messages = messages(fields)?;
-    let kwargs = fields.read("chat_template_kwargs", "an object", |value| value.as_object().cloned())?;
-    let inputs = TemplateInputs { tools: tools(fields)?, kwargs: kwargs.unwrap_or_default() };
+    let without_nulls = |mut value: Value| {
+        conversation::drop_nulls(&mut value);
+        value
+    };
+    let kwargs = |value: &Value| without_nulls(value.clone()).as_object().cloned();
+    let kwargs = fields.read("chat_template_kwargs", "an object", kwargs)?.unwrap_or_default();
+    let tools = tools(fields)?.map(|tools| tools.into_iter().map(without_nulls).collect());
+    let inputs = TemplateInputs { tools, kwargs };
     Ok(ChatInput { messages, inputs })
 }
 
