@@ -317,7 +317,7 @@ pub fn check_regular(path: &Path) -> io::Result<()> {
     }
 }
 
-/// What took the place of a file that may have any bytes. The file is read from its beginning then.
+/// Whether a binary file holds something else: a Git LFS pointer or an HTML page. Rewinds the file.
 ///
 /// # Errors
 /// The I/O error.
@@ -328,7 +328,7 @@ pub fn wrong_content(file: &mut File) -> io::Result<Option<WrongContent>> {
     Ok(WrongContent::of_binary(&start))
 }
 
-/// As [`fs::read`], of a regular file that nothing else took the place of ([`WrongContent`]).
+/// As [`fs::read`], of a regular file; refuses a Git LFS pointer, an HTML page and UTF-16.
 ///
 /// # Errors
 /// As [`open_regular`].

@@ -14,6 +14,7 @@ use arrow::datatypes::{DataType, Field};
 use medusa::data::cache::TokenCache;
 use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, Message, TemplateChoice, TemplateInputs};
+use medusa::data::conversation::of_messages;
 use medusa::data::long_rows::LongRows;
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
@@ -99,7 +100,7 @@ impl World {
 }
 
 fn messages(value: &Value) -> Vec<Message> {
-    serde_json::from_value(value.clone()).expect("messages of the fixture")
+    of_messages("messages", value).expect("messages of the fixture")
 }
 
 fn talk(turns: &[(&str, &str)]) -> Value {

@@ -48,7 +48,7 @@ fn a_text_that_cannot_fit_is_dropped_before_it_becomes_tokens() {
     let world = with_template();
     let lines = format!("{}\nab\n", "a b ".repeat(2_500_000));
     let (stdout, stderr) = said_with_status(1, &world, &["--json", "--max-new-tokens", "2"], lines);
-    assert!(stderr.ends_with("\nerror: 1 turn without an answer\n"), "{stderr}");
+    assert!(stderr.ends_with("\nerror: 1 turn got no answer\n"), "{stderr}");
     assert!(stderr.contains("bytes has more tokens than the context of"), "{stderr}");
     assert_eq!(stdout.lines().filter(|line| line.contains("\"text\"")).count(), 1, "{stdout}");
 }
@@ -155,7 +155,7 @@ fn a_full_context_ends_the_answer_and_a_turn_that_does_not_fit_is_dropped() {
     let long = "abc".repeat(30);
     let lines = format!("ab\nba\n/reset\n{long}\nab\n");
     let (stdout, stderr) = said_with_status(1, &world, &["--json"], lines);
-    assert!(stderr.ends_with("\nerror: 2 turns without an answer\n"), "{stderr}");
+    assert!(stderr.ends_with("\nerror: 2 turns got no answer\n"), "{stderr}");
     let objects: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     let is_dropped = |object: &Value| object["error"].as_str().is_some_and(|why| why.starts_with("the prompt has "));
     assert_eq!(objects.iter().map(is_dropped).collect::<Vec<_>>(), [false, true, true, false], "{stderr}");

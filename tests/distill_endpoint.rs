@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use medusa::data::chat_template::{ChatTemplate, Message};
+use medusa::data::conversation::of_messages;
 use medusa::data::tokenize::TextTokenizer;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use serde_json::{Value, json};
@@ -50,7 +51,7 @@ impl Words {
 
     /// What the server says, and its usage. Long questions are not answered to the end.
     pub(crate) fn answer(&self, request: &SeenRequest) -> (Vec<i64>, Vec<i64>, Value) {
-        let messages: Vec<Message> = serde_json::from_value(request.body["messages"].clone()).expect("messages");
+        let messages = of_messages("messages", &request.body["messages"]).expect("messages");
         let text = said(&messages);
         let (prompt, mut ids) = (self.prompt(&messages), self.ids(&text));
         let finish = if is_cut(&messages) { "length" } else { "stop" };

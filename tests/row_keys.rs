@@ -3,19 +3,19 @@
 use std::fs;
 use std::path::Path;
 
-use medusa::data::row_keys::{COLUMNS, Fate, MESSAGE_KEYS, RowKey};
+use medusa::data::row_keys::{COLUMNS, ColumnUse, MESSAGE_KEYS, RowKey};
 
 fn table(keys: &[RowKey], kind: &str) -> String {
     let mut table = format!("| {kind} | written by | what it is | |\n| --- | --- | --- | --- |\n");
-    for RowKey { name, fate, writers, meaning } in keys.iter().filter(|key| key.fate != Fate::Harmless) {
-        let becomes = match fate {
-            Fate::Read => "read",
-            Fate::NotRead => "reported",
+    for RowKey { name, usage, writers, meaning } in keys.iter().filter(|key| key.usage != ColumnUse::Harmless) {
+        let becomes = match usage {
+            ColumnUse::Read => "read",
+            ColumnUse::NotRead => "reported",
             _ => "for the template",
         };
         table += &format!("| `{name}` | {writers} | {meaning} | {becomes} |\n");
     }
-    let harmless = keys.iter().filter(|key| key.fate == Fate::Harmless).map(|key| format!("`{}`", key.name));
+    let harmless = keys.iter().filter(|key| key.usage == ColumnUse::Harmless).map(|key| format!("`{}`", key.name));
     table + "\nNot read, and not reported: " + &harmless.collect::<Vec<_>>().join(", ") + ".\n"
 }
 

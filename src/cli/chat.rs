@@ -236,7 +236,7 @@ impl Chat<'_> {
     fn end(&self) -> anyhow::Result<()> {
         match self.dropped {
             0 => Ok(()),
-            dropped => Err(anyhow!("{} without an answer", counted(dropped, "turn"))),
+            dropped => Err(anyhow!("{} got no answer", counted(dropped, "turn"))),
         }
     }
 

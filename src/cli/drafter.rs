@@ -78,10 +78,10 @@ pub struct Drafts<'a> {
     pub acceptance: Acceptance,
 }
 
-/// A drafter whose guesses are chosen makes so many times as many as are chosen at most.
+/// A drafter whose guesses are selected by their worth proposes this many times the largest selection.
 const CHOICES: usize = 2;
 
-/// A drafter before its first prompt; those without weights with their most guesses.
+/// A drafter before its first prompt. Drafters without weights carry their largest number of guesses.
 #[derive(Debug)]
 pub enum ReadyDrafter<'a> {
     /// Heads, and the tree that they fill.
@@ -100,7 +100,7 @@ pub enum ReadyDrafter<'a> {
         backbone: &'a Llama,
         /// Most guesses.
         nodes: usize,
-        /// By which the number of guesses is chosen at each step; `None`: as many as there are.
+        /// Step times by which the number of guesses is selected at each step; `None` to use all guesses.
         times: Option<Arc<RowTimes>>,
     },
 }

@@ -11,7 +11,7 @@ use super::backbone::backbone_config;
 use super::decoder::Decoder;
 use super::drafter::Drafts;
 use super::drafter::plan::DrafterPlan;
-use super::drafter::row_times;
+use super::drafter::row_times::set_row_times;
 use super::numbers::above_zero;
 use super::served::{Served, on_libtorch};
 use super::{CommonFlags, UsageError};
@@ -103,7 +103,7 @@ impl EngineFlags {
         // Before the heads are loaded: a prefix layer takes its rotary embeddings from the backbone.
         let served = Served { context: Some(context), ..served };
         let mut decoder = Decoder::load(purpose, backbone, heads, drafters, served, common)?;
-        row_times::give((self.engine.flag(), &|decoder| self.on_host(decoder)), &mut decoder, backbone, common)?;
+        set_row_times((self.engine.flag(), &|decoder| self.on_host(decoder)), &mut decoder, backbone, common)?;
         Ok(decoder)
     }
 

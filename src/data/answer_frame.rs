@@ -4,7 +4,7 @@
 use super::conversation::Message;
 use super::marked::WrittenText;
 
-/// A shorter end of a header is no sign of one.
+/// Shortest suffix of a header that identifies one, in bytes.
 const SHORTEST_SIGN: usize = 3;
 
 /// What a template writes around an answer.
@@ -19,7 +19,7 @@ pub(super) struct AnswerFrame {
 }
 
 impl AnswerFrame {
-    /// That of a template, by the texts of two short conversations. The header is what all of them have, the one that opens the assistant's
+    /// Derives the frame from three renderings of a short conversation. The header is what all of them have, the one that opens the assistant's
     /// turn among them: templates open thoughts behind it.
     pub(super) fn of(render: impl Fn(&[Message], bool) -> Option<WrittenText>) -> Option<Self> {
         let turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")];
@@ -45,8 +45,7 @@ impl AnswerFrame {
         before.match_indices(&self.header).take(others + 1).last().map(|(at, header)| at + header.len())
     }
 
-    /// How much of `header` is the header of a turn behind others than the user's: the longest end of the usual one that it has. What stands
-    /// behind that opens thoughts.
+    /// Length of the turn's header within `header`: up to the longest suffix of the usual header. The rest opens thoughts.
     pub(super) fn without_thoughts(&self, header: &str) -> usize {
         self.sign_in(header).unwrap_or(header.len())
     }

@@ -122,7 +122,7 @@ impl ConversationRenderer<'_> {
         }
         let answers: Vec<usize> = (0..messages.len()).filter(|&at| self.is_learned(messages, at)).collect();
         if answers.is_empty() {
-            let has_one = messages.iter().any(Message::is_assistants);
+            let has_one = messages.iter().any(Message::is_from_assistant);
             return Err(if has_one { DropReason::NoLearnedTurn } else { DropReason::NoAssistantTurn }.into());
         }
         let learned = match self.template.marks_generation {
@@ -138,14 +138,14 @@ impl ConversationRenderer<'_> {
     }
 
     fn is_learned(&self, messages: &[Message], at: usize) -> bool {
-        at >= self.given && messages[at].is_assistants() && messages[at].learned != Some(false)
+        at >= self.given && messages[at].is_from_assistant() && messages[at].learned != Some(false)
     }
 
     /// The template's own `{% generation %}` blocks: one for each of the assistant's turns.
     fn generation(&self, messages: &[Message], whole: &str) -> Result<Option<Vec<Range<usize>>>, TemplateError> {
         let marked = self.template.render_generation(messages, self.inputs)?;
         let Some(Marked { spans, .. }) = marked.filter(|marked| marked.text == whole) else { return Ok(None) };
-        let mut assistants = (0..messages.len()).filter(|&at| messages[at].is_assistants());
+        let mut assistants = (0..messages.len()).filter(|&at| messages[at].is_from_assistant());
         if spans.len() == assistants.clone().count() {
             let learned = spans.into_iter().zip(assistants).filter(|(_, at)| self.is_learned(messages, *at));
             return Ok(Some(learned.map(|(span, _)| span).collect()));
@@ -277,7 +277,7 @@ fn empty_answers_before(messages: &[Message], at: usize, written: &WrittenText) 
         if !messages[earlier].is_empty() && !written.is_left_out(earlier) {
             return None;
         }
-        answers += usize::from(messages[earlier].is_assistants());
+        answers += usize::from(messages[earlier].is_from_assistant());
     }
     Some(answers)
 }

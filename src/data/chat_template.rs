@@ -88,7 +88,7 @@ pub enum TemplateError {
         /// Where in the template, and why.
         source: minijinja::Error,
     },
-    /// A turn that is gone from the text.
+    /// A turn that the template does not write.
     #[error(
         "{place}: the chat template writes nothing of turn {turn} (role {role:?}); give it a role that the template writes"
     )]
@@ -276,10 +276,10 @@ impl ChatTemplate {
         Ok(self.written(messages, inputs, add_generation_prompt)?.text)
     }
 
-    /// A conversation, and where in its text each message stands.
+    /// Renders a conversation, and finds where in the text each message stands.
     ///
     /// # Errors
-    /// What the template raises, and a turn that it does not write; of an answer it may leave out what it likes.
+    /// An error of the template; a turn that it does not write, other than the assistant's.
     pub(super) fn written(
         &self,
         messages: &[Message],
@@ -292,7 +292,7 @@ impl ChatTemplate {
         }
         let render = |messages: &[Message]| self.render_between(messages, inputs, add_generation_prompt, ["", ""]);
         let written = WrittenText::of(&self.abilities.adapt(messages), render)?;
-        match written.unwritten(|at| !messages[at].is_assistants()) {
+        match written.unwritten(|at| !messages[at].is_from_assistant()) {
             Some(at) => {
                 let (place, role) = (self.place.clone(), messages[at].role.clone());
                 Err(TemplateError::NotWritten { place, turn: at + 1, role })
@@ -380,7 +380,7 @@ impl ChatTemplate {
             place,
             sha256,
             marks_generation,
-            abilities: Abilities::default(),
+            abilities: Abilities::default(), // found out below, with it
             frame: None,
         };
         template.abilities = Abilities::of(&template.source, |messages| template.tried(messages))?;

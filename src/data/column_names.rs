@@ -151,7 +151,7 @@ impl ColumnNames {
         self.0.iter().filter_map(take).chain(self.beside().filter_map(beside)).collect()
     }
 
-    /// Refuses a file that lacks a named column. (Whether all columns are there is seen in its first row only where they have no names.)
+    /// Refuses a file that lacks a named column. (Without names, its first row shows whether all columns are there.)
     pub(super) fn check<'c>(&self, columns: impl Iterator<Item = &'c String> + Clone) -> Result<(), RowProblem> {
         let is_missing = |(_, column): &&(&'static str, String)| !columns.clone().any(|found| found == column);
         match self.0.iter().find(is_missing) {

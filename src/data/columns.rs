@@ -27,7 +27,7 @@ const JSON: &str = "arrow.json";
 pub(super) struct FileColumns {
     /// The places of those that rows are made of.
     pub(super) wanted: Vec<usize>,
-    /// The others; not those without a value.
+    /// The other columns, except those of type null.
     pub(super) others: Vec<OtherKey>,
 }
 
@@ -292,7 +292,7 @@ mod tests {
     use arrow::array::{LargeListBuilder, ListArray, StringArray, StringViewBuilder};
 
     use super::*;
-    use crate::data::row_keys::Fate;
+    use crate::data::row_keys::ColumnUse;
 
     #[test]
     fn a_slice_of_lists_holds_its_own_values() {
@@ -318,7 +318,7 @@ mod tests {
         let texts: ArrayRef = Arc::new(StringArray::from(vec!["a", "b"]));
         let batch = RecordBatch::try_from_iter([("labels", texts.clone()), ("text", texts.clone())]).unwrap();
         let columns = FileColumns::of(&batch.schema(), None).unwrap();
-        assert_eq!((columns.wanted, columns.others), (vec![1], vec![(Fate::NotRead, "labels".to_owned())]));
+        assert_eq!((columns.wanted, columns.others), (vec![1], vec![(ColumnUse::NotRead, "labels".to_owned())]));
         let tokens = RecordBatch::try_from_iter([("labels", texts.clone()), ("input_ids", texts)]).unwrap();
         assert!(FileColumns::of(&tokens.schema(), None).is_err());
     }

@@ -2,7 +2,7 @@
 //! `value`, Alpaca's `instruction`, `input` and `output`. Every command reads them here. Knows nothing of templates.
 
 use minijinja::value::{Serde, Value as TemplateValue};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 /// The key of an assistant's calls in OpenAI's messages.
@@ -11,10 +11,10 @@ pub(super) const CALLS: &str = "tool_calls";
 pub(super) const THOUGHTS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
 /// Keys that say whether a turn carries loss: OpenAI's, axolotl's, ms-swift's.
 const LOSS: [&str; 3] = ["weight", "train", "loss"];
-const CONTENT: &str = "content";
+pub(super) const CONTENT: &str = "content";
 
 /// One turn of a conversation.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Message {
     /// `system`, `developer`, `user`, `assistant`, `tool`, or another name that a template may know.
     pub role: String,
@@ -60,8 +60,12 @@ impl Message {
         Self { role: role.into(), content: content.into(), more: Map::new(), learned: None }
     }
 
-    pub(super) fn is_assistants(&self) -> bool {
+    pub(super) fn is_from_assistant(&self) -> bool {
         self.role == "assistant"
+    }
+
+    pub(super) fn is_from_system(&self) -> bool {
+        ["system", "developer"].contains(&self.role.as_str())
     }
 
     /// The calls of tools.
@@ -75,7 +79,7 @@ impl Message {
         self.content.trim().is_empty() && self.calls().is_none() && !THOUGHTS.iter().any(is_thought)
     }
 
-    /// Bytes of it, about.
+    /// Its approximate number of bytes.
     pub(super) fn size(&self) -> usize {
         let more: usize = self.more.iter().map(|(key, value)| key.len() + json_size(value)).sum();
         self.role.len() + self.content.len() + more + OF_VALUE
@@ -84,11 +88,7 @@ impl Message {
     /// As OpenAI's API takes it: arguments of calls are JSON in a string.
     pub fn to_openai(&self) -> Value {
         let mut message = json!(self);
-        for call in message.get_mut(CALLS).and_then(Value::as_array_mut).into_iter().flatten() {
-            if let Some(arguments) = call.pointer_mut("/function/arguments").filter(|arguments| arguments.is_object()) {
-                *arguments = arguments.to_string().into();
-            }
-        }
+        arguments_as_strings(message.get_mut(CALLS), Value::to_string);
         message
     }
 
@@ -129,7 +129,7 @@ impl ChatInput {
 }
 
 impl TemplateInputs {
-    /// Bytes of them, about.
+    /// Their approximate number of bytes.
     pub(super) fn size(&self) -> usize {
         let kwargs = self.kwargs.iter().map(|(key, value)| key.len() + json_size(value));
         self.tools.iter().flatten().map(json_size).chain(kwargs).sum()
@@ -147,6 +147,15 @@ fn json_size(value: &Value) -> usize {
         _ => 0,
     };
     parts + OF_VALUE
+}
+
+/// The arguments of calls as JSON in strings, as `write` writes it.
+pub(super) fn arguments_as_strings(calls: Option<&mut Value>, write: impl Fn(&Value) -> String) {
+    for call in calls.and_then(Value::as_array_mut).into_iter().flatten() {
+        if let Some(arguments) = call.pointer_mut("/function/arguments").filter(|arguments| arguments.is_object()) {
+            *arguments = write(arguments).into();
+        }
+    }
 }
 
 /// The role behind the names that ShareGPT's collections and OpenAI's formats use; another name stays as it is.
@@ -172,7 +181,7 @@ pub(super) fn is_known_role(role: &str) -> bool {
 /// The turns of `messages` or `conversations`.
 ///
 /// # Errors
-/// The first value that is none of a conversation's.
+/// The first value that is not valid in a conversation.
 pub fn of_messages(key: &str, value: &Value) -> Result<Vec<Message>, MessageProblem> {
     let Some(messages) = value.as_array() else {
         return wrong(key, "a list of messages", value);
@@ -206,7 +215,7 @@ fn message(key: &str, value: &Value) -> Result<Message, MessageProblem> {
     match &value[said] {
         Value::String(content) => message.content.clone_from(content),
         Value::Array(parts) => read_parts(&key, parts, &mut message)?,
-        Value::Null if message.is_assistants() && !message.is_empty() => {
+        Value::Null if message.is_from_assistant() && !message.is_empty() => {
             message.more.insert(CONTENT.to_owned(), Value::Null); // not the same as an empty text to every template
         }
         other => return wrong(&key, "a string or a list of text parts", other),
@@ -245,9 +254,9 @@ fn learned(key: &str, message: &mut Message) -> Result<Option<bool>, MessageProb
             Value::Number(weight) if weight.as_f64() == Some(1.0) => true,
             _ => return wrong(&format!("{key}.{name}"), "true, false, 0 or 1", &value),
         };
-        let is_prompts = says && name == "train" && !message.is_assistants();
-        if is_prompts || learned.is_some_and(|learned| learned != says) {
-            let expected = if is_prompts {
+        let is_train_on_prompt = says && name == "train" && !message.is_from_assistant();
+        if is_train_on_prompt || learned.is_some_and(|learned| learned != says) {
+            let expected = if is_train_on_prompt {
                 "false: only turns of the assistant carry loss"
             } else {
                 "what the turn's other key says"

@@ -1,4 +1,4 @@
-//! Folders that say themselves which of their files are data: those of `datasets.save_to_disk`, and clones of data sets of the Hub.
+//! Folders with a file that lists their data files: saved by datasets.save_to_disk, or cloned from the Hub.
 
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -39,7 +39,7 @@ pub(super) struct DescribedFolder {
     pub(super) left_out: Option<LeftOutSplits>,
 }
 
-/// DatasetSplits of a data set beside the one that is read.
+/// Splits of a data set that are not read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LeftOutSplits {
     /// The file that names them.
@@ -81,7 +81,7 @@ struct CardSplit {
     patterns: Vec<String>,
 }
 
-/// What a folder says of its files; `None` for one that says nothing.
+/// The data files that a folder's own metadata lists; None without such metadata.
 pub(super) fn describe(folder: &Path) -> Result<Option<DescribedFolder>, DescriptionError> {
     let path = folder.join("state.json");
     if let Some(DatasetState { data_files }) = written_by_datasets(&path, "_data_files")? {

@@ -108,10 +108,10 @@ impl Marker {
         let mut marked = message.clone();
         marked.content = match marking {
             Marking::LastWord => self.last_word(&message.content, at),
-            _ if message.is_assistants() => self.thoughts_and_answer(&message.content, at),
+            _ if message.is_from_assistant() => self.thoughts_and_answer(&message.content, at),
             _ => self.around(&message.content, at),
         };
-        if message.is_assistants() {
+        if message.is_from_assistant() {
             for key in THOUGHTS {
                 if let Some(Value::String(thought)) = marked.more.get_mut(key) {
                     *thought = self.around(thought, at);

@@ -106,7 +106,7 @@ impl Opened {
     }
 }
 
-/// Refuses what stands in a data file's place; a text may be an HTML page.
+/// Refuses a file that does not hold data but, for example, a Git LFS pointer; a text may be an HTML page.
 fn check_content(path: &Path, start: &[u8]) -> Result<(), SourceError> {
     let is_text = format_of_name(path) == Some(NamedFormat::Text);
     match WrongContent::of_text(start).filter(|wrong| !(is_text && *wrong == WrongContent::Html)) {

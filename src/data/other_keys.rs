@@ -1,4 +1,4 @@
-//! Counts of columns and keys that rows have and that nothing is made of.
+//! Counts the columns and keys of rows that are not read.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::chat_template::ChatTemplate;
-use super::row_keys::{Fate, OtherKey};
+use super::row_keys::{ColumnUse, OtherKey};
 use super::template_abilities;
 use crate::plural::counted;
 
@@ -20,7 +20,7 @@ pub struct OtherKeys {
     /// May matter, and is not read.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub not_read: BTreeMap<String, usize>,
-    /// Known to say nothing of what to train on.
+    /// Known not to affect what to train on.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub harmless: BTreeMap<String, usize>,
     /// Keys of messages that the chat template got.
@@ -30,12 +30,12 @@ pub struct OtherKeys {
 
 impl OtherKeys {
     /// Counts a key of some rows.
-    pub(super) fn count(&mut self, (fate, name): &OtherKey, rows: usize) {
-        let names = match fate {
-            Fate::Read => return,
-            Fate::NotRead => &mut self.not_read,
-            Fate::Harmless => &mut self.harmless,
-            Fate::Template => &mut self.to_template,
+    pub(super) fn count(&mut self, (usage, name): &OtherKey, rows: usize) {
+        let names = match usage {
+            ColumnUse::Read => return,
+            ColumnUse::NotRead => &mut self.not_read,
+            ColumnUse::Harmless => &mut self.harmless,
+            ColumnUse::Template => &mut self.to_template,
         };
         add(names, name, rows);
     }
@@ -88,9 +88,9 @@ mod tests {
     fn rows_with_names_of_their_own_do_not_fill_the_report() {
         let mut keys = OtherKeys::default();
         for row in 0..1000 {
-            keys.count(&(Fate::NotRead, format!("column {row}")), 1);
+            keys.count(&(ColumnUse::NotRead, format!("column {row}")), 1);
         }
-        keys.count(&(Fate::NotRead, "column 3".to_owned()), 2);
+        keys.count(&(ColumnUse::NotRead, "column 3".to_owned()), 2);
         assert_eq!((keys.not_read.len(), keys.not_read["column 3"]), (NAMES_KEPT_APART + 1, 3));
         assert!(keys.to_string().ends_with("further names in 936 rows"), "{keys}");
     }

@@ -139,7 +139,7 @@ pub enum Questions {
     Ids(Vec<i32>),
     /// All of a user's turns, behind the system's if there is one.
     Turns {
-        /// What stands before them: a first message of the system or the developer, tools, variables.
+        /// The context before them: a first system or developer message, tools, template variables.
         opening: Box<ChatInput>,
         /// At least one.
         user: Vec<String>,
@@ -371,11 +371,11 @@ fn other_keys(object: &Map<String, Value>) -> Vec<OtherKey> {
 }
 
 fn of_user(key: &str, ChatInput { messages, inputs }: ChatInput) -> Result<Questions, RowProblem> {
-    let system = messages.first().filter(|first| is_systems(first)).cloned();
+    let system = messages.first().filter(|first| first.is_from_system()).cloned();
     let opening = Box::new(ChatInput { messages: system.into_iter().collect(), inputs });
     for (at, message) in messages.iter().enumerate() {
         let is_kept_or_dropped = ["user", "assistant", "tool"].contains(&message.role.as_str());
-        if !is_kept_or_dropped && (at > 0 || !is_systems(message)) {
+        if !is_kept_or_dropped && (at > 0 || !message.is_from_system()) {
             let expected = "user, assistant or tool: the questions are asked anew, behind a first turn of the system";
             let (key, got) = (format!("{key}[{at}].role"), format!("{:?}", message.role));
             return Err(RowProblem::Value { key, expected, got });
@@ -392,18 +392,14 @@ fn of_user(key: &str, ChatInput { messages, inputs }: ChatInput) -> Result<Quest
 
 /// What stands before the answer that is to be decoded.
 fn before_the_answer(key: &str, mut chat: ChatInput) -> Result<ChatInput, RowProblem> {
-    while chat.messages.last().is_some_and(Message::is_assistants) {
+    while chat.messages.last().is_some_and(Message::is_from_assistant) {
         chat.messages.pop();
     }
-    if chat.messages.iter().any(|message| !is_systems(message)) {
+    if chat.messages.iter().any(|message| !message.is_from_system()) {
         return Ok(chat);
     }
     let got = "none".to_owned();
     Err(RowProblem::Value { key: key.to_owned(), expected: "a turn for the assistant to answer", got })
-}
-
-fn is_systems(message: &Message) -> bool {
-    ["system", "developer"].contains(&message.role.as_str())
 }
 
 fn each<T>(
@@ -519,7 +515,7 @@ mod tests {
         let turns = [("system", "s"), ("user", "q"), ("assistant", "b"), ("user", "r")];
         assert_eq!(chat.messages, turns.map(|(role, content)| Message::new(role, content)));
         let keys = other_keys(&jsonl::object(line.as_bytes()).unwrap());
-        assert_eq!(keys, [(row_keys::Fate::NotRead, "temperature".to_owned())]);
+        assert_eq!(keys, [(row_keys::ColumnUse::NotRead, "temperature".to_owned())]);
     }
 
     #[test]

@@ -61,14 +61,14 @@ impl PythonRow {
         let columns: BTreeMap<String, &RawValue> =
             serde_json::from_slice(&self.json).map_err(|error| self.broken(&error))?;
         let column = |(key, json): (String, &RawValue)| match serde_json::from_str(json.get()) {
-            Err(_) if is_read(&key) => Err(has_one(key)),
+            Err(_) if is_read(&key) => Err(not_a_number(key)),
             value => Ok((key, value.unwrap_or_default())),
         };
         columns.into_iter().map(column).collect()
     }
 }
 
-fn has_one(key: String) -> RowProblem {
+fn not_a_number(key: String) -> RowProblem {
     RowProblem::Value { key, expected: "JSON", got: "NaN or Infinity, which JSON does not have".to_owned() }
 }
 

@@ -124,7 +124,7 @@ pub struct RowCounts {
     /// Rows that are not right, by kind; without `--skip-bad-rows` the first one ends the run.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub bad_rows: BTreeMap<String, BadRows>,
-    /// Columns and keys of messages that no row is made of.
+    /// Columns and keys of messages that are not read.
     #[serde(flatten)]
     pub others: OtherKeys,
 }
@@ -149,7 +149,7 @@ pub struct LoadReport {
     /// Text files beside the files of a folder.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub texts_left_out: Vec<PathBuf>,
-    /// Splits of data sets that name theirs, beside the one for training.
+    /// Splits of data sets that are not read, where a folder names its splits.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub splits_left_out: Vec<LeftOutSplits>,
     /// Tokens of the longest row: `data.max_length`, or the backbone's context.

@@ -1,15 +1,15 @@
-//! The columns of rows and the keys of messages that known programs write, and what becomes of each. `docs/data.md` has these tables.
+//! The columns of rows and the keys of messages that known programs write, and how each is used. `docs/data.md` has these tables.
 
-use Fate::{Harmless, NotRead, Read, Template};
+use ColumnUse::{Harmless, NotRead, Read, Template};
 
-/// What becomes of a column or a key that a row has.
+/// How a column or a key of a row is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
+pub enum ColumnUse {
     /// It decides what is trained on.
     Read,
     /// It is not read and may matter: the report names it and counts its rows.
     NotRead,
-    /// It is not read and says nothing of what to train on.
+    /// It is not read and does not affect what to train on.
     Harmless,
     /// The chat template gets it. Where the template does not name it, it counts as not read.
     Template,
@@ -19,14 +19,14 @@ pub enum Fate {
 #[derive(Debug, Clone, Copy)]
 pub struct RowKey {
     pub name: &'static str,
-    pub fate: Fate,
+    pub usage: ColumnUse,
     /// Empty for what no program reads.
     pub writers: &'static str,
     pub meaning: &'static str,
 }
 
-const fn key(name: &'static str, fate: Fate, writers: &'static str, meaning: &'static str) -> RowKey {
-    RowKey { name, fate, writers, meaning }
+const fn key(name: &'static str, usage: ColumnUse, writers: &'static str, meaning: &'static str) -> RowKey {
+    RowKey { name, usage, writers, meaning }
 }
 
 const fn harmless(name: &'static str) -> RowKey {
@@ -177,23 +177,23 @@ pub(super) const FORMS: [&str; 8] =
 /// Columns that stand beside a conversation.
 pub(super) const BESIDE: [&str; 4] = ["tools", "chat_template_kwargs", "system", "history"];
 
-/// A key that a row has, as the report names it, and what becomes of it; never [`Read`].
-pub(super) type OtherKey = (Fate, String);
+/// A key that a row has, as the report names it, and how it is used; never [`Read`].
+pub(super) type OtherKey = (ColumnUse, String);
 
 /// Whether rows are made of the column, by itself or beside others; lists of tokens aside.
 pub(super) fn is_read(column: &str) -> bool {
     FORMS.contains(&column) || BESIDE.contains(&column)
 }
 
-/// What becomes of a column that the row is not made of.
+/// How a column that the row is not made of is used.
 pub(super) fn other_column(name: &str) -> OtherKey {
-    let fate = COLUMNS.iter().find(|known| known.name == name).map_or(NotRead, |known| known.fate);
-    (if fate == Read { NotRead } else { fate }, name.to_owned()) // others are read in another form of a row
+    let usage = COLUMNS.iter().find(|known| known.name == name).map_or(NotRead, |known| known.usage);
+    (if usage == Read { NotRead } else { usage }, name.to_owned()) // others are read in another form of a row
 }
 
-/// What becomes of a message's key of this name.
-pub(super) fn of_message(name: &str) -> Fate {
-    MESSAGE_KEYS.iter().find(|known| known.name == name).map_or(Template, |known| known.fate)
+/// How a message's key of this name is used.
+pub(super) fn of_message(name: &str) -> ColumnUse {
+    MESSAGE_KEYS.iter().find(|known| known.name == name).map_or(Template, |known| known.usage)
 }
 
 #[cfg(test)]
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn the_table_names_what_rows_are_made_of() {
-        let read = COLUMNS.iter().filter(|key| key.fate == Read).map(|key| key.name);
+        let read = COLUMNS.iter().filter(|key| key.usage == Read).map(|key| key.name);
         assert_eq!(read.collect::<Vec<_>>(), [&LISTS[..], &FORMS, &BESIDE].concat());
     }
 }

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::column_names::ColumnNames;
 use super::conversation::{self, CALLS, ChatInput, Message, TemplateInputs, drop_nulls};
 use super::raw_row::RawRow;
-use super::row_keys::{self, FORMS, Fate, OtherKey, is_read, other_column};
+use super::row_keys::{self, ColumnUse, FORMS, OtherKey, is_read, other_column};
 use super::rows::RowProblem;
 use super::shown::shown;
 use super::token_lists;
@@ -22,7 +22,7 @@ pub(super) struct RowObject {
 }
 
 impl RowObject {
-    /// Of an object that has values for all of its columns: only those of `names` count where they are given.
+    /// From an object with all of a row's columns; with names, only the named columns are read.
     pub(super) fn of(object: Map<String, Value>, names: Option<&ColumnNames>) -> Result<Self, RowProblem> {
         let is_wanted = |key: &str| names.map_or_else(|| is_read(key), |names| names.takes(key));
         let others = object.iter().filter(|(key, value)| !is_wanted(key) && !is_nothing(value));
@@ -47,7 +47,7 @@ impl RowObject {
     pub(super) fn row(mut self) -> Result<(RawRow, Vec<OtherKey>), RowProblem> {
         let row = self.first_form()?;
         let left = self.columns.iter().filter(|(key, value)| !FORMS.contains(&key.as_str()) && !is_nothing(value));
-        self.others.extend(left.map(|(key, _)| (Fate::NotRead, key.clone())));
+        self.others.extend(left.map(|(key, _)| (ColumnUse::NotRead, key.clone())));
         Ok((row, self.others))
     }
 
@@ -119,9 +119,9 @@ impl RowObject {
         let named = messages.as_array().into_iter().flatten().filter_map(Value::as_object).flatten();
         let mut seen = BTreeSet::new();
         for (name, _) in named.filter(|(_, value)| !is_nothing(value)) {
-            let fate = row_keys::of_message(name);
-            if fate != Fate::Read && seen.insert(name) {
-                self.others.push((fate, format!("{key}[].{name}")));
+            let usage = row_keys::of_message(name);
+            if usage != ColumnUse::Read && seen.insert(name) {
+                self.others.push((usage, format!("{key}[].{name}")));
             }
         }
         Ok(conversation::of_messages(key, &messages)?)
@@ -129,7 +129,7 @@ impl RowObject {
 
     /// The turns behind LLaMA-Factory's `system` and `history`. A conversation that begins with a system message keeps its own.
     fn behind_earlier(&mut self, mut turns: Vec<Message>) -> Result<Vec<Message>, RowProblem> {
-        let has_system = turns.first().is_some_and(|turn| ["system", "developer"].contains(&turn.role.as_str()));
+        let has_system = turns.first().is_some_and(Message::is_from_system);
         let mut earlier = Vec::new();
         if let Some(system) = self.take("system") {
             let system = string("system", system)?;
@@ -148,7 +148,7 @@ impl RowObject {
     }
 }
 
-/// No value: columns have one for every row, and every key of a struct.
+/// Whether a value is empty. Columns hold one for every row, and structs one for every key.
 pub(super) fn is_nothing(value: &Value) -> bool {
     match value {
         Value::Null => true,
@@ -349,22 +349,26 @@ mod tests {
 
     #[test]
     fn what_no_row_is_made_of_is_named_once() {
-        let name = |fate, name: &str| (fate, name.to_owned());
+        let name = |usage, name: &str| (usage, name.to_owned());
         let message = json!({"role": "user", "content": "a", "name": "b", "train_detail": [1], "emotion": "joy", "id": 1, "images": []});
         let columns = json!({"messages": [message, message], "text": "a", "prompt": "a", "rejected": "b", "id": 1, "mine": 0,
             "chosen": null, "images": [], "history": []});
         let (_, mut others) = row(columns).unwrap();
         others.sort_by(|a, b| a.1.cmp(&b.1));
         let expected = [
-            name(Fate::Harmless, "id"),
-            name(Fate::Template, "messages[].emotion"),
-            name(Fate::Harmless, "messages[].id"),
-            name(Fate::NotRead, "messages[].train_detail"),
-            name(Fate::NotRead, "mine"),
-            name(Fate::NotRead, "rejected"),
+            name(ColumnUse::Harmless, "id"),
+            name(ColumnUse::Template, "messages[].emotion"),
+            name(ColumnUse::Harmless, "messages[].id"),
+            name(ColumnUse::NotRead, "messages[].train_detail"),
+            name(ColumnUse::NotRead, "mine"),
+            name(ColumnUse::NotRead, "rejected"),
         ];
         assert_eq!(others, expected);
         let (_, others) = row(json!({"text": "a", "system": "b", "tools": [1]})).unwrap();
-        assert_eq!(others, [name(Fate::NotRead, "system"), name(Fate::NotRead, "tools")], "a text has neither");
+        assert_eq!(
+            others,
+            [name(ColumnUse::NotRead, "system"), name(ColumnUse::NotRead, "tools")],
+            "a text has neither"
+        );
     }
 }

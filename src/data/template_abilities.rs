@@ -5,20 +5,18 @@ use std::borrow::Cow;
 
 use serde_json::{Map, Value, json};
 
-use super::conversation::{CALLS, Message, THOUGHTS};
+use super::conversation::{CALLS, CONTENT, Message, THOUGHTS, arguments_as_strings};
 use super::jinja;
-
-const CONTENT: &str = "content";
 
 /// What a template makes of calls of tools.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Calls {
     /// Writes them, from arguments that are an object.
-    #[default]
     Objects,
     /// Writes them, from arguments that are a string of JSON.
     Strings,
     /// Leaves them out: they become part of the content.
+    #[default]
     Unwritten,
 }
 
@@ -26,7 +24,7 @@ enum Calls {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Abilities {
     /// Whether a turn of the role `tool` becomes part of the text. Some templates refuse it, others leave it out.
-    pub(super) tool_turns: bool,
+    tool_turns: bool,
     /// The same of turns with a `tool_call_id` behind calls with ids, without which some templates refuse them.
     tool_results: bool,
     calls: Calls,
@@ -53,9 +51,9 @@ impl Abilities {
             (Calls::Strings, true, arguments.to_string().into()),
             (Calls::Strings, false, arguments.to_string().into()),
         ];
-        let mut found = Self { tool_turns, calls: Calls::Unwritten, ..Self::default() };
+        let mut found = Self { tool_turns, ..Self::default() };
         for (calls, null_content, arguments) in forms {
-            let text = render(&called(&arguments, null_content))?;
+            let text = render(&call_and_result(&arguments, null_content))?;
             found.tool_results |= text.contains(RESULT_OF_CALL);
             if text.contains(FUNCTION) {
                 (found.calls, found.null_content) = (calls, null_content);
@@ -107,7 +105,7 @@ impl Abilities {
                 adapted.content += &calls.as_str().map_or_else(|| calls.to_string(), str::to_owned);
                 adapted.more.shift_remove(CALLS);
             }
-            (Calls::Strings, Some(_)) => arguments_as_strings(&mut adapted.more),
+            (Calls::Strings, Some(_)) => arguments_as_strings(adapted.more.get_mut(CALLS), jinja::python_json),
             _ => {}
         }
         if !self.null_content {
@@ -139,7 +137,7 @@ const FUNCTION: &str = "name_of_the_function";
 const RESULT_OF_CALL: &str = "result_of_the_call";
 
 /// A call and its result.
-fn called(arguments: &Value, null_content: bool) -> [Message; 4] {
+fn call_and_result(arguments: &Value, null_content: bool) -> [Message; 4] {
     const ID: &str = "abcdefghi"; // Mistral's have nine characters
     let call = json!([{"id": ID, "type": "function", "function": {"name": FUNCTION, "arguments": arguments}}]);
     let with =
@@ -154,14 +152,6 @@ fn called(arguments: &Value, null_content: bool) -> [Message; 4] {
         with(Message::new("tool", RESULT_OF_CALL), json!({"name": FUNCTION, "tool_call_id": ID})),
         Message::new("assistant", "b"),
     ]
-}
-
-fn arguments_as_strings(more: &mut Map<String, Value>) {
-    for call in more.get_mut(CALLS).and_then(Value::as_array_mut).into_iter().flatten() {
-        if let Some(arguments) = call.pointer_mut("/function/arguments").filter(|arguments| arguments.is_object()) {
-            *arguments = jinja::python_json(arguments).into();
-        }
-    }
 }
 
 #[cfg(test)]

@@ -34,7 +34,7 @@ pub(super) fn row(
     let mut labels = list(LABELS)?;
     match &labels {
         _ if masks.is_empty() => {}
-        // The label of the first token says nothing: it is nobody's target.
+        // The label of the first token is not used: nothing predicts that token.
         Some(labels) => attended.clone().skip(1).try_for_each(|at| agree(at, labels[at], masked_by(at)))?,
         None => {
             let label = |(at, &id): (usize, &i64)| if masked_by(at).is_some() { i64::from(IGNORE) } else { id };

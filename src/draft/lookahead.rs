@@ -29,7 +29,7 @@ pub struct LookaheadSize {
 impl LookaheadSize {
     /// As published for models of 7 billion parameters.
     pub const PUBLISHED: Self = Self { columns: 7, ngram: 5, guesses: 7 };
-    /// The pool has only the n-grams of the text, and a step no tokens beside its guesses.
+    /// Without a window: the pool has only n-grams of the text, and a step computes no tokens but the root and its guesses.
     pub const WITHOUT_WINDOW: Self = Self { columns: 0, ..Self::PUBLISHED };
 
     /// Largest number of guesses in a tree.

@@ -41,8 +41,7 @@ pub trait Drafter: fmt::Debug {
     /// prompts are not computed yet.
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal>;
 
-    /// Whether the next step, of so many texts, has no guesses: then it is one of plain decoding. A drafter that follows the rows is not told of
-    /// its tokens.
+    /// Whether the next step, of this many texts, is plain decoding. A drafter that follows the rows does not see the tokens of such steps.
     fn rests(&mut self, _texts: usize) -> bool {
         false
     }

@@ -63,7 +63,7 @@ impl<'a> RecyclingDrafter<'a> {
         (1..=NODES).map(|guess| LIKELIEST / (guess as f64).powf(FALL))
     }
 
-    /// With trees of about so many guesses, of which another drafter chooses some: making the others takes time.
+    /// With trees of about this many guesses, from which another drafter selects; proposing more would only take time.
     #[must_use]
     pub fn with_nodes(self, nodes: usize) -> Self {
         Self { nodes: nodes.min(NODES), ..self }

@@ -1,8 +1,8 @@
-//! Recognises what a download or an editor left in the place of a file, by its first bytes.
+//! Recognises files that hold something else than they should, after a download or an editor, by their first bytes.
 
 use std::io;
 
-/// What stands in a file's place.
+/// What a file holds instead of its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum WrongContent {
     #[error("it is a Git LFS pointer to the file, not the file itself; run `git lfs pull` where it was cloned")]
@@ -17,7 +17,7 @@ pub enum WrongContent {
 
 const LFS: &[u8] = b"version https://git-lfs.github.com/spec/v1";
 const HTML: [&str; 2] = ["<!doctype html", "<html"];
-/// Without a byte order mark, UTF-16 is recognised by the zeros of so many first letters.
+/// Without a byte order mark, UTF-16 is recognised by the zero bytes of this many letters at its beginning.
 const LETTERS: usize = 16;
 
 impl WrongContent {
@@ -26,7 +26,7 @@ impl WrongContent {
         Self::of_binary(start).or_else(|| is_utf_16(start).then_some(Self::Utf16))
     }
 
-    /// By the first bytes of a file that may have any.
+    /// By the first bytes of a binary file.
     pub fn of_binary(start: &[u8]) -> Option<Self> {
         let text = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(start).trim_ascii_start();
         let is_html =

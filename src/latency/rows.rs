@@ -16,7 +16,7 @@ use crate::formats::latency::StepTime;
 use crate::model::llama::Llama;
 use crate::tree::token_tree::TokenTree;
 
-/// Guesses of the timed steps, in the order in which they are timed: where the time is up early, those that come first say the most.
+/// Guesses of the timed steps, in the order in which they are timed: the most informative ones first, in case the time runs out.
 const GUESSES: [usize; 7] = [0, 7, 3, 15, 1, 31, 63];
 /// Measured rounds, if there is time.
 const ROUNDS: usize = 5;
@@ -26,9 +26,9 @@ const STEPS: usize = 8;
 const FEW_STEPS: usize = 2;
 /// A model with slower steps is slow.
 const SLOW_MS: f64 = 20.0;
-/// Of the whole measurement, behind the prompt. A step that has begun is finished, and the first two kinds of steps are always timed.
+/// Time limit of the measurement, without the prompt. A step that has begun is finished; the first two sizes are always timed.
 const MOST_TIME: Duration = Duration::from_secs(1);
-/// More guesses than those whose step takes so many times as long as one without are not timed: they pay for none.
+/// Sizes above one whose step takes this many times as long as a plain step are not timed.
 const TOO_SLOW: f64 = 8.0;
 
 /// Tokens of the prompt: a short one, which takes little time.
@@ -95,7 +95,7 @@ pub fn measure_rows<'a, E: From<DecodeError>>(
     Ok(Times { engine, plain_step_ms: undisturbed(plain), steps: timed.map(step).collect() })
 }
 
-/// The times of so many steps behind the prompt, which the loop computes once.
+/// The times of this many steps after the prompt, which the loop computes once.
 fn steps_ms(
     decoding: &mut dyn DecodeLoop,
     drafting: Drafting,

@@ -19,6 +19,7 @@ mod keys;
 mod rotary;
 
 pub use error::ConfigError;
+pub(super) use error::QUANTIZED_NOT_READ;
 use error::{bad, within};
 use family::Family;
 pub use family::{FamilyTraits, LayerTraits};
@@ -95,7 +96,7 @@ impl LlamaConfig {
         Ok(config)
     }
 
-    /// The keys of a folder's `config.json` of which nothing is known here. They are left to programs that know them, as in transformers.
+    /// The keys of a folder's `config.json` that are unknown here. They are left to programs that know them, as in transformers.
     ///
     /// # Errors
     /// If it cannot be read.

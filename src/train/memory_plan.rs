@@ -206,7 +206,7 @@ impl MemoryPlan {
             saving,
         ];
         let largest = phases.into_iter().max().unwrap_or(0);
-        let holes = if work.on_host && work.unequal { part(largest + hidden_state_bytes, HOLES_OF_SIZES) } else { 0 };
+        let holes = if work.on_host && work.unequal { scaled(largest + hidden_state_bytes, HOLES_OF_SIZES) } else { 0 };
         let working_bytes = largest + holes + work.gathered_values(&groups);
         let program_bytes = if work.on_host { PROGRAM + accelerator::opened_bytes() } else { 0 };
         let (world_size, sent_bytes) = (work.world.size, sent_bytes(&groups, work));
@@ -670,10 +670,10 @@ fn adapter(LinearSpec { part, size, .. }: LinearSpec, lora: &LoraConfig) -> Vec<
 }
 
 fn with_holes(bytes: u64) -> u64 {
-    part(bytes, HEAP_HOLES)
+    scaled(bytes, HEAP_HOLES)
 }
 
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "far below 2^52, and positive")]
-fn part(bytes: u64, factor: f64) -> u64 {
+fn scaled(bytes: u64, factor: f64) -> u64 {
     (bytes as f64 * factor) as u64
 }

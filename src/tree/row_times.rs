@@ -2,8 +2,8 @@
 
 use crate::formats::latency::{Latency, StepTime};
 
-/// A step with guesses must be expected to be so much faster than one without: estimates err, and guesses cost time beside the pass.
-const WORTH: f64 = 1.05;
+/// The least expected speedup for which guesses are made: estimates err, and guesses cost time outside the pass.
+const MIN_SPEEDUP: f64 = 1.05;
 
 /// Times of steps by their rows, the tokens of all texts together: at least that of one row.
 #[derive(Debug, Clone, PartialEq)]
@@ -58,7 +58,7 @@ impl RowTimes {
     pub fn fastest_with_speed(&self, step: StepRows, probabilities: impl IntoIterator<Item = f64>) -> (usize, f64) {
         let StepRows { texts, beside } = step;
         let plain = self.ms(texts);
-        let (mut tokens, mut best, mut fastest) = (1.0, (0, 1.0), WORTH);
+        let (mut tokens, mut best, mut fastest) = (1.0, (0, 1.0), MIN_SPEEDUP);
         for (guesses, probability) in (1..).zip(probabilities) {
             tokens += probability;
             let speed = tokens * plain / self.ms(texts * (1 + beside + guesses));

@@ -34,7 +34,7 @@ pub type EngineOfDecoder<'n> = dyn for<'a> Fn(&'a Decoder) -> anyhow::Result<Box
 ///
 /// # Errors
 /// A backbone that cannot decode.
-pub fn give(
+pub fn set_row_times(
     (engine_flag, new_engine): (String, &EngineOfDecoder<'_>),
     decoder: &mut Decoder,
     backbone: &Path,

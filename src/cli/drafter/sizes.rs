@@ -6,7 +6,7 @@ use crate::draft::ngram::NgramDrafter;
 use crate::draft::recycling::RecyclingDrafter;
 use crate::tree::row_times::{RowTimes, StepRows};
 
-/// The most guesses of a drafter in a step: those that are worth their time where it guesses as well as is assumed.
+/// The largest number of guesses per step that is worth its time, if the drafter guesses as well as assumed.
 pub fn most_guesses(name: DrafterName, times: &RowTimes) -> usize {
     match name {
         DrafterName::Ngram => times.fastest(StepRows::OF_ONE, NgramDrafter::assumed()),

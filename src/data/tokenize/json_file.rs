@@ -58,8 +58,8 @@ fn wrong(path: &Path, key: &str, expected: &'static str, got: String) -> Tokeniz
     TokenizeError::Key { path: path.to_owned(), key: key.into(), expected, got }
 }
 
-/// Refuses a tokenizer with which a text has other tokens each time. (transformers uses the dropout, too, but with LlamaTokenizer, which
-/// leaves it out.)
+/// Refuses BPE dropout, with which the same text gets different tokens each time. (transformers uses the dropout, too, but with
+/// LlamaTokenizer, which leaves it out.)
 fn check_dropout(pipeline: &Pipeline, path: &Path) -> Result<(), TokenizeError> {
     let TokenModel::Library(ModelWrapper::BPE(model)) = pipeline.get_model() else { return Ok(()) };
     match model.dropout {

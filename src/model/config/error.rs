@@ -5,6 +5,10 @@ use std::path::{Path, PathBuf};
 
 use crate::files::FileError;
 
+/// What is wrong with quantised weights, as the end of an error's text.
+pub(in crate::model) const QUANTIZED_NOT_READ: &str = "which is not read; take the same model in bfloat16, \
+    float16 or float32, and quantise it while loading with `quantization` of [backbone] (nf4 or int8) where memory is short";
+
 /// Why a config cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
@@ -19,12 +23,11 @@ pub enum ConfigError {
     /// A value that this program cannot work with.
     #[error("{}: `{key}`: expected {expected}, got {got}", path.display())]
     Value { path: PathBuf, key: &'static str, expected: String, got: String },
-    /// Two places say different things of one fact.
+    /// Two keys that contradict each other.
     #[error("{}: `{}` and `{}` contradict each other: {reason}; keep the one that is right", path.display(), keys[0], keys[1])]
     TwoSources { path: PathBuf, keys: [&'static str; 2], reason: String },
     /// Weights in a format that is not read.
-    #[error("{}: `{key}`: the weights are quantised ({method}), which is not read; take the same model in bfloat16, float16 or float32, and quantise it while \
-        loading with `quantization` of [backbone] (nf4 or int8) where memory is short", path.display())]
+    #[error("{}: `{key}`: the weights are quantised ({method}), {QUANTIZED_NOT_READ}", path.display())]
     Quantized { path: PathBuf, key: &'static str, method: String },
     /// A known architecture that needs layers which this program does not have.
     #[error("{}: `model_type`: {got} is not supported: it has {missing}; supported: {supported}", path.display())]

@@ -354,10 +354,10 @@ impl Family {
         Err(bad(path, "rope_parameters", format!("{expected} beside `model_type` {}", self.model_type), got))
     }
 
-    /// Refuses rotary embeddings of a part of each head, of which transformers takes no notice, or fails.
-    pub(super) fn whole_heads(&self, path: &Path, ropes: [&RopeKeys; 2]) -> Result<Option<f64>, ConfigError> {
+    /// Refuses a partial_rotary_factor, which transformers ignores or fails on for this family.
+    pub(super) fn refuse_partial_rotary(&self, path: &Path, ropes: [&RopeKeys; 2]) -> Result<(), ConfigError> {
         match ropes.iter().find_map(|rope| rope.partial_rotary_factor.filter(|part| *part != 1.0)) {
-            None => Ok(None),
+            None => Ok(()),
             Some(part) => {
                 let expected = format!("1 beside `model_type` {}, or no such key", self.model_type);
                 Err(bad(path, "partial_rotary_factor", expected, part))
@@ -462,8 +462,9 @@ impl Family {
         if types.as_ref().is_some_and(|types| types.contains(&true)) {
             self.check_window(path, written)?;
         }
-        if written.no_rope_layers.as_ref().is_some_and(|rotates| rotates.len() < count) {
-            return Err(bad(path, "no_rope_layers", format!("{count} entries, one per layer"), "fewer"));
+        if let Some(rotates) = written.no_rope_layers.as_ref().filter(|rotates| rotates.len() < count) {
+            let got = format!("{} entries", rotates.len());
+            return Err(bad(path, "no_rope_layers", format!("{count} entries, one per layer"), got));
         }
         let rotates = |layer: usize| match (&written.no_rope_layers, self.no_rope_layer_interval) {
             (_, None) => true,

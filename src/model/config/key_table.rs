@@ -1,4 +1,4 @@
-//! What becomes of each key of `config.json`, by family. transformers keeps keys that a family does not use without a word; here a key that
+//! How each key of config.json is used, by family. transformers silently keeps keys that a family does not use; here a key that
 //! changes numbers in one of the families, or in transformers' code for all of them, is read, or refused where it would change something.
 //!
 //! `tests/config_keys.rs` compares the table with the configuration classes of transformers.
@@ -14,7 +14,7 @@ use super::error::{ConfigError, bad};
 pub enum KeyUse {
     /// It is read, and checked where it is read.
     Read,
-    /// It must have one of these values (as JSON) or be absent: with others it means something that the family's decoder does not do here.
+    /// It must have one of these values (as JSON) or be absent: with others it asks for something that the family's decoder does not do here.
     Only(&'static [&'static str]),
     /// It changes nothing, for this reason.
     NoEffect(&'static str),
@@ -89,7 +89,7 @@ const KEYS: &[(&str, Families, KeyUse)] = &[
     ("use_sliding_window", WITHOUT_WINDOW, OFF),
     ("use_sliding_window", OTHERS, Only(&["null", "true"])),
     ("max_window_layers", QWEN, Read),
-    ("max_window_layers", OTHERS, NoEffect("without use_sliding_window of Qwen it says nothing")),
+    ("max_window_layers", OTHERS, NoEffect("it is used only with use_sliding_window of Qwen")),
     ("sliding_window_pattern", GEMMA_3, Read),
     ("sliding_window_pattern", &["gemma2"], Only(&["null", "2"])),
     ("sliding_window_pattern", OTHERS, NOTHING),
@@ -176,13 +176,13 @@ const KEYS: &[(&str, Families, KeyUse)] = &[
     ("problem_type", OTHERS, CLASSIFIER),
 ];
 
-/// Every key of which something is known, once for each of its rows.
+/// Every known key, once for each of its rows.
 #[cfg(test)]
 pub(super) fn keys() -> impl Iterator<Item = &'static str> {
     KEYS.iter().map(|(key, ..)| *key)
 }
 
-/// What becomes of a key in a family; `None`: nothing is known of it.
+/// How a family uses a key; `None` for an unknown key.
 pub fn key_use(model_type: &str, key: &str) -> Option<KeyUse> {
     row(model_type, key).map(|(_, key_use)| key_use)
 }
@@ -192,8 +192,7 @@ fn row(model_type: &str, key: &str) -> Option<(&'static str, KeyUse)> {
     KEYS.iter().find(|(name, families, _)| *name == key && applies(families)).map(|&(name, _, key_use)| (name, key_use))
 }
 
-/// Refuses values that would change something which the family does not compute here. Keys of which nothing is known are left to programs that
-/// know them.
+/// Refuses values that would change something which the family does not compute here. Unknown keys are left to programs that know them.
 pub(super) fn check(path: &Path, model_type: &str, written: &Map<String, Value>) -> Result<(), ConfigError> {
     for (key, value) in written {
         let Some((key, Only(values))) = row(model_type, key) else { continue };

@@ -66,7 +66,7 @@ fn rotary(
     }
     let size = match family.rotates_parts {
         true => rope.partial_rotary_factor.or(written.partial_rotary_factor),
-        false => family.whole_heads(path, [&rope, &sliding])?,
+        false => family.refuse_partial_rotary(path, [&rope, &sliding]).map(|()| None)?,
     };
     let size = size.map(|part| rotated(path, head_dim, part)).transpose()?;
     let reader = Reader { path, written, family, rope, theta, size: size.unwrap_or(head_dim) };
@@ -135,18 +135,20 @@ impl Reader<'_> {
 
     /// The context of pre-training. The key beside `rope_scaling` counts before the one in it, as in transformers.
     fn original(&self) -> Result<f64, ConfigError> {
-        let within = self.rope.original_max_position_embeddings;
+        let in_scaling = self.rope.original_max_position_embeddings;
         let beside = self.written.original_max_position_embeddings;
-        let original = match (beside, within, self.family.original_context) {
+        let original = match (beside, in_scaling, self.family.original_context) {
             (Some(beside), ..) => beside,
-            (None, Some(within), Some(default)) if within != default => {
+            (None, Some(in_scaling), Some(default)) if in_scaling != default => {
                 let reason = format!(
-                    "{} takes {default} where the key is not beside rope_scaling, in which it is {within}",
+                    "{} takes {default} where the key is not beside rope_scaling, in which it is {in_scaling}",
                     self.family.model_type
                 );
                 return Err(two_sources(self.path, ["original_max_position_embeddings", "rope_scaling"], reason));
             }
-            (None, within, default) => within.or(default).unwrap_or(self.written.max_position_embeddings as f64),
+            (None, in_scaling, default) => {
+                in_scaling.or(default).unwrap_or(self.written.max_position_embeddings as f64)
+            }
         };
         above_zero(self.path, "original_max_position_embeddings", original)
     }

@@ -1,11 +1,11 @@
 //! Which tensors of a folder belong to a backbone. Whatever else lies in its files is an error: the model that was trained is not the one that
-//! `config.json` describes. Only headers are read, but for an `lm_head.weight` beside a tied embedding.
+//! `config.json` describes. Only headers are read, except for an `lm_head.weight` beside a tied embedding.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use crate::model::block_spec::names;
-use crate::model::config::LlamaConfig;
+use crate::model::config::{LlamaConfig, QUANTIZED_NOT_READ};
 use crate::model::weights::{WeightFiles, WeightsError};
 
 /// Why the tensors of a folder are not those of its config.
@@ -17,13 +17,12 @@ pub enum TensorsError {
     #[error("{}: num_hidden_layers: expected {expected} as in the weights, got {got}; restore the config.json that belongs to these weights", config.display())]
     Layers { config: PathBuf, expected: usize, got: usize },
     /// Weights of a format that is not read.
-    #[error("{}: tensor {name:?}: the weights are quantised ({format}), which is not read; take the same model in bfloat16, float16 or float32, and quantise it \
-        while loading with `quantization` of [backbone] (nf4 or int8) where memory is short", path.display())]
+    #[error("{}: tensor {name:?}: the weights are quantised ({format}), {QUANTIZED_NOT_READ}", path.display())]
     Quantized { path: PathBuf, name: String, format: &'static str },
     /// Tensors without a place in the backbone.
     #[error("{}: tensor {name:?}{} no place in the backbone of config.json, which would be computed without {}; {advice}", path.display(), others(*more), if *more == 0 { "it" } else { "them" })]
     Unread { path: PathBuf, name: String, more: usize, advice: &'static str },
-    /// What the files say of the LM head is not what the config says.
+    /// The files and the config disagree on whether the LM head is tied.
     #[error("{}: `tie_word_embeddings` is {tied}, {found}, in {}; {advice}", config.display(), path.display())]
     Tied { config: PathBuf, path: PathBuf, tied: bool, found: &'static str, advice: &'static str },
 }
@@ -74,7 +73,7 @@ pub(super) fn check(folder: &Path, config: &LlamaConfig, files: &WeightFiles) ->
     check_lm_head(folder, config, files)
 }
 
-/// With fewer layers than the weights have, the backbone would decode, and other texts.
+/// With fewer layers than the weights have, the backbone would still decode, but different texts.
 fn check_layers(folder: &Path, config: &LlamaConfig, files: &WeightFiles) -> Result<(), TensorsError> {
     let layer = |name: &str| name.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok();
     let expected = files.names().into_iter().filter_map(layer).max().map_or(0, |last| last + 1);
@@ -85,7 +84,7 @@ fn check_layers(folder: &Path, config: &LlamaConfig, files: &WeightFiles) -> Res
     Err(TensorsError::Layers { config: folder.join("config.json"), expected, got })
 }
 
-/// Of the embedding and the LM head, transformers makes up or ties the one that is missing.
+/// transformers ties or randomly initialises whichever of the embedding and the LM head is missing; here it is an error.
 fn check_lm_head(folder: &Path, config: &LlamaConfig, files: &WeightFiles) -> Result<(), TensorsError> {
     let [embedding, head] = [names::EMBED_TOKENS, names::LM_HEAD_WEIGHT].map(|name| files.file_of(name));
     let (path, found, advice) = match (config.tie_word_embeddings, embedding, head) {

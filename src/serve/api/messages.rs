@@ -24,7 +24,7 @@ fn messages(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     let wrong = |got: &str| ApiError::field("messages", "a list of at least one message", got);
     match fields.take("messages") {
         Some(Value::Array(list)) if list.is_empty() => Err(wrong("an empty list")),
-        Some(list @ Value::Array(_)) => Ok(conversation::of_messages("messages", &list).map_err(told)?),
+        Some(list @ Value::Array(_)) => Ok(conversation::of_messages("messages", &list).map_err(api_error)?),
         Some(other) => Err(wrong(kind(&other))),
         None => Err(wrong("nothing")),
     }
@@ -58,8 +58,8 @@ fn is_function(tool: &Value) -> bool {
     tool["type"] == "function" && tool["function"]["name"].is_string()
 }
 
-/// What was said stays out of the answer, which may be logged.
-fn told(problem: MessageProblem) -> ApiError {
+/// The error without the message's text, since errors may be logged.
+fn api_error(problem: MessageProblem) -> ApiError {
     let MessageProblem { key, expected, got } = problem;
     match got["type"].as_str() {
         Some(other @ ("image_url" | "input_audio" | "file" | "refusal")) => {

@@ -1,4 +1,4 @@
-//! Fields that ask for what this server has not. Clients send many of them with the value that asks for nothing: that one is accepted.
+//! Fields for features that this server does not have. Clients often send them with a value that requests nothing; that value is accepted.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::error::ApiError;
 use super::fields::Fields;
 
-/// The value of a field that asks for nothing. Null always does.
+/// The value with which a field requests nothing. Null always does.
 #[derive(Debug, Clone, Copy)]
 enum Neutral {
     Null,
@@ -78,7 +78,7 @@ const FIELDS: [(&str, Neutral); 49] = [
 /// Takes these fields.
 ///
 /// # Errors
-/// A field with a value that asks for something.
+/// A field with a value that requests something.
 pub(super) fn take(fields: &mut Fields) -> Result<(), ApiError> {
     FIELDS.iter().try_for_each(|(name, neutral)| match fields.take(name) {
         Some(value) if !neutral.is(&value) => {
@@ -103,7 +103,7 @@ impl Neutral {
     }
 }
 
-/// What may be sent instead of nothing, as the end of an advice.
+/// The value that may be sent, as the end of an error's advice.
 impl fmt::Display for Neutral {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn what_both_endpoints_refuse_is_told() {
+    fn what_both_endpoints_refuse_is_reported() {
         let cases = [
             (json!({"foo": 1}), "unknown field `foo`"),
             (json!({"model": null}), "model: expected the name of a model, got nothing"),
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_endpoint_refuses_is_told() {
+    fn what_one_endpoint_refuses_is_reported() {
         let cases = [
             (json!({"top_logprobs": 1}), "top_logprobs: goes only with logprobs: true"),
             (json!({"logprobs": 5}), "logprobs: expected true or false, got 5"),
