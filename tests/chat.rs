@@ -688,6 +688,33 @@ fn thoughts_that_a_template_drops_from_earlier_turns_do_not_drop_the_conversatio
     assert!(report.to_string().contains("1 answer shortened by the chat template"), "{report}");
 }
 
+#[test]
+fn empty_answers_are_told_from_the_turns_behind_them() {
+    let world = World::new(&tiny(), "chatml");
+    let of = |turns: Value| world.learned(turns).0;
+    let turns = |turns: &[(&str, &str)]| talk(turns);
+    let between = turns(&[("user", "q"), ("assistant", ""), ("user", " "), ("assistant", "a")]);
+    assert_eq!(of(between.clone()), ["<|im_end|>", "a<|im_end|>"]);
+    let mut without_loss = between;
+    without_loss[1]["weight"] = json!(0);
+    assert_eq!(of(without_loss), ["a<|im_end|>"]);
+    assert_eq!(
+        of(turns(&[("user", "q"), ("assistant", "a"), ("user", ""), ("assistant", "")])),
+        ["a<|im_end|>", "<|im_end|>"]
+    );
+}
+
+#[test]
+fn a_conversation_whose_answers_carry_no_loss_is_counted_as_such() {
+    let world = World::new(&tiny(), "chatml");
+    let mut silent = talk(&[("user", "q"), ("assistant", "a")]);
+    silent[1]["weight"] = json!(0);
+    let learned = talk(&[("user", "q"), ("assistant", "b")]);
+    let rows = [json!({ "messages": silent }), json!({ "messages": learned })];
+    let (_, report) = world.lines(&rows).expect("a row");
+    assert_eq!(report.counts.dropped, [(DropReason::NoLearnedTurn, 1)].into());
+}
+
 /// The texts of the rows that conversations become, without special tokens.
 fn said(world: &World, conversation: Value) -> (Vec<String>, LoadReport) {
     let (rows, report) = world.lines(&[json!({"messages": conversation})]).expect("rows");

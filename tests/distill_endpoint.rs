@@ -478,7 +478,7 @@ fn training_renders_the_tools_and_variables_of_a_prompt_that_a_server_answered()
             medusa(&["data", &shard, "--backbone", &backbone, "--chat-template", &template, "--row", row]).output();
         String::from_utf8(output.expect("it runs").stdout).expect("UTF-8")
     };
-    let (with_tools, without) = (shown("0"), shown("1"));
+    let (with_tools, without) = (shown("1"), shown("2"));
     assert!(with_tools.contains("[rain]user: Count to 3!"), "{with_tools}");
     assert!(without.contains("user: Count to 3<|end|>") && !without.contains("rain"), "{without}");
 }

@@ -40,7 +40,7 @@ impl AnswerFrame {
     }
 
     /// Where in `before`, the template's text before an answer, its header ends, if it is the header behind a user's turn. `others` is the
-    /// number of answers in `before`, all of them empty; the template may leave some of them out.
+    /// number of answers in `before`, none of which has a string there; the template may leave some of them out.
     pub(super) fn header_end(&self, before: &str, others: usize) -> Option<usize> {
         before.match_indices(&self.header).take(others + 1).last().map(|(at, header)| at + header.len())
     }
@@ -48,6 +48,11 @@ impl AnswerFrame {
     /// Length of the turn's header within `header`: up to the longest suffix of the usual header. The rest opens thoughts.
     pub(super) fn without_thoughts(&self, header: &str) -> usize {
         self.sign_in(header).unwrap_or(header.len())
+    }
+
+    /// Whether a message says what looks like the header.
+    pub(super) fn is_said_in(&self, content: &str) -> bool {
+        content.contains(self.header.trim())
     }
 
     /// Where in `before` the longest end of the header that it has ends.

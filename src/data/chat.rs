@@ -2,12 +2,11 @@
 //! its end, end included, thoughts and calls among it. A template with `{% generation %}` says where that is; for the others it is read off
 //! the text that they write around what was said, never searched in what was said.
 
-use std::collections::BTreeSet;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::answer_frame::{ending, header_of};
+use super::answer_places::{AnswerPlaces, KnownFrames};
 use super::chat_template::{ChatTemplate, Marked, TemplateError};
 use super::conversation::{Message, TemplateInputs};
 use super::long_rows::RowFit;
@@ -82,14 +81,6 @@ struct MaskedText {
     learned: Vec<Range<usize>>,
 }
 
-/// Headers and ends of answers that were found by a rendering of their own, for later answers of the conversation: each rendering takes as long
-/// as the conversation.
-#[derive(Debug, Default)]
-struct KnownFrames {
-    headers: BTreeSet<String>,
-    ends: BTreeSet<String>,
-}
-
 impl ConversationRenderer<'_> {
     /// The row of a conversation, uncut, or why there is none. The text is tokenised as a whole and nothing is put around
     /// it: the template writes BOS.
@@ -127,13 +118,21 @@ impl ConversationRenderer<'_> {
         }
         let learned = match self.template.marks_generation {
             true => self.generation(messages, &written.text)?,
-            false => self.answers(messages, &answers, &written),
+            false => {
+                let &Self { template, inputs, tokenizer, .. } = self;
+                let known = KnownFrames::default();
+                AnswerPlaces { template, inputs, tokenizer, messages, written: &written, known }.of(&answers)
+            }
         };
         let learned = learned.filter(|learned| !learned.is_empty()).ok_or(DropReason::AnswersNotFound)?;
         Ok(MaskedText { written, learned })
     }
 
-    fn written(&self, messages: &[Message], add_generation_prompt: bool) -> Result<WrittenText, TemplateError> {
+    pub(super) fn written(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+    ) -> Result<WrittenText, TemplateError> {
         self.template.written(messages, self.inputs, add_generation_prompt)
     }
 
@@ -151,91 +150,6 @@ impl ConversationRenderer<'_> {
             return Ok(Some(learned.map(|(span, _)| span).collect()));
         }
         Ok(assistants.all(|at| self.is_learned(messages, at)).then_some(spans))
-    }
-
-    /// What the model writes in each of its turns. `None` where one is in the text and cannot be found in it. Turns that the template leaves
-    /// out have no place.
-    fn answers(&self, messages: &[Message], answers: &[usize], written: &WrittenText) -> Option<Vec<Range<usize>>> {
-        let mut found = Vec::with_capacity(answers.len());
-        let mut known = KnownFrames::default();
-        for &at in answers {
-            if written.is_left_out(at) {
-                continue;
-            }
-            if !written.is_marked(at) && !messages[at].is_empty() {
-                return None;
-            }
-            found.push(self.answer(messages, at, written, &mut known)?);
-        }
-        Some(found)
-    }
-
-    /// From the end of the turn's header to its end.
-    fn answer(
-        &self,
-        messages: &[Message],
-        at: usize,
-        written: &WrittenText,
-        known: &mut KnownFrames,
-    ) -> Option<Range<usize>> {
-        let [before, behind] = written.around(at);
-        let others = empty_answers_before(messages, at, written)?;
-        let begin = before.start + self.header_end(messages, at, (&written.text[before], others), known)?;
-        let mut end_in = |behind: Range<usize>| {
-            let said = behind.start.max(begin);
-            Some(said + self.turn_end(messages, at, written.text.get(said..behind.end)?, known)?)
-        };
-        let end = end_in(behind).or_else(|| end_in(written.before_repeated(at)?))?;
-        Some(begin..end)
-    }
-
-    /// Where the header of a turn ends in the text of the template before it. Behind others than the user's turns it is what the template
-    /// writes to let the assistant speak.
-    fn header_end(
-        &self,
-        messages: &[Message],
-        at: usize,
-        (before, others): (&str, usize),
-        known: &mut KnownFrames,
-    ) -> Option<usize> {
-        let frame = self.template.frame.as_ref();
-        let mut opened = || {
-            let opened = self.written(&messages[..at], true).ok()?;
-            let header = header_of(opened.tail(), before);
-            let end = frame.map_or(header.len(), |frame| frame.without_thoughts(header));
-            known.headers.insert(before[..end].to_owned());
-            Some(end)
-        };
-        if let Some(usual) = frame.and_then(|frame| frame.header_end(before, others)) {
-            return Some(usual);
-        }
-        if let Some(header) = known.headers.iter().find(|header| before.starts_with(header.as_str())) {
-            return Some(header.len());
-        }
-        opened().or_else(|| frame?.sign_in(before))
-    }
-
-    /// How much of the text of the template behind an answer ends its turn. Templates may end the last turn in a way of its own, or the whole
-    /// text with EOS.
-    fn turn_end(&self, messages: &[Message], at: usize, behind: &str, known: &mut KnownFrames) -> Option<usize> {
-        if at + 1 == messages.len() {
-            return Some(ending(behind).len());
-        }
-        let special = |text: &str| self.tokenizer.special_token_at(text);
-        if let Some(usual) = self.template.frame.as_ref().and_then(|frame| frame.end_in(behind, special)) {
-            return Some(usual);
-        }
-        if let Some(end) = known.ends.iter().find(|end| behind.starts_with(end.as_str())) {
-            return Some(end.len());
-        }
-        let mut as_last = || {
-            let alone = self.written(&messages[..=at], false).ok()?;
-            let end = ending(alone.tail());
-            let is_end = !end.is_empty() && behind.starts_with(end);
-            is_end.then(|| known.ends.insert(end.to_owned()))?;
-            Some(end.len())
-        };
-        as_last().or_else(|| special(behind))
     }
 
     /// Where in the text exchanges after the first begin: with a question behind an answer. Those that are not found, because the template
@@ -268,20 +182,6 @@ impl ConversationRenderer<'_> {
     }
 }
 
-/// How many empty answers stand between the last message with a place in the text and this one. `None` where a message without a place says
-/// something: what was said is not searched for headers.
-fn empty_answers_before(messages: &[Message], at: usize, written: &WrittenText) -> Option<usize> {
-    let unmarked = (0..at).rev().take_while(|&earlier| !written.is_marked(earlier));
-    let mut answers = 0;
-    for earlier in unmarked {
-        if !messages[earlier].is_empty() && !written.is_left_out(earlier) {
-            return None;
-        }
-        answers += usize::from(messages[earlier].is_from_assistant());
-    }
-    Some(answers)
-}
-
 /// Tokens from the first to the last that shares a byte with a span, as transformers' assistant mask has it: a token
 /// across the border is learned whole.
 pub(super) fn labels(input_ids: &[i32], places: &[Range<usize>], learned: &[Range<usize>]) -> Vec<i32> {
@@ -308,6 +208,7 @@ pub(super) fn labels(input_ids: &[i32], places: &[Range<usize>], learned: &[Rang
 mod tests {
     use std::path::Path;
 
+    use super::super::answer_frame::ending;
     use super::super::chat_template::TemplateChoice;
     use super::super::long_rows::LongRows;
     use super::*;

@@ -269,6 +269,24 @@ mod tests {
     }
 
     #[test]
+    fn files_of_other_programs_name_no_data() {
+        for (name, text) in [("state.json", r#"{"step": 3}"#), ("dataset_dict.json", r#"{"train": []}"#)] {
+            assert_eq!(Folder::new(&[(name, text), ("rows.jsonl", "{}")]).found().unwrap(), "rows.jsonl");
+        }
+        for readme in ["<html></html>", "---\n\u{0}"] {
+            assert_eq!(Folder::new(&[("README.md", readme), ("rows.jsonl", "{}")]).found().unwrap(), "rows.jsonl");
+        }
+    }
+
+    #[test]
+    fn a_folder_may_be_named_as_a_glob() {
+        let card = "---\nconfigs:\n- config_name: a\n  data_files: \"data/*\"\n---\n";
+        let folder = Folder::new(&[("run[1]/README.md", card), ("run[1]/data/a.jsonl", "{}")]);
+        let found = source::find(&[folder.0.path().join("run[1]").display().to_string()]).unwrap();
+        assert_eq!(found.files, [folder.0.path().join("run[1]/data/a.jsonl")]);
+    }
+
+    #[test]
     fn a_cards_configs_say_which_files_are_data() {
         let card =
             |configs: &str| format!("---\nlicense: mit\nconfigs:\n{configs}\ntags: [a]\n---\n# Title\nconfigs: none\n");

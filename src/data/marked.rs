@@ -369,6 +369,26 @@ mod tests {
     }
 
     #[test]
+    fn messages_whose_marks_change_the_text_are_found_by_halves() {
+        let shouting = |messages: &[Message]| {
+            messages
+                .iter()
+                .map(|m| if m.content.starts_with("Hi") { "!".to_owned() } else { m.content.clone() })
+                .collect()
+        };
+        let said = |at: usize| if [100, 700].contains(&at) { "Hi there".to_owned() } else { format!("<{at}>") };
+        let messages: Vec<Message> = (0..1000).map(|at| Message::new("user", said(at))).collect();
+        let renderings = std::cell::Cell::new(0);
+        let written = written(&messages, |messages| {
+            renderings.set(renderings.get() + 1);
+            shouting(messages)
+        });
+        let unmarked: Vec<usize> = (0..1000).filter(|&at| !written.is_marked(at)).collect();
+        assert_eq!(unmarked, [100, 700]);
+        assert!(renderings.get() < 50, "{} renderings", renderings.get());
+    }
+
+    #[test]
     fn a_string_that_is_written_again_is_known() {
         let mut call = Message::new("assistant", "");
         call.more.insert("tool_calls".to_owned(), json!([{"function": {"name": "f", "arguments": {}}}]));

@@ -1,6 +1,7 @@
 //! Turns text into labelled token rows. No tensors: the results are plain vectors.
 
 mod answer_frame;
+mod answer_places;
 mod arrow_ipc;
 mod best_fit;
 pub mod cache;

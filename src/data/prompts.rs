@@ -519,6 +519,23 @@ mod tests {
     }
 
     #[test]
+    fn turns_are_asked_in_their_context_and_text_has_none() {
+        let beside = r#""system": "s", "chat_template_kwargs": {"enable_thinking": false}, "images": []"#;
+        let object = |line: String| jsonl::object(line.as_bytes()).unwrap();
+        let turns = object(format!(r#"{{"turns": ["q", "r"], {beside}}}"#));
+        let Questions::Turns { opening, user } = questions(&turns).unwrap() else { panic!("turns") };
+        assert_eq!((&opening.messages[..], user), (&[Message::new("system", "s")][..], vec!["q".into(), "r".into()]));
+        assert_eq!(Value::from(opening.inputs.kwargs.clone()), json!({"enable_thinking": false}));
+        let first = input(&turns).unwrap().to_openai();
+        assert_eq!(first["messages"], json!([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]));
+        assert_eq!(other_keys(&turns), []);
+        for alone in [r#""prompt": "a""#, r#""prompt_ids": [1]"#] {
+            let names = other_keys(&object(format!("{{{alone}, {beside}}}"))).into_iter().map(|(_, name)| name);
+            assert_eq!(names.collect::<Vec<_>>(), ["system", "chat_template_kwargs"], "{alone}");
+        }
+    }
+
+    #[test]
     fn a_complaint_names_the_key() {
         let complaint = |line| read_line(line).unwrap_err();
         assert_eq!(complaint(r#"{"prompt": 3}"#), "prompt: expected a string, got 3");

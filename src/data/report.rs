@@ -439,7 +439,7 @@ impl fmt::Display for LoadReport {
 
 const REFUSES: &str = "template_refuses: ";
 /// The reasons without words: as JSON has them, and for people.
-const NAMES: [(DropReason, &str, &str); 9] = [
+const NAMES: [(DropReason, &str, &str); 10] = [
     (DropReason::TooLong, "too_long", "longer than max_length"),
     (DropReason::EmptyText, "empty_text", "empty text"),
     (DropReason::EmptyCompletion, "empty_completion", "empty completion"),
@@ -502,7 +502,7 @@ mod tests {
         let counts: BTreeMap<DropReason, usize> = reasons.zip(1..).collect();
         let json = serde_json::to_string(&counts).unwrap();
         assert!(
-            json.contains(r#""fewer_than_two_tokens":4"#) && json.contains(r#""template_refuses: a: b":10"#),
+            json.contains(r#""fewer_than_two_tokens":4"#) && json.contains(r#""template_refuses: a: b":11"#),
             "{json}"
         );
         assert_eq!(serde_json::from_str::<BTreeMap<DropReason, usize>>(&json).unwrap(), counts);

@@ -284,6 +284,15 @@ mod tests {
     }
 
     #[test]
+    fn a_prompt_and_completion_of_messages_may_be_json_in_cells() {
+        let (asked, said) = (json!([{"role": "user", "content": "q"}]), json!([{"role": "assistant", "content": "a"}]));
+        let lists = raw(json!({"prompt": asked, "completion": said}));
+        assert_eq!(raw(json!({"prompt": asked.to_string(), "completion": said.to_string()})), lists);
+        let texts = raw(json!({"prompt": asked.to_string(), "completion": "[1]"}));
+        assert!(matches!(texts, RawRow::Pair { .. }), "{texts:?}");
+    }
+
+    #[test]
     fn messages_are_the_same_however_a_column_holds_them() {
         let call = json!([{"function": {"name": "rain", "arguments": {"city": "Oslo"}}}]);
         let messages = json!([{"role": "user", "content": "Rain?"}, {"role": "assistant", "tool_calls": call}]);

@@ -235,4 +235,34 @@ mod tests {
         drafter.committed(0, &CommittedTokens { ids: &[2, 1, 2], hidden_nh: hidden_1h.shallow_clone() });
         assert!(drafter.guessed[0].is_empty());
     }
+
+    #[test]
+    fn steps_without_guesses_become_plain_until_a_text_begins() {
+        let llama = Llama::random(LlamaConfig::tiny(), Kind::Float, Device::Cpu, 1);
+        let times = Arc::new(crate::tree::row_times::examples::row_times(&[(1, 1.0), (2, 9.0), (64, 99.0)]));
+        let parts: Vec<Box<dyn Drafter>> = vec![Box::new(NgramDrafter::new(&llama))];
+        let mut drafter = JoinedDrafter::new(&llama, parts, 12).with_row_times(times);
+        drafter.push_row();
+        drafter.begin_text(0, Memory::Common);
+        let hidden_1h = Tensor::zeros([1, 1], (Kind::Float, Device::Cpu));
+        let root = Chosen::on_host(1);
+        let text = TextSoFar {
+            row: 0,
+            ids: &[1, 2, 1],
+            root: &root,
+            hidden_1h: &hidden_1h,
+            sampling: Sampling::of_temperature(NonNegative::ZERO),
+            stream: Stream::default(),
+            may_draw: false,
+        };
+        let mut rests = vec![];
+        for _ in 0..7 {
+            assert_eq!(drafter.propose(&[text])[0].guesses(), 0, "a guess takes nine times as long as a step");
+            rests.push(std::iter::repeat_with(|| drafter.rests(1)).take_while(|&rests| rests).count());
+        }
+        assert_eq!(rests, [1, 2, 4, 8, 16, 32, LONGEST_REST]);
+        let _ = drafter.propose(&[text]);
+        drafter.begin_text(0, Memory::Common);
+        assert!(!drafter.rests(1));
+    }
 }

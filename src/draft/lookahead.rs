@@ -439,4 +439,17 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn tokens_that_were_committed_without_the_drafter_are_caught_up_with() {
+        let size = LookaheadSize { columns: 2, ngram: 3, guesses: 4 };
+        let mut row = LookaheadRow { window: Some(JacobiWindow::new(size, &[1, 2])), ..LookaheadRow::default() };
+        row.add(&[1, 2], size);
+        row.catch_up(&[1, 2, 3], size);
+        assert!(row.window.is_some(), "3 is the root, which is not committed yet");
+        row.catch_up(&[1, 2, 3, 4, 5], size);
+        assert_eq!((&row.text[..], row.window.is_some()), (&[1, 2, 3, 4][..], false));
+        let guesses = |root| row.pool.tree(root).by_level().tokens;
+        assert_eq!((guesses(1), guesses(2)), (vec![1, 2, 3], vec![2, 3, 4]));
+    }
 }
