@@ -32,6 +32,7 @@ fn on_the_prompts_of_the_calibration_it_is_exact() {
     let length = ["--prompts", "p.jsonl", "--max-new-tokens", "40"];
     let calibrate = [&["calibrate", "--out", "c.json", "--top-k", "90"][..], &backbone, &heads, &length].concat();
     world.medusa(&calibrate).assert().success();
+    let calibration = Calibration::load(&world.path("c.json")).expect("what was just written");
     // 90 of 264 guesses, since untrained heads are only sometimes right.
     let mut largest = 0.0f64;
     for nodes in ["1", "7", "120", "500"] {
@@ -41,7 +42,9 @@ fn on_the_prompts_of_the_calibration_it_is_exact() {
         let sum = |key: &str| lines.iter().map(|line| line[key].as_u64().expect("a count")).sum::<u64>();
         let tokens: usize = lines.iter().map(|line| line["new_ids"].as_array().expect("a list").len()).sum();
         let measured = tokens as f64 / sum("steps") as f64;
-        assert_eq!(expected(&world.path("t.json")), measured, "{nodes} nodes");
+        let found = calibration.best_tree(nodes.parse().expect("a number"), calibration.heads.len()).expect("a tree");
+        assert_eq!(found.expected_tokens_per_step, measured, "{nodes} nodes");
+        assert!(expected(&world.path("t.json")) <= measured, "on other texts a tree is no better");
         largest = largest.max(measured);
     }
     assert!(largest > 1.1, "no guess was right: nothing is tested ({largest})");
@@ -112,8 +115,10 @@ fn on_other_prompts_it_is_within_three_percent() {
     }
     let load = |name: &str| Calibration::load(&small.path(name)).expect("what was just written");
     let (calibration, texts) = (load("c.json"), load("held_out.json").joint.runs);
+    let mut few = calibration.clone();
+    few.joint.runs.truncate(6);
     for nodes in [5, 20, 40] {
-        let found = calibration.best_tree(nodes, 5).unwrap();
+        let found = calibration.cross_validated_tree(nodes, 5).unwrap();
         // The replay equals decoding, as the test above shows.
         let measured = Replay::new(&found.tree, &texts).tokens_per_step();
         let error = |expected: f64| (expected / measured - 1.0).abs();
@@ -121,5 +126,9 @@ fn on_other_prompts_it_is_within_three_percent() {
         let ours = error(found.expected_tokens_per_step);
         assert!(ours < 0.03, "{nodes} nodes: {} for {measured}", found.expected_tokens_per_step);
         assert!(ours < independent, "{nodes} nodes: {ours} where independent heads are off by {independent}");
+        let found = few.cross_validated_tree(nodes, 5).unwrap();
+        let measured = Replay::new(&found.tree, &texts).tokens_per_step();
+        let [low, high] = found.interval.expect("six texts");
+        assert!(low <= measured && measured <= high, "{nodes} nodes of 6 texts: {low} to {high}, measured {measured}");
     }
 }

@@ -13,6 +13,7 @@ use crate::formats::calibration::Calibration;
 use crate::formats::tree::TreeFile;
 use crate::plural::counted;
 use crate::tree::drawing;
+use crate::tree::expected::ExpectedTokens;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::{self, SearchError, SearchedTree};
 use crate::tree::sparse_tree::SparseTree;
@@ -33,7 +34,8 @@ pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let latency = machine::latency(args, path, &calibration, common)?;
     let chosen = machine::choose(args, &latency, &calibration, common)?;
     let expected_tokens_per_second = Some(chosen.tokens_per_second());
-    let (tree, file) = file_of(chosen.tree, chosen.tokens_per_step);
+    let expected = ExpectedTokens { per_step: chosen.tokens_per_step, interval: chosen.interval };
+    let (tree, file) = file_of(chosen.tree, expected);
     let max_nodes = args.max_nodes.map_or(usize::MAX, Into::into);
     let by_sequences = sequences::choose(&latency, &calibration, max_nodes, common)?;
     let latency_sha256 = Some(files::sha256(path)?);
@@ -70,14 +72,7 @@ fn write(
     let calibration_sha256 = Some(files::sha256(&args.calibration)?);
     let file = TreeFile { calibration_sha256, ..file };
     let expected = file.expected_tokens_per_step.unwrap_or(1.0);
-    match tree {
-        GuessTree::Static(tree) => say_what_is_expected(tree, expected, calibration, common),
-        GuessTree::Dynamic(limits) => common.say(format_args!(
-            "{} over {}, chosen at each step: {expected:.3} expected tokens per step",
-            counted(limits.nodes, "node"),
-            of_heads(limits.depth, calibration)
-        )),
-    }
+    say_what_is_expected(tree, &file, calibration, common);
     if let Some(path) = &args.svg {
         match tree.as_static() {
             Some(tree) => draw(tree, expected, calibration, path)?,
@@ -98,16 +93,17 @@ fn write(
 fn of_size(args: &TreeArgs, calibration: &Calibration) -> anyhow::Result<(GuessTree, TreeFile)> {
     let nodes = args.nodes.map_or(0, NonZeroUsize::get);
     if !args.dynamic {
-        let found = calibration.best_tree(nodes, calibration.heads.len());
-        let SearchedTree { tree, expected_tokens_per_step } =
+        let found = calibration.cross_validated_tree(nodes, calibration.heads.len());
+        let SearchedTree { tree, expected_tokens_per_step: per_step, interval } =
             found.with_context(|| format!("no tree from {}", args.calibration.display()))?;
-        return Ok(file_of(GuessTree::Static(tree), expected_tokens_per_step));
+        return Ok(file_of(GuessTree::Static(tree), ExpectedTokens { per_step, interval }));
     }
     if nodes > TREE_NODES {
         return Err(SearchError::BadNodes { asked: nodes }.into());
     }
     let of_depth = |depth: usize| calibration.dynamic_tree(nodes, depth);
-    let best = (1..=calibration.heads.len()).rev().filter_map(of_depth).max_by(|a, b| a.1.total_cmp(&b.1));
+    let best =
+        (1..=calibration.heads.len()).rev().filter_map(of_depth).max_by(|a, b| a.1.per_step.total_cmp(&b.1.per_step));
     let (limits, expected) = best.ok_or_else(|| {
         let path = args.calibration.display();
         UsageError(format!(
@@ -117,24 +113,40 @@ fn of_size(args: &TreeArgs, calibration: &Calibration) -> anyhow::Result<(GuessT
     Ok(file_of(GuessTree::Dynamic(limits), expected))
 }
 
-fn file_of(tree: GuessTree, expected: f64) -> (GuessTree, TreeFile) {
+fn file_of(tree: GuessTree, ExpectedTokens { per_step, interval }: ExpectedTokens) -> (GuessTree, TreeFile) {
     let file = match &tree {
-        GuessTree::Static(tree) => TreeFile::new(tree.choices().to_vec(), expected),
-        GuessTree::Dynamic(limits) => {
-            TreeFile { expected_tokens_per_step: Some(expected), ..TreeFile::chosen_at_each_step(*limits) }
-        }
+        GuessTree::Static(tree) => TreeFile::new(tree.choices().to_vec(), per_step),
+        GuessTree::Dynamic(limits) => TreeFile::chosen_at_each_step(*limits),
     };
-    (tree, file)
+    (tree, TreeFile { expected_tokens_per_step: Some(per_step), expected_interval: interval, ..file })
 }
 
-fn say_what_is_expected(tree: &SparseTree, expected: f64, calibration: &Calibration, common: &CommonFlags) {
-    let (nodes, heads) = (counted(tree.choices().len(), "node"), of_heads(tree.max_depth(), calibration));
-    let sizes = format!("{nodes} over {heads}: {expected:.3} expected tokens per step");
-    if calibration.knows_joint() {
-        let independent = search::expected_tokens_per_step(tree, &calibration.independent());
-        common.say(format_args!("{sizes} ({independent:.3} if heads were independent)"));
-    } else {
-        common.say(format_args!("{sizes}, assuming independent heads"));
+fn say_what_is_expected(tree: &GuessTree, file: &TreeFile, calibration: &Calibration, common: &CommonFlags) {
+    let (nodes, heads) = (counted(tree.nodes(), "node"), of_heads(tree.depth(), calibration));
+    let when = if tree.as_static().is_some() { "" } else { ", chosen at each step" };
+    let expected = file.expected_tokens_per_step.unwrap_or(1.0);
+    let how = match tree.as_static() {
+        Some(tree) if calibration.knows_joint() => {
+            let independent = search::expected_tokens_per_step(tree, &calibration.independent());
+            format!(" ({independent:.3} if heads were independent)")
+        }
+        Some(_) => ", assuming independent heads".to_owned(),
+        None => String::new(),
+    };
+    common.say(format_args!("{nodes} over {heads}{when}: {expected:.3} expected tokens per step{how}"));
+    common.say(in_words(file.expected_interval, calibration.joint.runs.len()));
+}
+
+/// How much the expected tokens per step say of other texts.
+fn in_words(interval: Option<[f64; 2]>, texts: usize) -> String {
+    let texts = counted(texts, "text");
+    match interval {
+        Some([low, high]) => format!(
+            "calibrated on {texts}: on as many other texts of the same kind, {low:.2} to {high:.2} tokens per step are expected (95 %)"
+        ),
+        None => format!(
+            "calibrated on {texts}, too few to tell what to expect on others: the expected tokens per step are those of the same texts"
+        ),
     }
 }
 

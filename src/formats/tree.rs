@@ -25,6 +25,9 @@ pub struct TreeFile {
     /// Expected tokens per step, including the root's.
     #[serde(default)]
     pub expected_tokens_per_step: Option<f64>,
+    /// The interval of the tokens per step on other texts; missing where the texts were too few, and in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected_interval: Option<[f64; 2]>,
     /// Number of choices, or most nodes of a step.
     #[serde(default)]
     pub nodes: Option<usize>,
@@ -120,6 +123,11 @@ impl TreeFile {
                 format!("1 to {most} tokens of {depth} levels"),
                 tokens.to_string(),
             ));
+        }
+        let is_interval = |[low, high]: &[f64; 2]| 1.0 <= *low && low <= high && *high <= most + 1e-6;
+        if let Some([low, high]) = self.expected_interval.filter(|interval| !is_interval(interval)) {
+            let expected = format!("two rising numbers of 1 to {most} tokens");
+            return Some(("expected_interval", expected, format!("{low} and {high}")));
         }
         let of_several = self.by_sequences.iter().map(|of| of.expected_tokens_per_second);
         let mut speeds = self.expected_tokens_per_second.into_iter().chain(of_several);

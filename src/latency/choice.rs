@@ -3,6 +3,7 @@
 use super::LatencyError;
 use crate::formats::latency::Latency;
 use crate::formats::tree::DynamicTree;
+use crate::tree::expected::ExpectedTokens;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::{SearchError, SearchedTree};
 use crate::tree::sparse_tree::SparseTree;
@@ -17,13 +18,15 @@ const SIZES_OF_SHALLOW: [usize; 11] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 10
 pub type BestTree<'a> = dyn Fn(usize, usize) -> Result<SearchedTree, SearchError> + 'a;
 
 /// The limits of trees that are chosen at each step, and their tokens per step, by most nodes and levels; `None` if these are not known.
-pub type DynamicOf<'a> = dyn Fn(usize, usize) -> Option<(DynamicTree, f64)> + 'a;
+pub type DynamicOf<'a> = dyn Fn(usize, usize) -> Option<(DynamicTree, ExpectedTokens)> + 'a;
 
 /// A tree with its expected tokens per step and step time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Timed {
     pub tree: GuessTree,
     pub tokens_per_step: f64,
+    /// Of `tokens_per_step` ([`ExpectedTokens::interval`]).
+    pub interval: Option<[f64; 2]>,
     /// Measured, or interpolated.
     pub step_ms: f64,
 }
@@ -91,8 +94,8 @@ pub fn dynamic_sweep(latency: &Latency, num_heads: usize, max_nodes: usize, dyna
     sizes.dedup();
     let timed = |nodes: usize, depth: usize| {
         let step_ms = latency.step_ms_of(true, nodes, depth)?;
-        let (limits, tokens_per_step) = dynamic_of(nodes, depth)?;
-        Some(Timed { tree: GuessTree::Dynamic(limits), tokens_per_step, step_ms })
+        let (limits, ExpectedTokens { per_step, interval }) = dynamic_of(nodes, depth)?;
+        Some(Timed { tree: GuessTree::Dynamic(limits), tokens_per_step: per_step, interval, step_ms })
     };
     let fastest = |nodes: &usize| {
         let all = (1..=num_heads).filter_map(|depth| timed(*nodes, depth));
@@ -146,8 +149,8 @@ fn fastest_of_size(
     for heads in 1..=num_heads {
         let Some(found) = at_most(best_tree(nodes, heads))? else { continue };
         let Some(step_ms) = latency.step_ms(nodes, found.tree.max_depth()) else { continue };
-        let tree = GuessTree::Static(found.tree);
-        let timed = Timed { tree, tokens_per_step: found.expected_tokens_per_step, step_ms };
+        let SearchedTree { tree, expected_tokens_per_step: tokens_per_step, interval } = found;
+        let timed = Timed { tree: GuessTree::Static(tree), tokens_per_step, interval, step_ms };
         if best.as_ref().is_none_or(|best| timed.tokens_per_second() > best.tokens_per_second()) {
             best = Some(timed);
         }
@@ -227,13 +230,17 @@ mod tests {
     #[test]
     fn trees_chosen_at_each_step_are_compared_by_their_own_times() {
         let dynamic_of = |nodes: usize, depth: usize| {
-            Some((DynamicTree { nodes, depth, top_k: 10 }, 1.0 + (nodes.min(8) * depth) as f64 / 10.0))
+            let per_step = 1.0 + (nodes.min(8) * depth) as f64 / 10.0;
+            Some((DynamicTree { nodes, depth, top_k: 10 }, ExpectedTokens { per_step, interval: None }))
         };
         let to_time = dynamic_to_time(8, 20, &dynamic_of);
         let depths: Vec<usize> = to_time.iter().filter(|limits| limits.nodes == 8).map(|limits| limits.depth).collect();
         assert_eq!(depths, [8, 4, 2, 1]);
         assert!(to_time.iter().all(|limits| limits.nodes <= 8), "more nodes commit no more tokens: {to_time:?}");
-        let grows = |nodes: usize, depth: usize| dynamic_of(nodes, depth).map(|(limits, _)| (limits, nodes as f64));
+        let grows = |nodes: usize, depth: usize| {
+            dynamic_of(nodes, depth)
+                .map(|(limits, _)| (limits, ExpectedTokens { per_step: nodes as f64, interval: None }))
+        };
         assert!(dynamic_to_time(8, 20, &grows).iter().any(|limits| limits.nodes == 20));
         let mut file = latency(&[(8, 2, 0.001)]);
         for (nodes, depth, step_ms) in [(8, 2, 1.0), (8, 1, 2.0), (16, 2, 1.5)] {

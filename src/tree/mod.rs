@@ -7,6 +7,7 @@ pub mod calibration_shares;
 pub mod cross_validation;
 pub mod drawing;
 pub mod dynamic;
+pub mod expected;
 pub mod guess_tree;
 pub mod merged;
 pub mod path_counts;

@@ -16,9 +16,12 @@ pub struct Replay {
 
 impl Replay {
     /// Replays all of `runs` with `tree`.
-    pub fn new(tree: &SparseTree, runs: &[RankTrace]) -> Self {
-        let tokens = runs.iter().map(Vec::len).sum();
-        Self { tokens, steps: runs.iter().map(|run| starts(tree, run).count()).sum() }
+    pub fn new<'r>(tree: &SparseTree, runs: impl IntoIterator<Item = &'r RankTrace>) -> Self {
+        let add = |replay: Self, run: &RankTrace| Self {
+            tokens: replay.tokens + run.len(),
+            steps: replay.steps + starts(tree, run).count(),
+        };
+        runs.into_iter().fold(Self::default(), add)
     }
 
     /// Replays texts with trees of at most `nodes` nodes and `depth` levels that are chosen at each step.

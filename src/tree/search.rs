@@ -53,6 +53,8 @@ pub struct SearchedTree {
     pub tree: SparseTree,
     /// 1 for the root plus the probabilities of all nodes, or the mean of a replay.
     pub expected_tokens_per_step: f64,
+    /// Of other texts, where it is known ([`super::expected::ExpectedTokens::interval`]).
+    pub interval: Option<[f64; 2]>,
 }
 
 /// A node that may be added next.
@@ -103,7 +105,7 @@ pub fn search_counted(counts: &PathCounts, nodes: usize) -> Result<SearchedTree,
         expected_tokens_per_step += best.place.probability;
         choices.push(best.path);
     }
-    Ok(SearchedTree { tree: SparseTree::new(choices)?, expected_tokens_per_step })
+    Ok(SearchedTree { tree: SparseTree::new(choices)?, expected_tokens_per_step, interval: None })
 }
 
 /// The best tree of `nodes` nodes, without the root, for texts like `runs`.
@@ -115,17 +117,21 @@ pub fn search_counted(counts: &PathCounts, nodes: usize) -> Result<SearchedTree,
 ///
 /// # Errors
 /// As [`search`].
-pub fn search_replayed(accuracies: &[Vec<f64>], runs: &[RankTrace], nodes: usize) -> Result<SearchedTree, SearchError> {
+pub fn search_replayed<'r>(
+    accuracies: &[Vec<f64>],
+    runs: impl IntoIterator<Item = &'r RankTrace> + Clone,
+    nodes: usize,
+) -> Result<SearchedTree, SearchError> {
     let mut counts = PathCounts::new(accuracies);
-    runs.iter().flatten().for_each(|right| counts.add(right));
-    let mut best = replayed(&counts, runs, nodes)?;
+    runs.clone().into_iter().flatten().for_each(|right| counts.add(right));
+    let mut best = replayed(&counts, runs.clone(), nodes)?;
     let mut last = best.clone();
     for _ in 1..MAX_ROUNDS {
         let mut counts = PathCounts::new(accuracies);
-        for run in runs {
+        for run in runs.clone() {
             starts(&last.tree, run).for_each(|start| counts.add(&run[start]));
         }
-        let next = replayed(&counts, runs, nodes)?;
+        let next = replayed(&counts, runs.clone(), nodes)?;
         if next.expected_tokens_per_step > best.expected_tokens_per_step {
             best = next.clone();
         }
@@ -137,7 +143,11 @@ pub fn search_replayed(accuracies: &[Vec<f64>], runs: &[RankTrace], nodes: usize
     Ok(best)
 }
 
-fn replayed(counts: &PathCounts, runs: &[RankTrace], nodes: usize) -> Result<SearchedTree, SearchError> {
+fn replayed<'r>(
+    counts: &PathCounts,
+    runs: impl IntoIterator<Item = &'r RankTrace>,
+    nodes: usize,
+) -> Result<SearchedTree, SearchError> {
     let found = search_counted(counts, nodes)?;
     Ok(SearchedTree { expected_tokens_per_step: Replay::new(&found.tree, runs).tokens_per_step(), ..found })
 }

@@ -208,7 +208,7 @@ pub(super) fn choose(
 ) -> anyhow::Result<Timed> {
     let max_nodes = args.max_nodes.map_or(usize::MAX, Into::into);
     let mut sweep = latency::sweep(latency, calibration.heads.len(), max_nodes, &|nodes, heads| {
-        calibration.best_tree(nodes, heads)
+        calibration.cross_validated_tree(nodes, heads)
     })?;
     let dynamic_of = |nodes: usize, depth: usize| calibration.dynamic_tree(nodes, depth);
     let fastest_static = sweep.trees[sweep.fastest].clone();
@@ -238,7 +238,7 @@ fn table(sweep: &Sweep, latency: &Latency) -> String {
     let mut text = String::from("nodes   depth   tokens/step   step ms   tokens/s   speedup   tree\n");
     let _ = write!(text, "plain {:>7} {:>13.3} {plain:>9.3} {:>10.1} {:>9.2}", "-", 1.0, 1e3 / plain, 1.0); // writing to a String cannot fail
     for (at, timed) in sweep.trees.iter().enumerate() {
-        let Timed { tree, tokens_per_step, step_ms } = timed;
+        let Timed { tree, tokens_per_step, step_ms, .. } = timed;
         let _ = write!(
             text,
             "\n{:>5} {:>7} {tokens_per_step:>13.3} {step_ms:>9.3} {:>10.1} {:>9.2}   {}{}",

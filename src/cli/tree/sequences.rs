@@ -76,7 +76,7 @@ fn choose_one(
     common: &CommonFlags,
 ) -> anyhow::Result<TreeOfSequences> {
     let times = Latency { plain_step_ms: of.plain_step_ms, steps: of.steps.clone(), ..latency.clone() };
-    let best_tree = |nodes: usize, heads: usize| calibration.best_tree(nodes, heads);
+    let best_tree = |nodes: usize, heads: usize| calibration.cross_validated_tree(nodes, heads);
     let texts = of.sequences as f64;
     let plain = 1e3 * texts / of.plain_step_ms;
     let fastest = match latency::sweep(&times, calibration.heads.len(), max_nodes, &best_tree) {
