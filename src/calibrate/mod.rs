@@ -1,17 +1,11 @@
 //! Measures the top-k accuracy of each head, which the tree search needs (paper section 2.3.3).
 
-use std::ops::ControlFlow;
-
 use sha2::{Digest, Sha256};
 use tch::{Kind, Tensor};
 
 use crate::data::IGNORE;
 use crate::data::rows::TokenRow;
 use crate::data::store::RowStore;
-use crate::data::tokenize::narrow;
-use crate::decode::error::DecodeError;
-use crate::decode::generate;
-use crate::decode::request::Request;
 use crate::draft::medusa::fused_loss::ranks;
 use crate::draft::medusa::heads::{HeadInput, Heads};
 use crate::files;
@@ -25,9 +19,11 @@ use crate::tree::rank_counts::{OUTSIDE, RankCounts, RankedPosition};
 
 mod dynamic;
 mod error;
+mod own_answers;
 
 use dynamic::{DynamicCounts, StepStart};
 pub use error::CalibrationError;
+pub use own_answers::{own_answer, prompts_of};
 
 /// Limits the memory of one head's logits: positions are processed in chunks below this size.
 const MAX_LOGITS_BYTES: i64 = 64 << 20;
@@ -115,19 +111,6 @@ fn pass_row(row: &TokenRow, heads: &Heads, (counts, dynamic): (&mut RankCounts, 
         counts.pass_run(run.len());
         dynamic.pass(run.len());
     }
-}
-
-/// A row with a prompt and the backbone's own greedy answer, whose tokens are the targets (without the EOS, which no
-/// step commits). Heads are used on such text; other text has tokens that this backbone would not generate.
-///
-/// # Errors
-/// [`DecodeError`], with the fault of the prompt.
-pub fn own_answer(backbone: &Llama, prompt: &[i64], max_new_tokens: usize) -> Result<TokenRow, DecodeError> {
-    let request = Request::greedy(prompt, max_new_tokens);
-    let answer = generate::plain(backbone, &request, &mut |_| ControlFlow::Continue(()))?;
-    let new_ids = narrow(&answer.new_ids);
-    let labels = [vec![IGNORE; prompt.len()], new_ids.clone()].concat();
-    Ok(TokenRow { input_ids: [narrow(prompt), new_ids].concat(), labels })
 }
 
 fn check(backbone: &Llama, heads: &Heads, rows: &RowStore, top_k: usize) -> Result<(), CalibrationError> {
@@ -285,11 +268,14 @@ fn ranks_of(logits_nv: &Tensor, targets: &[Option<i64>], top_k: usize) -> Option
 
 #[cfg(test)]
 mod tests {
+    use std::ops::ControlFlow;
+
     use tch::Device;
 
     use super::*;
     use crate::decode::DecodeLoop;
     use crate::decode::host_loop::HostLoop;
+    use crate::decode::request::Request;
     use crate::decode::step::Drafting;
     use crate::draft::heads_drafter::HeadsDrafter;
     use crate::draft::medusa::heads::{HeadsArchitecture, HeadsShape};
@@ -323,7 +309,7 @@ mod tests {
             let heads = Heads::random(shape, Kind::Double, Device::Cpu, 5).with_new_prefix(&llama, 5);
             let prompts: Vec<Vec<i64>> =
                 (0..3).map(|text| (0..5 + text).map(|i| (i * 7 + text) % 50).collect()).collect();
-            let rows = prompts.iter().map(|prompt| own_answer(&llama, prompt, 24).unwrap());
+            let rows = prompts.iter().map(|prompt| own_answer(&llama, &Request::greedy(prompt, 24)).unwrap());
             let rows = RowStore::in_memory(rows.collect::<Vec<_>>());
             let CountedRows { dynamic, .. } = calibrate(&llama, &heads, &rows, 10, Share::WHOLE, |_| ()).unwrap();
             for (nodes, depth) in [(8, 2), (100, 3), (300, 4)] {

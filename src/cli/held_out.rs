@@ -34,6 +34,6 @@ pub(super) fn rows(heads: &Path, common: &CommonFlags) -> anyhow::Result<RowStor
     let run = run.display();
     provenance.check_rows(checked.reports()).map_err(|other| give(format!("the data of {run} changed: {other}")))?;
     let rows = checked.held_out().ok_or_else(|| give(format!("{run} held out no rows")))?;
-    common.say(format_args!("measuring on {} that {run} held out from training", counted(rows.len(), "row")));
+    common.say(format_args!("{run} held {} out from training", counted(rows.len(), "row")));
     Ok(rows.clone())
 }
