@@ -41,6 +41,9 @@ pub struct Latency {
     /// Cores that other programs used during the measurement; absent if they left enough for all threads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busy_cores: Option<f64>,
+    /// How much longer the steps took than those that nothing interrupted; absent in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slowdown: Option<Slowdown>,
     /// Milliseconds per step of plain decoding: one token.
     pub plain_step_ms: f64,
     /// Steps with a tree.
@@ -48,6 +51,16 @@ pub struct Latency {
     /// Steps of several texts at a time; absent in files of earlier versions.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub by_sequences: Vec<StepsOfSequences>,
+}
+
+/// Mean step times ÷ the times of steps that nothing interrupted, while they were timed. Other programs interrupt long steps more often.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Slowdown {
+    /// Of plain decoding.
+    pub plain: f64,
+    /// The mean over the trees.
+    pub trees: f64,
 }
 
 /// The step times of several texts that are decoded together.
@@ -111,7 +124,10 @@ impl Latency {
             .flat_map(|step| [("nodes", step.nodes as f64), ("depth", step.depth as f64), ("step_ms", step.step_ms)]);
         let plain =
             several.iter().flat_map(|of| [("sequences", of.sequences as f64), ("plain_step_ms", of.plain_step_ms)]);
-        let mut numbers = [("plain_step_ms", latency.plain_step_ms)].into_iter().chain(plain).chain(sizes);
+        let slowdown =
+            latency.slowdown.iter().flat_map(|of| [("slowdown.plain", of.plain), ("slowdown.trees", of.trees)]);
+        let mut numbers =
+            [("plain_step_ms", latency.plain_step_ms)].into_iter().chain(slowdown).chain(plain).chain(sizes);
         if let Some((what, value)) = numbers.find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
             return Err(FormatError::Damaged { path: path.to_owned(), what, value });
         }
@@ -242,6 +258,7 @@ pub(crate) mod examples {
             backbone_sha256: Some("cafe".into()),
             heads_sha256: Some("ab".into()),
             busy_cores: None,
+            slowdown: None,
             plain_step_ms: 2.0,
             steps: steps
                 .iter()

@@ -12,7 +12,7 @@ use crate::decode::step::Drafting;
 use crate::draft::heads_drafter::HeadsDrafter;
 use crate::draft::medusa::drafter::DraftError;
 use crate::draft::medusa::heads::Heads;
-use crate::formats::latency::StepTime;
+use crate::formats::latency::{Slowdown, StepTime};
 use crate::model::llama::Llama;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::SearchError;
@@ -98,6 +98,7 @@ pub enum LatencyError {
 pub struct Times {
     /// The engine that decoded, as `--engine` spells it.
     pub engine: &'static str,
+    pub slowdown: Option<Slowdown>,
     /// Time of a step of plain decoding.
     pub plain_step_ms: f64,
     /// Time of a step with each tree, in order.
@@ -149,13 +150,14 @@ pub fn measure<'a, E: From<LatencyError>>(
             all_ms.extend(ms.into_iter().filter(|_| round > 0));
         }
     }
+    let slowdown = slowdown(&all_ms);
     let mut undisturbed = all_ms.into_iter().map(undisturbed);
     let (engine, plain_step_ms) = engine.zip(undisturbed.next()).expect("plain decoding is measured");
     let of_tree = |(tree, step_ms): (&GuessTree, f64)| {
         let (nodes, depth, dynamic) = (tree.nodes(), tree.depth(), tree.as_static().is_none());
         StepTime { nodes, depth, step_ms, dynamic }
     };
-    Ok(Times { engine, plain_step_ms, steps: trees.iter().zip(undisturbed).map(of_tree).collect() })
+    Ok(Times { engine, slowdown, plain_step_ms, steps: trees.iter().zip(undisturbed).map(of_tree).collect() })
 }
 
 /// Steps that fit after the context even if all guesses are right, at most [`STEPS`].
@@ -200,6 +202,14 @@ fn undisturbed(mut times: Vec<f64>) -> f64 {
     times.get((times.len() as f64 * UNDISTURBED) as usize).copied().unwrap_or(0.0)
 }
 
+/// Of plain decoding, whose steps come first, and of the trees; `None` without trees.
+fn slowdown(all_ms: &[Vec<f64>]) -> Option<Slowdown> {
+    let of = |ms: &Vec<f64>| ms.iter().sum::<f64>() / ms.len() as f64 / undisturbed(ms.clone());
+    let [plain, trees @ ..] = all_ms else { return None };
+    let of_trees = trees.iter().map(of).sum::<f64>() / trees.len() as f64;
+    (!trees.is_empty()).then(|| Slowdown { plain: of(plain), trees: of_trees })
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -214,6 +224,8 @@ mod tests {
         let one_too_short = [vec![0.1], times(0)].concat();
         assert_eq!(undisturbed(one_too_short), 1.2, "one clock error");
         assert_eq!(undisturbed(vec![]), 0.0);
+        let slowdown = slowdown(&[vec![1.0, 1.0], vec![2.0, 4.0], vec![3.0, 3.0]]);
+        assert_eq!(slowdown, Some(Slowdown { plain: 1.0, trees: 1.25 }));
     }
 
     #[test]

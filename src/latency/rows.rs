@@ -92,7 +92,7 @@ pub fn measure_rows<'a, E: From<DecodeError>>(
     let step =
         |(&nodes, ms): (&usize, Vec<f64>)| StepTime { nodes, depth: 1, step_ms: undisturbed(ms), dynamic: false };
     let timed = GUESSES[1..].iter().zip(with_guesses).filter(|(_, ms)| !ms.is_empty());
-    Ok(Times { engine, plain_step_ms: undisturbed(plain), steps: timed.map(step).collect() })
+    Ok(Times { engine, slowdown: None, plain_step_ms: undisturbed(plain), steps: timed.map(step).collect() })
 }
 
 /// The times of this many steps after the prompt, which the loop computes once.

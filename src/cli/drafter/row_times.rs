@@ -78,7 +78,7 @@ fn found_or_measured(
         let drafter = Some((drafter, Acceptance::Greedy));
         anyhow::Ok(Box::new(HostLoop::new(new_engine(decoder)?, drafter)) as Box<_>)
     });
-    let Times { engine, plain_step_ms, steps } = times.context("cannot measure step times")?;
+    let Times { engine, plain_step_ms, steps, .. } = times.context("cannot measure step times")?;
     let busy_cores = watch.and_then(|watch| watch.others());
     let busy_cores = busy_cores.filter(|&busy| disturb(busy, Team::of_process().size(), cores()));
     let latency = Latency { engine: engine.to_owned(), plain_step_ms, steps, busy_cores, ..conditions };
@@ -106,6 +106,7 @@ fn conditions(engine_flag: String, decoder: &Decoder, folder: &Path) -> anyhow::
         backbone_sha256: Some(latency::backbone_sha256(folder, &backbone_config(folder)?)?),
         heads_sha256: None,
         busy_cores: None,
+        slowdown: None,
         plain_step_ms: 0.0,
         steps: vec![],
         by_sequences: vec![],

@@ -24,7 +24,7 @@ use crate::draft::medusa::heads::import::HeadsFile;
 use crate::dtype::Dtype;
 use crate::files::Claim;
 use crate::formats::calibration::Calibration;
-use crate::formats::latency::{Latency, LatencyConditions};
+use crate::formats::latency::{Latency, LatencyConditions, Slowdown};
 use crate::latency::{self, MachineLoad, Sweep, Timed, Times};
 use crate::plural::counted;
 use crate::torch::device_name;
@@ -180,7 +180,7 @@ fn measure(
     )?;
     drop(progress);
     let by_sequences = sequences::measure(args, (&decoder, heads), &trees, context, common)?;
-    let Times { engine, plain_step_ms, steps } = times;
+    let Times { engine, slowdown, plain_step_ms, steps } = times;
     Ok(Latency {
         device: device_name(decoder.backbone.device()),
         engine: engine.to_owned(),
@@ -193,6 +193,7 @@ fn measure(
         backbone_sha256: Some(latency::backbone_sha256(backbone, &backbone_config(backbone)?)?),
         heads_sha256: Some(calibration.heads_sha256.clone()),
         busy_cores: watch.and_then(|watch| watch.others()).filter(disturbs_threads),
+        slowdown,
         plain_step_ms,
         steps,
         by_sequences,
@@ -224,12 +225,24 @@ pub(super) fn choose(
         ));
     }
     let (tokens_per_second, plain) = (chosen.tokens_per_second(), 1e3 / latency.plain_step_ms);
+    common.say(in_words(tokens_per_second, tokens_per_second / plain, latency.slowdown));
     if tokens_per_second <= plain {
         common.say(format_args!(
             "plain decoding is expected to be faster than any tree: {plain:.1} tokens/s against {tokens_per_second:.1}"
         ));
     }
     Ok(chosen)
+}
+
+/// What to expect of the chosen tree where nothing interrupts it, and as busy as the machine was.
+fn in_words(tokens_per_second: f64, speedup: f64, slowdown: Option<Slowdown>) -> String {
+    let undisturbed = format!("expected: {tokens_per_second:.0} tokens/s, {speedup:.2} times plain decoding");
+    slowdown.map_or(undisturbed.clone(), |Slowdown { plain, trees }| {
+        let (slower, speedup) = (tokens_per_second / trees, speedup * plain / trees);
+        format!(
+            "{undisturbed}, if no other program interrupts; {slower:.0} tokens/s and {speedup:.2} times with the interruptions of the timing"
+        )
+    })
 }
 
 /// One line per size, with the fastest marked.
