@@ -119,11 +119,13 @@ fn a_larger_threshold_accepts_less_and_the_texts_are_scored() {
     assert!(rate(&lines[0]) > rate(&lines[1]), "{lines:?}");
     for line in &lines {
         assert_eq!((&line["identical"], &line["sweep"]["name"]), (&Value::Null, &json!("posterior-threshold")));
-        for side in ["plain", "medusa"] {
+        let [plain, drafted] = ["plain", "medusa"].map(|side| {
             let mean = line[side]["mean_log_probability"].as_f64().expect("a number");
             let uniform = -(crate::data::BYTE_VOCABULARY as f64).ln();
             assert!((2.0 * uniform..0.0).contains(&mean), "{mean} for a random backbone; {uniform} is uniform");
-        }
+            mean
+        });
+        assert_eq!(line["log_probability_distance"], (drafted - plain).abs());
     }
     let greedy = bench(&world, &["--sweep", "temperature=0,1", "--repeats", "1"]);
     assert_eq!((&greedy[0]["identical"], &greedy[0]["plain"]["mean_log_probability"]), (&json!(true), &Value::Null));

@@ -110,6 +110,10 @@ pub struct DecodingComparison {
     /// Whether both decoded the same tokens; `None` above temperature 0 or with a forced acceptance rate, where they
     /// may differ.
     pub identical: Option<bool>,
+    /// Difference of the two mean log probabilities, without a sign; only above temperature 0. The texts of a changed distribution may be more
+    /// probable or less probable than the backbone's own: neither is better.
+    #[serde(default)]
+    pub log_probability_distance: Option<f64>,
 }
 
 /// Figures of one decoding method in its median repeat.
@@ -133,7 +137,8 @@ pub struct DecodingFigures {
     /// Time of the prompts' forward passes.
     #[serde(default)]
     pub prefill_seconds: f64,
-    /// Mean log probability of a new token under the backbone; only above temperature 0.
+    /// Mean log probability of a new token under the backbone; only above temperature 0. It measures no quality: greedy text has a higher one
+    /// than samples of the backbone.
     pub mean_log_probability: Option<f64>,
 }
 

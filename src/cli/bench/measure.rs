@@ -55,7 +55,7 @@ pub(super) struct BenchRun<'a> {
 pub(super) enum Texts {
     /// Identical.
     Greedy,
-    /// Different; their probabilities show the loss in quality.
+    /// Different; their probabilities show how far apart their distributions are.
     Sampled,
     /// Meaningless, since the acceptance was forced.
     Forced,

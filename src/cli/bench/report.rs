@@ -91,14 +91,18 @@ fn comparison(repeats: &[Measured], texts: Texts) -> DecodingComparison {
     let medians = Comparison { plain: median(&plain), drafted: median(&drafted) };
     // Only the first repeat is scored.
     let log_p = repeats.first().filter(|_| texts == Texts::Sampled).map(|first| first.log_p);
+    let plain = figures(&plain, medians.plain, log_p.map(|log_p| log_p.plain));
+    let drafted = figures(&drafted, medians.drafted, log_p.map(|log_p| log_p.drafted));
+    let means = plain.mean_log_probability.zip(drafted.mean_log_probability);
     DecodingComparison {
-        plain: figures(&plain, medians.plain, log_p.map(|log_p| log_p.plain)),
-        drafted: figures(&drafted, medians.drafted, log_p.map(|log_p| log_p.drafted)),
+        plain,
+        drafted,
         acceleration_rate: medians.acceleration_rate(),
         overhead: medians.overhead(),
         speedup: medians.speedup(),
         speedup_range: range(repeats.iter().map(|measured| measured.times.speedup())),
         identical: (texts == Texts::Greedy).then(|| !repeats.iter().any(|measured| measured.differ)),
+        log_probability_distance: means.map(|(plain, drafted)| (drafted - plain).abs()),
     }
 }
 
@@ -152,6 +156,7 @@ fn csv_row(result: &BenchResult, category: &str, group: &DecodingComparison) -> 
         ("speedup_min", json!(speedup_min)),
         ("speedup_max", json!(speedup_max)),
         ("identical", json!(group.identical)),
+        ("log_probability_distance", json!(group.log_probability_distance)),
         ("forced_acceptance_rate", json!(result.forced_acceptance_rate)),
         ("repeats", json!(result.repeats)),
         ("dtype", json!(result.dtype)),
@@ -196,7 +201,28 @@ mod tests {
         assert_eq!(group.drafted.tokens_per_second_range, [5.0, 25.0]);
         assert_eq!((group.plain.tokens, group.drafted.steps, group.acceleration_rate), (100, 50, 2.0));
         assert_eq!((group.identical, group.plain.mean_log_probability), (Some(true), None));
+        assert_eq!(group.log_probability_distance, None);
         let even = comparison(&[measured(10, 5), measured(10, 20)], Texts::Greedy);
         assert_eq!(even.speedup, 0.5, "of two the slower");
+    }
+
+    #[test]
+    fn texts_that_are_more_probable_than_plain_ones_are_as_far_from_them_as_less_probable_ones() {
+        let scored = |drafted| {
+            let log_p = LogProbability { plain: -2.5, drafted };
+            comparison(&[Measured { log_p, ..measured(10, 5) }], Texts::Sampled)
+        };
+        let [higher, lower, same] = [-1.5, -3.5, -2.5].map(scored);
+        assert_eq!(
+            (higher.plain.mean_log_probability, higher.drafted.mean_log_probability),
+            (Some(-0.025), Some(-0.015))
+        );
+        for group in [higher, lower] {
+            assert!(
+                group.log_probability_distance.is_some_and(|distance| (distance - 0.01).abs() < 1e-12),
+                "{group:?}"
+            );
+        }
+        assert_eq!(same.log_probability_distance, Some(0.0));
     }
 }

@@ -5,6 +5,9 @@ use crate::cli::columns::aligned;
 use crate::formats::bench::{BenchResult, DecodingComparison};
 use crate::plural::counted;
 
+/// The column of [`DecodingComparison::log_probability_distance`].
+const DISTANCE: &str = "log p distance";
+
 /// One drafter: a row per category, or per value of the sweep. Several: a row per drafter, and their categories in a second table. `width` is that
 /// of the terminal.
 pub(super) fn table(results: &[BenchResult], width: Option<usize>) -> String {
@@ -57,8 +60,7 @@ fn names(results: &[BenchResult]) -> Vec<String> {
 
 fn columns_of_drafters(results: &[BenchResult], first: &BenchResult, with_engine: bool) -> Vec<String> {
     let swept = first.sweep.as_ref().map(|swept| swept.name.as_str());
-    let has_log_p = results.iter().any(|result| result.all.plain.mean_log_probability.is_some());
-    let last = if has_log_p { "log p: plain, drafter" } else { "identical" };
+    let last = if has_distance(results) { DISTANCE } else { "identical" };
     let figures = ["tokens", "tokens/s", "tokens/step", "overhead", "speedup", "range", last];
     let facts = ["nodes", "parameters", "training"];
     let engine = with_engine.then_some("engine");
@@ -113,13 +115,16 @@ fn by_category(results: &[BenchResult], names: &[String], first: &BenchResult) -
     [header.map(str::to_owned).collect()].into_iter().chain(first.categories.keys().map(row)).collect()
 }
 
+fn has_distance(results: &[BenchResult]) -> bool {
+    results.iter().any(|result| result.all.log_probability_distance.is_some())
+}
+
 fn header(first: &str, results: &[BenchResult]) -> Vec<String> {
     let has_identical = results.iter().any(|result| result.all.identical.is_some());
-    let has_log_p = results.iter().any(|result| result.all.plain.mean_log_probability.is_some());
     let drafter = &results[0].drafter;
-    let last = match (has_identical, has_log_p) {
-        (true, true) => &format!("identical, or log p: plain, {drafter}"),
-        (false, true) => &format!("log p: plain, {drafter}"),
+    let last = match (has_identical, has_distance(results)) {
+        (true, true) => &format!("identical, or {DISTANCE}"),
+        (false, true) => DISTANCE,
         _ => "identical",
     };
     let names = [first, "tokens", "tokens/s: plain", drafter, "tokens/step", "overhead", "speedup", "range", last];
@@ -128,10 +133,10 @@ fn header(first: &str, results: &[BenchResult]) -> Vec<String> {
 
 fn row(name: &str, group: &DecodingComparison) -> Vec<String> {
     let [low, high] = group.speedup_range;
-    let last = match (group.identical, group.plain.mean_log_probability, group.drafted.mean_log_probability) {
-        (Some(same), ..) => if same { "yes" } else { "no" }.into(),
-        (None, Some(plain), Some(drafted)) => format!("{plain:.3}, {drafted:.3}"),
-        _ => "-".into(),
+    let last = match (group.identical, group.log_probability_distance) {
+        (Some(same), _) => if same { "yes" } else { "no" }.into(),
+        (None, Some(distance)) => format!("{distance:.4}"),
+        (None, None) => "-".into(),
     };
     vec![
         name.into(),
