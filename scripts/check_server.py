@@ -293,7 +293,12 @@ def narrow_sampling_is_greedy(server):
     expect("top_k 1", text_of(server.chat(temperature=1, extra_body={"top_k": 1})), greedy)
     expect("top_p 1e-6", text_of(server.chat(temperature=1, top_p=1e-6)), greedy)
     for rule in ("rejection", "typical", "greedy"):
+        if rule != "rejection" and not server.arguments.drafts:
+            server.refuses(openai.BadRequestError, "acceptance", extra_body={"acceptance": rule})
+            continue
         expect(f"acceptance {rule} at temperature 0", text_of(server.chat(extra_body={"acceptance": rule})), greedy)
+        if rule != "rejection":
+            server.refuses(openai.BadRequestError, "seed", temperature=1, seed=1, extra_body={"acceptance": rule})
     server.refuses(openai.BadRequestError, "acceptance", extra_body={"acceptance": "hopeful"})
 
 
@@ -464,6 +469,11 @@ def completions(server):
     )
 
 
+def check_count(choice, usage):
+    """The usage has one token more than the text where an EOS ended it."""
+    expect("tokens", usage.completion_tokens, len(choice.token_ids) + (choice.finish_reason == "stop"))
+
+
 @check
 def token_ids(server):
     asked = dict(extra_body={"return_token_ids": True})
@@ -471,13 +481,13 @@ def token_ids(server):
     choice = answer.choices[0]
     ids = getattr(choice, "prompt_token_ids", None) or answer.prompt_token_ids
     expect("prompt tokens", len(ids), answer.usage.prompt_tokens)
-    expect("tokens", len(choice.token_ids), answer.usage.completion_tokens)
+    check_count(choice, answer.usage)
     expect("the same prompt as ids", server.complete(prompt=ids).choices[0].text, choice.text)
     several = server.complete(prompt=[ids, ids[:2]], **asked)
     expect("two prompts of ids", several.choices[0].token_ids, choice.token_ids)
     expect("a text without asking", getattr(server.complete().choices[0], "token_ids", None), None)
     chatted = server.chat(**asked)
-    expect("tokens of a chat", len(chatted.choices[0].token_ids), chatted.usage.completion_tokens)
+    check_count(chatted.choices[0], chatted.usage)
     ends = server.complete(prompt=ids, stream=True, **asked)
     expect("streamed ids", [i for chunk in ends for c in chunk.choices for i in (getattr(c, "token_ids", None) or [])], choice.token_ids)
 

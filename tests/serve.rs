@@ -149,7 +149,8 @@ fn a_text_is_that_of_generate_whole_and_streamed() {
     let generated: Value = serde_json::from_slice(&generated).expect("a line of JSON");
     let answer = server.completion(&json!({"prompt": prompt, "return_token_ids": true}));
     assert_eq!(answer["choices"][0]["token_ids"], generated["new_ids"]);
-    assert_eq!(answer["usage"]["completion_tokens"], generated["new_ids"].as_array().expect("ids").len());
+    assert_eq!(generated["finish_reason"], "eos", "the usage counts it");
+    assert_eq!(answer["usage"]["completion_tokens"], generated["new_ids"].as_array().expect("ids").len() + 1);
     let body = json!({
         "model": "backbone", "prompt": prompt, "max_tokens": 24, "temperature": 0, "stream": true,
         "stream_options": {"include_usage": true}, "return_token_ids": true
@@ -161,6 +162,65 @@ fn a_text_is_that_of_generate_whole_and_streamed() {
         chunks.iter().filter_map(|chunk| chunk["choices"][0]["token_ids"].as_array()).flatten().collect();
     assert_eq!(json!(ids), generated["new_ids"]);
     assert_eq!(chunks.last().expect("usage")["usage"], answer["usage"]);
+}
+
+/// As vLLM counts: an OpenAI client is billed for what was generated.
+#[test]
+fn usage_and_metrics_count_the_tokens_that_end_a_text() {
+    for flags in [&[][..], &["--drafter", "ngram"]] {
+        let server = Server::start(flags);
+        let question = "Sort these numbers from smallest to largest: 24, 12, 1.";
+        let mut body = json!({
+            "model": "backbone", "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 128, "n": 2,
+            "return_token_ids": true
+        });
+        let asked = |body: &Value| {
+            let (before, (status, answer)) =
+                (server.metric("medusa_generation_tokens_total"), server.post("/v1/chat/completions", body));
+            let tokens = answer["usage"]["completion_tokens"].as_f64().expect("a number");
+            assert_eq!(server.metric("medusa_generation_tokens_total") - before, tokens, "{answer}");
+            assert_eq!((status, &answer["choices"][1]["finish_reason"]), (200, &json!("stop")), "{answer}");
+            let ids: Vec<Value> = (0..2).map(|choice| answer["choices"][choice]["token_ids"].clone()).collect();
+            (ids.iter().map(|ids| ids.as_array().expect("ids").len()).sum::<usize>(), tokens as usize, answer)
+        };
+        let (of_texts, generated, answer) = asked(&body);
+        assert_eq!(generated, of_texts + 2, "an EOS each");
+        let text = answer["choices"][0]["message"]["content"].as_str().expect("a text");
+        body["stop"] = json!([text[10..20]]);
+        let (of_texts, until_stop, _) = asked(&body);
+        assert!(of_texts < until_stop && until_stop < generated, "{of_texts} {until_stop} {generated}");
+        body["stream"] = json!(true);
+        body["stream_options"] = json!({"include_usage": true});
+        let chunks = chunks(&server.send("/v1/chat/completions", &body, None).1);
+        assert_eq!(chunks.last().expect("usage")["usage"]["completion_tokens"], until_stop);
+    }
+}
+
+#[test]
+fn fields_that_would_have_no_effect_are_refused() {
+    let refused = |server: &Server, more: &Value| {
+        let mut body = json!({"model": "backbone", "prompt": "Once", "max_tokens": 3, "temperature": 1.5});
+        body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        let (status, answer) = server.post("/v1/completions", &body);
+        (status == 400).then(|| answer["error"]["param"].clone())
+    };
+    let plain = Server::start(&[]);
+    for rule in ["greedy", "typical"] {
+        assert_eq!(refused(&plain, &json!({ "acceptance": rule })), Some(json!("acceptance")));
+    }
+    assert_eq!(refused(&plain, &json!({"acceptance": "rejection", "seed": 1, "top_p": 0.9})), None);
+    let drafted = Server::start(&["--drafter", "ngram"]);
+    for (field, value) in [("seed", json!(1)), ("top_p", json!(0.1)), ("top_k", json!(5))] {
+        assert_eq!(refused(&drafted, &json!({"acceptance": "typical", field: value})), Some(json!(field)));
+        assert_eq!(refused(&drafted, &json!({ field: value })), None);
+    }
+    assert_eq!(refused(&drafted, &json!({"acceptance": "typical"})), None);
+    let backbone = tiny("backbone");
+    let backbone = backbone.to_str().expect("UTF-8");
+    let output = medusa(&["serve", "--port", "0", "--backbone", backbone, "--acceptance", "greedy"]).output();
+    let output = output.expect("it runs");
+    let said = String::from_utf8(output.stderr).expect("UTF-8");
+    assert!(output.status.code() == Some(2) && said.contains("--acceptance has no effect without a drafter"), "{said}");
 }
 
 #[test]

@@ -51,6 +51,7 @@ fn told(tokenizer: &TextTokenizer, ids: &[i64], steps: &[usize], stop: &[String]
             proposed: 0,
             finish_reason,
             end: vec![],
+            end_steps: 0,
             prefill,
             decoding,
         })

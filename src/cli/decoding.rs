@@ -99,12 +99,13 @@ impl DecodingFlags {
         }
     }
 
-    /// A notice that `--top-k` or `--top-p` was given and does nothing, because no token is drawn.
+    /// A notice that `--top-k` or `--top-p` was given and does nothing, because no token is drawn; or `--acceptance greedy` without guesses.
     pub(super) fn unused_sampling(&self, is_drafted: bool) -> Option<String> {
         let given = [("--top-k", self.top_k.is_some()), ("--top-p", self.top_p.is_some())];
         let flags: Vec<&str> = given.into_iter().filter(|(_, is_given)| *is_given).map(|(flag, _)| flag).collect();
         let rule = match self.acceptance {
             _ if self.temperature.get() == 0.0 => return effect_of(&flags, "at --temperature 0, which is greedy"),
+            AcceptanceName::Greedy if !is_drafted => return effect_of(&["--acceptance greedy"], "without a drafter"),
             AcceptanceName::Greedy => "greedy",
             AcceptanceName::Typical => "typical",
             AcceptanceName::Nucleus | AcceptanceName::Rejection => return None,
@@ -145,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn top_k_and_top_p_without_an_effect_give_a_notice() {
+    fn flags_without_an_effect_give_a_notice() {
         let notice = |is_drafted: bool, flags: &str| {
             let matches = DecodingFlags::augment_args(Command::new("generate"));
             let matches = matches.get_matches_from(["generate"].into_iter().chain(flags.split_whitespace()));
@@ -157,6 +158,8 @@ mod tests {
                        or nucleus";
         assert_eq!(notice(true, "--top-k 5 --top-p 1 --temperature 1").as_deref(), Some(typical));
         assert!(notice(true, "--top-k 5 --temperature 1 --acceptance greedy").is_some());
+        let plain = notice(false, "--temperature 1 --acceptance greedy");
+        assert_eq!(plain.as_deref(), Some("--acceptance greedy has no effect without a drafter"));
         for (is_drafted, flags) in [
             (false, "--top-k 5 --temperature 1"),
             (true, "--top-k 5 --temperature 1 --acceptance rejection"),

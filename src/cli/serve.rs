@@ -31,6 +31,7 @@ use crate::decode::request::Request;
 use crate::hub;
 use crate::numbers::{Positive, Probability};
 use crate::plural::counted;
+use crate::serve::acceptance::AcceptanceRules;
 use crate::serve::connections::{ConnectionLimits, Phase, serve};
 use crate::serve::metrics::ServerMetrics;
 use crate::serve::prompting::Prompting;
@@ -115,6 +116,10 @@ pub fn run(args: &ServeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let keys = args.keys.read()?;
     let listener = args.listen()?; // before the weights are read
     let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
+    if plan.is_none() && !acceptance.draws() {
+        let problem = "--acceptance has no effect without a drafter; leave it out, or give --heads or --drafter";
+        return Err(UsageError(problem.into()).into());
+    }
     let heads = args.drafter.heads(args.heads.as_deref());
     let served = args.served.resolve(&args.backbone, heads, common)?;
     let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, common)?;
@@ -142,7 +147,7 @@ pub fn run(args: &ServeArgs, common: &CommonFlags) -> anyhow::Result<()> {
         capacity,
         bodies: Arc::new(Semaphore::new(BODIES * kibibytes(args.limits.of_request().body_bytes) as usize)),
         phase: heard,
-        typical: args.typical(),
+        acceptance: AcceptanceRules { of_server: decoder.drafter().map(|_| acceptance), typical: args.typical() },
     });
     let server = HttpServer::new(listener, routes(&service, origins), args.limits.of_connections(), phase)?;
     announce(&service, address, common);

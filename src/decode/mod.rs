@@ -7,6 +7,7 @@
 
 use std::fmt;
 
+pub mod arrivals;
 pub mod batch;
 pub mod batch_memory;
 pub mod device;

@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::time::Duration;
 
 use super::likelihood::ScoredToken;
-use super::stats::Tally;
+use super::stats::{GeneratedTokens, Tally};
 use crate::engine::sample::{Sampling, Stream};
 use crate::numbers::{Finite, NonNegative, Positive};
 use crate::tree::accept::Acceptance;
@@ -98,6 +98,8 @@ pub struct Generation {
     pub finish_reason: FinishReason,
     /// The EOS or the end mark that ended it; else empty.
     pub end: Vec<i64>,
+    /// Steps that committed nothing but tokens of `end`; 0 where the end was an accepted guess.
+    pub end_steps: usize,
     /// Time to the first token.
     pub prefill: Duration,
     /// Time from the first token on.
@@ -105,10 +107,17 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// Guesses that became text.
-    pub fn accepted(&self) -> usize {
-        // Each step also commits a token that the backbone chose without a guess.
-        self.accept_lengths.iter().sum::<usize>() - self.accept_lengths.len()
+    /// All that was generated, the EOS or end mark included.
+    pub fn generated(&self) -> GeneratedTokens {
+        let (tokens, steps) = (self.new_ids.len() + self.end.len(), self.accept_lengths.len() + self.end_steps);
+        GeneratedTokens { tokens, steps }
+    }
+
+    /// The first `tokens` of the new tokens, and the steps that committed them.
+    pub(super) fn generated_until(&self, tokens: usize) -> GeneratedTokens {
+        let mut accept_lengths = self.accept_lengths.clone();
+        keep_tokens(&mut accept_lengths, tokens);
+        GeneratedTokens { tokens, steps: accept_lengths.len() }
     }
 
     /// Its counts and times.
@@ -116,6 +125,16 @@ impl Generation {
         let (tokens, steps) = (self.new_ids.len(), self.accept_lengths.len());
         Tally { tokens, steps, decoding: self.decoding, prefill: self.prefill }
     }
+}
+
+/// Cuts the steps to the first `tokens` committed tokens.
+pub(super) fn keep_tokens(accept_lengths: &mut Vec<usize>, tokens: usize) {
+    let mut left = tokens;
+    for length in &mut *accept_lengths {
+        *length = left.min(*length);
+        left -= *length;
+    }
+    accept_lengths.retain(|&length| length > 0);
 }
 
 /// New tokens of a text that is being decoded.

@@ -40,6 +40,23 @@ impl Tally {
     }
 }
 
+/// Tokens that were generated for a text: all of them, also those that end it and are not part of it (the EOS, the tokens of a stop
+/// string). vLLM's `usage.completion_tokens` counts them in the same way.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct GeneratedTokens {
+    /// Tokens.
+    pub tokens: usize,
+    /// The steps that committed them. The token after the prompt counts as a step.
+    pub steps: usize,
+}
+
+impl GeneratedTokens {
+    /// Accepted guesses: all tokens but the one of each step that the backbone chose without a guess.
+    pub fn accepted(self) -> usize {
+        self.tokens - self.steps
+    }
+}
+
 /// Plain decoding and decoding with a drafter's guesses, of the same prompts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Comparison {

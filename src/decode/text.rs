@@ -3,8 +3,8 @@
 use std::ops::ControlFlow;
 
 use super::error::DecodeError;
-use super::request::{FinishReason, Generation, OnTokens};
-use super::transcript::keep_tokens;
+use super::request::{FinishReason, Generation, OnTokens, keep_tokens};
+use super::stats::GeneratedTokens;
 use crate::data::tokenize::{TextStream, TextTokenizer, TokenizeError, narrow};
 
 /// Decoding, or turning tokens into text, failed.
@@ -87,6 +87,7 @@ fn end_after(generation: &mut Generation, tokens: usize) {
     keep_tokens(&mut generation.accept_lengths, tokens);
     generation.finish_reason = FinishReason::Stop;
     generation.end.clear();
+    generation.end_steps = 0;
 }
 
 /// The text of a generation that is under way, for a caller that follows several at a time; [`tell`] follows one.
@@ -131,6 +132,20 @@ impl<'t> StreamedText<'t> {
     /// The tokens whose text is told whole, from the first one on. At a stop string, those that stay.
     pub fn told_tokens(&self) -> usize {
         self.words.told_tokens()
+    }
+
+    /// Tokens that were taken: all so far, up to the one that completes a stop string.
+    pub fn taken_tokens(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// What was generated when the text has ended: `generation` whole, or up to the token that completes a stop string. What the same step
+    /// committed after that token depends on the guesses and is not counted.
+    pub fn generated(&self, generation: &Generation) -> GeneratedTokens {
+        match self.is_stopped() {
+            true => generation.generated_until(self.taken_tokens()),
+            false => generation.generated(),
+        }
     }
 
     /// The end: the generation, cut where a stop string came, with its text.

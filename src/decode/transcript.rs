@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::error::DecodeError;
 use super::likelihood::ScoredToken;
-use super::request::{FinishReason, Generation, Request, ToldTokens};
+use super::request::{FinishReason, Generation, Request, ToldTokens, keep_tokens};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::NO_TOKEN;
 
@@ -32,6 +32,8 @@ pub struct Transcript {
     /// No token could be chosen.
     is_stuck: bool,
     end: Vec<i64>,
+    /// Steps that committed nothing but the end.
+    end_steps: usize,
     started: Instant,
     first_token: Option<Instant>,
 }
@@ -53,6 +55,7 @@ impl Transcript {
             finish_reason: None,
             is_stuck: false,
             end: vec![],
+            end_steps: 0,
             started: Instant::now(),
             first_token: None,
         }
@@ -124,8 +127,11 @@ impl Transcript {
 
     /// Appends the root of a new step.
     fn root(&mut self, token: i64) {
+        let had_ended = self.has_ended();
         if self.take(token) {
             self.accept_lengths.push(1);
+        } else if !had_ended && !self.end.is_empty() {
+            self.end_steps = 1;
         }
     }
 
@@ -167,20 +173,23 @@ impl Transcript {
             end = new_ids.split_off(new_ids.len() - self.end_mark.len());
         }
         let mut accept_lengths = self.accept_lengths;
+        let steps = accept_lengths.len() + self.end_steps;
         keep_tokens(&mut accept_lengths, new_ids.len());
+        let end_steps = steps - accept_lengths.len();
         let (prefill, decoding) = (first_token - self.started, first_token.elapsed());
         let (mut scored, cached, proposed) = (self.scored, self.cached, self.proposed);
         scored.truncate(new_ids.len());
-        Ok(Generation { new_ids, scored, accept_lengths, cached, proposed, finish_reason, end, prefill, decoding })
+        Ok(Generation {
+            new_ids,
+            scored,
+            accept_lengths,
+            cached,
+            proposed,
+            finish_reason,
+            end,
+            end_steps,
+            prefill,
+            decoding,
+        })
     }
-}
-
-/// Cuts the steps to the first `tokens` committed tokens.
-pub(super) fn keep_tokens(accept_lengths: &mut Vec<usize>, tokens: usize) {
-    let mut left = tokens;
-    for length in &mut *accept_lengths {
-        *length = left.min(*length);
-        left -= *length;
-    }
-    accept_lengths.retain(|&length| length > 0);
 }

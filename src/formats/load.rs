@@ -31,7 +31,7 @@ pub struct LoadResult {
     pub seconds: f64,
     /// Tokens of the prompts, as the server counts them.
     pub prompt_tokens: usize,
-    /// New tokens of the answered requests.
+    /// Generated tokens of the answered requests, those that end a text included.
     pub tokens: usize,
     pub tokens_per_second: f64,
     pub requests_per_second: f64,
@@ -39,7 +39,7 @@ pub struct LoadResult {
     pub tokens_per_step: Option<f64>,
     /// Time to first token.
     pub ttft_ms: Option<LatencyQuantiles>,
-    /// Time per output token after the first one, of each request.
+    /// Time per output token of each request: (end-to-end latency - time to first token) ÷ (tokens - 1).
     pub tpot_ms: Option<LatencyQuantiles>,
     /// Inter-token latency: the time between two steps, or chunks of a stream, that bring tokens.
     pub itl_ms: Option<LatencyQuantiles>,

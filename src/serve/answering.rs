@@ -57,7 +57,7 @@ struct ChoiceSoFar {
 
 impl ChoiceSoFar {
     fn new_tokens(&self) -> usize {
-        self.ended.map_or(self.told, |text| text.new_tokens)
+        self.ended.map_or(self.told, |text| text.generated.tokens)
     }
 }
 
@@ -267,7 +267,7 @@ impl AnswerInProgress {
 
     fn usage(&self) -> Usage {
         let sum = |pick: fn(EndedText) -> usize| self.ended().map(pick).sum::<usize>();
-        let accepted = sum(|text| text.accepted);
+        let accepted = sum(|text| text.generated.accepted());
         Usage {
             prompt_tokens: self.texts.prompts.iter().map(|prompt| prompt.len()).sum(),
             cached_tokens: self.ended().step_by(self.request.samples.get()).map(|text| text.cached_tokens).sum(),

@@ -8,6 +8,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::api::answer::ShownToken;
 use crate::decode::request::{FinishReason, Request};
+use crate::decode::stats::GeneratedTokens;
 use crate::engine::sample::{Sampling, Stream};
 use crate::numbers::{Finite, Positive};
 use crate::tree::accept::Acceptance;
@@ -109,10 +110,10 @@ impl TextPiece {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EndedText {
     pub reason: FinishReason,
-    pub new_tokens: usize,
+    /// What ended it included.
+    pub generated: GeneratedTokens,
     /// Of the prompt, so many came from the prefix cache.
     pub cached_tokens: usize,
-    /// Draft tokens that the backbone verified, and those of them that became text.
+    /// Draft tokens that the backbone verified.
     pub proposed: usize,
-    pub accepted: usize,
 }

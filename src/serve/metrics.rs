@@ -5,7 +5,7 @@ use prometheus::{
     exponential_buckets,
 };
 
-use crate::decode::stats::Tally;
+use crate::decode::stats::GeneratedTokens;
 
 /// Counters of a server. A clone counts into the same ones.
 #[derive(Debug, Clone)]
@@ -18,11 +18,11 @@ pub struct ServerMetrics {
     pub prompt_tokens: IntCounter,
     /// Tokens of prompts that were taken from the prefix cache.
     pub cached_tokens: IntCounter,
-    /// New tokens.
+    /// Generated tokens, those that end a text included.
     pub new_tokens: IntCounter,
     /// Draft tokens that the backbone verified.
     pub proposed_tokens: IntCounter,
-    /// Draft tokens that became text.
+    /// Draft tokens that were accepted.
     pub accepted_tokens: IntCounter,
     /// Decoding steps, counted for each text.
     pub steps: IntCounter,
@@ -36,7 +36,7 @@ pub struct ServerMetrics {
     pub tokens_per_step: Histogram,
     /// Seconds from a checked request to the first token of a text.
     pub first_token: Histogram,
-    /// Seconds from one token to the next: of a step, divided by its tokens.
+    /// Seconds between two steps that bring tokens of a text.
     pub between_tokens: Histogram,
 }
 
@@ -60,9 +60,9 @@ impl ServerMetrics {
             requests: register(&registry, IntCounterVec::new(of_endpoint, &["endpoint", "status"])?)?,
             prompt_tokens: counter("prompt_tokens_total", "Tokens of prompts.")?,
             cached_tokens: counter("prefix_cached_tokens_total", "Tokens of prompts that the prefix cache had.")?,
-            new_tokens: counter("generation_tokens_total", "New tokens.")?,
+            new_tokens: counter("generation_tokens_total", "Generated tokens, those that end a text included.")?,
             proposed_tokens: counter("draft_tokens_total", "Draft tokens that the backbone verified.")?,
-            accepted_tokens: counter("accepted_draft_tokens_total", "Draft tokens that became text.")?,
+            accepted_tokens: counter("accepted_draft_tokens_total", "Draft tokens that were accepted.")?,
             steps: counter("decode_steps_total", "Decoding steps, counted for each text.")?,
             running: gauge("texts_running", "Texts that are decoded.")?,
             waiting: gauge("texts_waiting", "Texts that wait for a place in the batch.")?,
@@ -73,7 +73,11 @@ impl ServerMetrics {
                 "From the request to its first token.",
                 seconds(0.001)?,
             )?,
-            between_tokens: histogram("time_between_tokens_seconds", "From one token to the next.", seconds(0.0001)?)?,
+            between_tokens: histogram(
+                "time_between_tokens_seconds",
+                "Inter-token latency: time between two steps that bring tokens of a text.",
+                seconds(0.0001)?,
+            )?,
             registry,
         })
     }
@@ -85,12 +89,13 @@ impl ServerMetrics {
     }
 
     /// Counts the steps of a text that has left, and its draft tokens.
-    pub fn count_text(&self, tally: Tally, [proposed, accepted]: [usize; 2]) {
-        self.steps.inc_by(tally.steps as u64);
+    pub fn count_text(&self, generated: GeneratedTokens, proposed: usize) {
+        let GeneratedTokens { tokens, steps } = generated;
+        self.steps.inc_by(steps as u64);
         self.proposed_tokens.inc_by(proposed as u64);
-        self.accepted_tokens.inc_by(accepted as u64);
-        if tally.steps > 0 {
-            self.tokens_per_step.observe(tally.tokens_per_step());
+        self.accepted_tokens.inc_by(generated.accepted() as u64);
+        if steps > 0 {
+            self.tokens_per_step.observe(tokens as f64 / steps as f64);
         }
     }
 

@@ -3,6 +3,7 @@
 //! One thread runs all [`connections`], whose requests the [`routes`] turn into [`job`]s: a job is one text. Another thread, the
 //! [`worker`], decodes all texts together, and tells what comes of them to the [`answering`] requests.
 
+pub mod acceptance;
 pub mod answering;
 pub mod api;
 pub mod auth;

@@ -7,6 +7,7 @@ use super::api::answer::ShownToken;
 use super::job::{EndedText, Job, TextEvent, TextPiece};
 use super::metrics::ServerMetrics;
 use crate::data::tokenize::{TextStream, TextTokenizer, TokenizeError, narrow};
+use crate::decode::arrivals::{ArrivalLatency, TokenArrivals};
 use crate::decode::error::DecodeError;
 use crate::decode::likelihood::ScoredToken;
 use crate::decode::request::{Generation, ToldTokens};
@@ -25,9 +26,7 @@ pub(super) struct OpenText<'a> {
     logprobs: Vec<ShownToken>,
     /// Tokens that were told.
     told: usize,
-    /// When it was handed over, or its last tokens came.
-    since: Instant,
-    has_tokens: bool,
+    arrivals: TokenArrivals,
     failed: Option<TokenizeError>,
 }
 
@@ -39,8 +38,7 @@ impl<'a> OpenText<'a> {
             ids: vec![],
             logprobs: vec![],
             told: 0,
-            since: job.since,
-            has_tokens: false,
+            arrivals: TokenArrivals::begin(job.since),
             failed: None,
             job,
         }
@@ -48,8 +46,11 @@ impl<'a> OpenText<'a> {
 
     /// Tells what new tokens complete; `Break` ends the text.
     pub(super) fn take(&mut self, tokens: ToldTokens, metrics: &ServerMetrics) -> ControlFlow<()> {
-        self.time(tokens.ids.len(), metrics);
-        match self.piece(tokens) {
+        self.time(metrics);
+        let taken = self.words.taken_tokens();
+        let piece = self.piece(tokens);
+        metrics.new_tokens.inc_by((self.words.taken_tokens() - taken) as u64);
+        match piece {
             Ok(piece) => {
                 let is_gone = !piece.is_empty() && !self.job.tell(TextEvent::Piece(piece));
                 if is_gone || self.words.is_stopped() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
@@ -61,14 +62,20 @@ impl<'a> OpenText<'a> {
         }
     }
 
-    fn time(&mut self, tokens: usize, metrics: &ServerMetrics) {
-        metrics.new_tokens.inc_by(tokens as u64);
-        let seconds = self.since.elapsed().as_secs_f64();
-        match std::mem::replace(&mut self.has_tokens, true) {
-            false => metrics.first_token.observe(seconds),
-            true => (0..tokens).for_each(|_| metrics.between_tokens.observe(seconds / tokens as f64)),
+    fn time(&mut self, metrics: &ServerMetrics) {
+        match self.arrivals.arrive(Instant::now()) {
+            ArrivalLatency::FirstToken(latency) => metrics.first_token.observe(latency.as_secs_f64()),
+            ArrivalLatency::InterToken(latency) => metrics.between_tokens.observe(latency.as_secs_f64()),
         }
-        self.since = Instant::now();
+    }
+
+    /// Counts a text that has left: the token that ended it, which was not told, its prompt, steps and draft tokens.
+    pub(super) fn count(&self, generation: &Generation, metrics: &ServerMetrics) {
+        let generated = self.words.generated(generation);
+        metrics.new_tokens.inc_by(generated.tokens.saturating_sub(self.words.taken_tokens()) as u64);
+        metrics.prompt_tokens.inc_by(self.job.text.prompt.len() as u64);
+        metrics.cached_tokens.inc_by(generation.cached as u64);
+        metrics.count_text(generated, generation.proposed);
     }
 
     fn piece(&mut self, tokens: ToldTokens) -> Result<TextPiece, TokenizeError> {
@@ -119,16 +126,16 @@ impl<'a> OpenText<'a> {
     /// The tokens that were held back, and what the whole text came to.
     fn ended(self, generation: Generation) -> Result<TextEvent, TokenizeError> {
         let Self { words, mut logprobs, told, .. } = self;
+        let generated = words.generated(&generation);
         let told_text = words.finish(generation)?;
         let (generation, text) = (told_text.generation, told_text.last);
         let ids = generation.new_ids[told.min(generation.new_ids.len())..].to_vec();
         logprobs.truncate(ids.len());
         let ended = EndedText {
             reason: generation.finish_reason,
-            new_tokens: generation.new_ids.len(),
+            generated,
             cached_tokens: generation.cached,
             proposed: generation.proposed,
-            accepted: generation.accepted(),
         };
         Ok(TextEvent::Ended(TextPiece { text, ids, logprobs }, ended))
     }

@@ -9,9 +9,10 @@ use axum::body::Bytes;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
+use super::acceptance::AcceptanceRules;
 use super::api::Endpoint;
 use super::api::error::ApiError;
-use super::api::request::{AcceptanceChoice, TextRequest};
+use super::api::request::TextRequest;
 use super::auth::ApiKeys;
 use super::connections::Phase;
 use super::host_names::HostNames;
@@ -20,7 +21,6 @@ use super::prompting::Prompting;
 use super::record::Recorder;
 use crate::engine::sample::Stream;
 use crate::plural::counted;
-use crate::tree::accept::{Acceptance, TypicalAcceptance};
 
 /// Seconds after which a client may ask again when the queue is full.
 const RETRY_AFTER: u64 = 1;
@@ -58,8 +58,7 @@ pub struct Service {
     /// KiB of bodies that are read or parsed at a time, small ones not counted.
     pub bodies: Arc<Semaphore>,
     pub phase: watch::Receiver<Phase>,
-    /// For texts that ask for it.
-    pub typical: TypicalAcceptance,
+    pub acceptance: AcceptanceRules,
 }
 
 /// A body that was read.
@@ -108,6 +107,7 @@ impl Service {
         if request.model != self.model {
             return Err(ApiError::UnknownModel { model: request.model.clone() });
         }
+        self.acceptance.check(request)?;
         if let (Some(asked), Some(limit)) = (request.max_new_tokens, self.limits.new_tokens)
             && asked > limit.get()
         {
@@ -170,15 +170,7 @@ impl Service {
             presence_penalty: request.presence_penalty,
             stop: request.stop.clone(),
             logprobs: request.logprobs,
-            acceptance: request.acceptance.map(|choice| self.acceptance(choice)),
-        }
-    }
-
-    fn acceptance(&self, choice: AcceptanceChoice) -> Acceptance {
-        match choice {
-            AcceptanceChoice::Rejection => Acceptance::Rejection,
-            AcceptanceChoice::Typical => Acceptance::Typical(self.typical),
-            AcceptanceChoice::Greedy => Acceptance::Greedy,
+            acceptance: self.acceptance.chosen(request),
         }
     }
 }

@@ -24,6 +24,7 @@ use tokio::task::JoinHandle;
 use tokio::time::sleep;
 use tower::ServiceExt;
 
+use super::acceptance::AcceptanceRules;
 use super::auth::ApiKeys;
 use super::connections::Phase;
 use super::host_names::HostNames;
@@ -36,7 +37,8 @@ use super::service::{RequestLimits, Service};
 use crate::data::chat_template::ChatTemplate;
 use crate::data::tokenize::TextTokenizer;
 use crate::decode::request::FinishReason;
-use crate::tree::accept::TypicalAcceptance;
+use crate::decode::stats::GeneratedTokens;
+use crate::tree::accept::{Acceptance, TypicalAcceptance};
 
 const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
@@ -93,7 +95,10 @@ impl FakeServer {
             capacity: PLACES,
             bodies: Arc::new(Semaphore::new(BODIES_KIB)),
             phase: heard_phase,
-            typical: TypicalAcceptance { posterior_threshold: 0.09, posterior_alpha: 0.3 },
+            acceptance: AcceptanceRules {
+                of_server: Some(Acceptance::Rejection),
+                typical: TypicalAcceptance::default(),
+            },
         };
         change(&mut service);
         Self { service: Arc::new(service), phase, jobs: heard_jobs, lines }
@@ -200,7 +205,8 @@ fn piece(text: &str, ids: &[i64]) -> TextEvent {
 /// The end of a text of three tokens in two steps, of whose four guesses one became text.
 fn ended(text: &str, ids: &[i64], reason: FinishReason) -> TextEvent {
     let piece = TextPiece { text: text.to_owned(), ids: ids.to_vec(), logprobs: vec![] };
-    TextEvent::Ended(piece, EndedText { reason, new_tokens: 3, cached_tokens: 2, proposed: 4, accepted: 1 })
+    let generated = GeneratedTokens { tokens: 3, steps: 2 };
+    TextEvent::Ended(piece, EndedText { reason, generated, cached_tokens: 2, proposed: 4 })
 }
 
 /// Tells a text's events; its place is free from then on.

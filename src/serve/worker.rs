@@ -84,7 +84,7 @@ impl<'a> Worker<'a> {
                 TextDecoding::OneByOne(_) => None,
             };
             if let (Some(text), Some(Ok(generation))) = (text, generation) {
-                self.count(&text, &generation);
+                text.count(&generation, &self.metrics);
             }
         }
     }
@@ -126,7 +126,7 @@ impl<'a> Worker<'a> {
     fn end(&mut self, key: usize, generation: Result<Generation, DecodeError>) {
         let Some(text) = self.open.remove(&key) else { return };
         if let Ok(generation) = &generation {
-            self.count(&text, generation);
+            text.count(generation, &self.metrics);
         }
         text.end(generation);
     }
@@ -139,13 +139,6 @@ impl<'a> Worker<'a> {
         for text in std::mem::take(&mut self.open).into_values() {
             text.job.tell(failure(error));
         }
-    }
-
-    fn count(&self, text: &OpenText, generation: &Generation) {
-        let metrics = &self.metrics;
-        metrics.prompt_tokens.inc_by(text.job.text.prompt.len() as u64);
-        metrics.cached_tokens.inc_by(generation.cached as u64);
-        metrics.count_text(generation.tally(), [generation.proposed, generation.accepted()]);
     }
 
     fn gauge(&self, running: usize, prefix_bytes: usize) {

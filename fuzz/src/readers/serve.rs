@@ -14,6 +14,8 @@ use hyper_util::rt::TokioIo;
 use medusa::data::chat_template::{ChatTemplate, TemplateChoice};
 use medusa::data::tokenize::TextTokenizer;
 use medusa::decode::request::FinishReason;
+use medusa::decode::stats::GeneratedTokens;
+use medusa::serve::acceptance::AcceptanceRules;
 use medusa::serve::api::Endpoint;
 use medusa::serve::auth::ApiKeys;
 use medusa::serve::connections::Phase;
@@ -24,7 +26,7 @@ use medusa::serve::prompting::Prompting;
 use medusa::serve::record::Recorder;
 use medusa::serve::routes::routes;
 use medusa::serve::service::{RequestBody, RequestLimits, Service};
-use medusa::tree::accept::TypicalAcceptance;
+use medusa::tree::accept::{Acceptance, TypicalAcceptance};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 use tokio::runtime::Runtime;
 use tokio::sync::{Semaphore, watch};
@@ -68,7 +70,7 @@ static SERVICE: LazyLock<Arc<Service>> = LazyLock::new(|| {
         capacity: PLACES,
         bodies: Arc::new(Semaphore::new(256)),
         phase: heard_phase,
-        typical: TypicalAcceptance { posterior_threshold: 0.09, posterior_alpha: 0.3 },
+        acceptance: AcceptanceRules { of_server: Some(Acceptance::Rejection), typical: TypicalAcceptance::default() },
     })
 });
 
@@ -86,7 +88,8 @@ fn write_texts(jobs: &Receiver<Job>) {
             continue;
         }
         let reason = [FinishReason::Eos, FinishReason::Length, FinishReason::Stop][tokens % 3];
-        let ended = EndedText { reason, new_tokens: 2, cached_tokens: 1, proposed: 4, accepted: 1 };
+        let generated = GeneratedTokens { tokens: 2, steps: 1 };
+        let ended = EndedText { reason, generated, cached_tokens: 1, proposed: 4 };
         job.tell(TextEvent::Piece(piece("\u{e9}", &[5])));
         job.tell(TextEvent::Ended(piece("\n", &[6]), ended));
     }

@@ -176,6 +176,7 @@ fn acceptances() -> impl Strategy<Value = Acceptance> {
 fn greedy_tree_equals_greedy_plain() {
     let (runs_with_several, penalised_runs_with_several) = (Cell::new(0), Cell::new(0));
     let (runs_to_eos, runs_to_the_context, lookups_with_several) = (Cell::new(0), Cell::new(0), Cell::new(0));
+    let guessed_ends = Cell::new(0);
     let count = |counter: &Cell<u32>, yes: bool| counter.set(counter.get() + u32::from(yes));
     let mut runner = TestRunner::new(Config { cases: 128, failure_persistence: None, ..Config::default() });
     let outcome = runner.run(&cases(), |case| {
@@ -206,6 +207,9 @@ fn greedy_tree_equals_greedy_plain() {
         prop_assert!(slow.accept_lengths.iter().all(|&length| length == 1));
         steps_are_consistent(&fast, case.max_new_tokens);
         steps_are_consistent(&slow, case.max_new_tokens);
+        prop_assert_eq!((slow.generated().accepted(), slow.generated().tokens), (0, fast.generated().tokens));
+        prop_assert!(fast.generated().accepted() <= fast.proposed);
+        count(&guessed_ends, !fast.end.is_empty() && fast.end_steps == 0);
         let counted = frequency_penalty != Finite::ZERO || presence_penalty != Finite::ZERO;
         let penalised = case.repetition_penalty != Positive::ONE && counted;
         count(&penalised_runs_with_several, penalised && fast.accept_lengths.iter().any(|&length| length > 1));
@@ -218,6 +222,7 @@ fn greedy_tree_equals_greedy_plain() {
     let reached =
         [&runs_with_several, &penalised_runs_with_several, &lookups_with_several, &runs_to_eos, &runs_to_the_context]
             .map(Cell::get);
+    assert!(guessed_ends.get() > 0, "no EOS was an accepted guess");
     assert!(reached.iter().all(|&runs| runs >= 10), "the cases hardly test anything: {reached:?}");
 }
 

@@ -59,11 +59,11 @@ pub struct Usage {
     pub prompt_tokens: usize,
     /// Of these, from the prefix cache.
     pub cached_tokens: usize,
-    /// Of all choices.
+    /// Generated for all choices, those that end a text included, as in vLLM.
     pub completion_tokens: usize,
-    /// Draft tokens that became part of a text.
+    /// Draft tokens that were accepted.
     pub accepted_draft_tokens: usize,
-    /// Draft tokens that did not.
+    /// Draft tokens that were not.
     pub rejected_draft_tokens: usize,
 }
 

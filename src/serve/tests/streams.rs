@@ -73,7 +73,8 @@ fn a_completion_streams_tokens_with_their_places_and_its_prompt_once() {
             ids: vec![id],
             logprobs: vec![ShownToken { text: token.to_owned(), bytes: vec![], logprob: -0.5, top: vec![] }],
         };
-        let end = EndedText { reason: FinishReason::Eos, new_tokens: 3, cached_tokens: 0, proposed: 0, accepted: 0 };
+        let generated = GeneratedTokens { tokens: 3, steps: 3 };
+        let end = EndedText { reason: FinishReason::Eos, generated, cached_tokens: 0, proposed: 0 };
         finish(
             job,
             [

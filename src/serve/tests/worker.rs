@@ -37,6 +37,7 @@ impl DecodeLoop for Eights {
             proposed: 0,
             finish_reason: FinishReason::Length,
             end: vec![],
+            end_steps: 0,
             prefill: Duration::ZERO,
             decoding: Duration::ZERO,
         })
@@ -71,7 +72,7 @@ fn ids_of(mut texts: RequestedTexts) -> Vec<i64> {
             (0, TextEvent::Piece(piece)) => ids.extend(piece.ids),
             (0, TextEvent::Ended(piece, ended)) => {
                 ids.extend(piece.ids);
-                assert_eq!((ended.reason, ended.new_tokens), (FinishReason::Length, ids.len()));
+                assert_eq!((ended.reason, ended.generated.tokens), (FinishReason::Length, ids.len()));
                 return ids;
             }
             other => panic!("{other:?}"),
@@ -98,4 +99,76 @@ fn a_worker_whose_only_client_left_goes_on() {
         vec![]
     });
     assert!(seen.is_empty() && texts.is_empty(), "nothing is decoded");
+}
+
+/// Commits two tokens a step, the second of them a guess, until an EOS after eight tokens.
+#[derive(Debug)]
+struct Pairs {
+    /// Of the EOS: whether it is the third token of the last step, or comes alone.
+    is_end_guessed: bool,
+}
+
+impl DecodeLoop for Pairs {
+    fn engine_name(&self) -> &'static str {
+        "pairs"
+    }
+
+    fn decode(&mut self, _: Drafting, _: &Request, on_tokens: &mut OnTokens) -> Result<Generation, DecodeError> {
+        let steps = (1..=4).take_while(|_| on_tokens(&[8, 8]).is_continue()).count();
+        let steps = steps + usize::from(steps < 4); // a step that is stopped was made
+        let (finish_reason, end, end_steps) = match steps {
+            4 => (FinishReason::Eos, vec![2], usize::from(!self.is_end_guessed)),
+            _ => (FinishReason::Stopped, vec![], 0),
+        };
+        Ok(Generation {
+            new_ids: vec![8; 2 * steps],
+            scored: vec![],
+            accept_lengths: vec![2; steps],
+            cached: 0,
+            proposed: 5 * steps,
+            finish_reason,
+            end,
+            end_steps,
+            prefill: Duration::ZERO,
+            decoding: Duration::ZERO,
+        })
+    }
+
+    fn reset(&mut self) {}
+}
+
+/// What a text of [`Pairs`] came to, and the metrics of generated and accepted tokens and of steps.
+fn pairs(is_end_guessed: bool, stop: &[String]) -> (EndedText, [u64; 3]) {
+    let FakeServer { service, jobs, .. } = FakeServer::new();
+    let body = completion(&json!({ "stop": stop })).to_string();
+    let request = TextRequest::completion(body.as_bytes()).expect("a request");
+    let mut texts = service.enter(&request, vec![Arc::from([5, 6, 7])]).expect("a place");
+    let metrics = service.recorder.metrics.clone();
+    drop(service); // nobody can send more
+    let decoding = TextDecoding::OneByOne(Box::new(Pairs { is_end_guessed }));
+    Worker::new(decoding, &PROMPTING.tokenizer, metrics.clone()).run(&jobs);
+    let counters = [&metrics.new_tokens, &metrics.accepted_tokens, &metrics.steps].map(|counter| counter.get());
+    assert_eq!(metrics.between_tokens.get_sample_count(), counters[2].min(4) - 1, "one latency between two steps");
+    loop {
+        if let (_, TextEvent::Ended(_, ended)) = texts.events.try_recv().expect("the text has an end") {
+            return (ended, counters);
+        }
+    }
+}
+
+#[test]
+fn the_eos_counts_as_generated_and_as_accepted_where_it_was_guessed() {
+    for (is_end_guessed, steps) in [(true, 4), (false, 5)] {
+        let (ended, counters) = pairs(is_end_guessed, &[]);
+        assert_eq!((ended.reason, ended.generated), (FinishReason::Eos, GeneratedTokens { tokens: 9, steps }));
+        assert_eq!(counters, [9, 9 - steps as u64, steps as u64]);
+    }
+}
+
+#[test]
+fn the_tokens_of_a_stop_string_count_as_generated_and_what_the_step_committed_after_them_does_not() {
+    let text = PROMPTING.tokenizer.decode(&[8; 3], false).expect("text");
+    let (ended, counters) = pairs(false, &[text]);
+    assert_eq!((ended.reason, ended.generated), (FinishReason::Stop, GeneratedTokens { tokens: 3, steps: 2 }));
+    assert_eq!(counters, [3, 1, 2]);
 }

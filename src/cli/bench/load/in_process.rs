@@ -20,6 +20,7 @@ use crate::cli::engine::EngineFlags;
 use crate::cli::progress::Counter;
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
+use crate::decode::stats::GeneratedTokens;
 use crate::dtype::Dtype;
 use crate::engine::sample::Stream;
 use crate::formats::bench::PLAIN;
@@ -151,8 +152,8 @@ impl<'a> LoadBench<'a> {
             );
             for (key, text) in ended {
                 let text = text.with_context(|| format!("prompt {}", self.prompt(key).0 + 1))?;
-                let (prompt, steps) = (self.prompt(key).1.len(), Some(text.accept_lengths.len()));
-                let counts = TokenCounts { prompt, new: text.new_ids.len(), steps };
+                let GeneratedTokens { tokens, steps } = text.generated();
+                let counts = TokenCounts { prompt: self.prompt(key).1.len(), new: tokens, steps: Some(steps) };
                 run.answered.push(timelines[key].clone().end(Instant::now(), counts));
                 answers[key] = text.new_ids;
                 on_end(run.answered.len());

@@ -2,14 +2,13 @@
 
 use std::time::{Duration, Instant};
 
+use crate::decode::arrivals::{ArrivalLatency, TokenArrivals};
 use crate::formats::load::{LatencyQuantiles, LoadResult, LoadSource};
 
 /// The moments of one request.
 #[derive(Debug, Clone)]
 pub(in crate::cli::bench) struct RequestTimeline {
-    sent: Instant,
-    /// First and last tokens.
-    arrivals: Option<[Instant; 2]>,
+    arrivals: TokenArrivals,
     /// Between arrivals.
     gaps: Vec<Duration>,
 }
@@ -17,32 +16,19 @@ pub(in crate::cli::bench) struct RequestTimeline {
 impl RequestTimeline {
     /// A request that is sent now.
     pub(in crate::cli::bench) fn begin(now: Instant) -> Self {
-        Self { sent: now, arrivals: None, gaps: vec![] }
+        Self { arrivals: TokenArrivals::begin(now), gaps: vec![] }
     }
 
     /// New tokens came.
     pub(in crate::cli::bench) fn arrive(&mut self, now: Instant) {
-        let first = self.arrivals.map_or(now, |[first, last]| {
-            self.gaps.push(now - last);
-            first
-        });
-        self.arrivals = Some([first, now]);
+        if let ArrivalLatency::InterToken(gap) = self.arrivals.arrive(now) {
+            self.gaps.push(gap);
+        }
     }
 
     /// The answer is complete.
     pub(in crate::cli::bench) fn end(self, now: Instant, counts: TokenCounts) -> AnsweredRequest {
-        AnsweredRequest { latency: now - self.sent, timeline: self, counts }
-    }
-
-    fn ttft(&self) -> Option<Duration> {
-        self.arrivals.map(|[first, _]| first - self.sent)
-    }
-
-    /// Time per token after the first one.
-    fn tpot(&self, tokens: usize) -> Option<Duration> {
-        let [first, last] = self.arrivals?;
-        let after = u32::try_from(tokens.checked_sub(1)?).ok().filter(|after| *after > 0)?;
-        Some((last - first) / after)
+        AnsweredRequest { ended: now, timeline: self, counts }
     }
 }
 
@@ -50,7 +36,7 @@ impl RequestTimeline {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(in crate::cli::bench) struct TokenCounts {
     pub(in crate::cli::bench) prompt: usize,
-    /// New ones.
+    /// Generated ones, those that end the text included.
     pub(in crate::cli::bench) new: usize,
     /// Decoding steps that made them, if that is known.
     pub(in crate::cli::bench) steps: Option<usize>,
@@ -60,15 +46,27 @@ pub(in crate::cli::bench) struct TokenCounts {
 #[derive(Debug, Clone)]
 pub(in crate::cli::bench) struct AnsweredRequest {
     timeline: RequestTimeline,
-    latency: Duration,
+    ended: Instant,
     counts: TokenCounts,
 }
 
-#[cfg(test)]
 impl AnsweredRequest {
+    fn ttft(&self) -> Option<Duration> {
+        self.timeline.arrivals.time_to_first_token()
+    }
+
+    fn tpot(&self) -> Option<Duration> {
+        self.timeline.arrivals.time_per_output_token(self.ended, self.counts.new)
+    }
+
+    fn latency(&self) -> Duration {
+        self.ended - self.timeline.arrivals.requested()
+    }
+
     /// How often tokens came.
+    #[cfg(test)]
     pub(in crate::cli::bench) fn arrivals(&self) -> usize {
-        self.timeline.arrivals.map_or(0, |_| self.timeline.gaps.len() + 1)
+        self.ttft().map_or(0, |_| self.timeline.gaps.len() + 1)
     }
 }
 
@@ -104,10 +102,10 @@ impl LevelRun {
             tokens_per_second: per_second(tokens),
             requests_per_second: per_second(self.answered.len()),
             tokens_per_step: self.tokens_per_step(),
-            ttft_ms: each(|request| request.timeline.ttft()),
-            tpot_ms: each(|request| request.timeline.tpot(request.counts.new)),
+            ttft_ms: each(AnsweredRequest::ttft),
+            tpot_ms: each(AnsweredRequest::tpot),
             itl_ms: quantiles(self.answered.iter().flat_map(|request| request.timeline.gaps.iter().copied())),
-            e2el_ms: each(|request| Some(request.latency)),
+            e2el_ms: each(|request| Some(request.latency())),
             identical: None,
         }
     }
