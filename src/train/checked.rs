@@ -15,7 +15,7 @@ use crate::data::mix::{Mix, MixedShare};
 use crate::data::pack::{PackReport, Sequences};
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
-use crate::data::{self, DataError, LoadReport, LoadSettings, Watch};
+use crate::data::{self, DataError, LoadReport, LoadSettings, Watch, prompts};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
 use crate::formats::best::BestBy;
@@ -44,6 +44,8 @@ pub struct CheckedRun {
     pub(super) config: LlamaConfig,
     /// What renders conversations, where there is a template.
     pub(super) template: Option<ChatTemplate>,
+    /// The tokens with which it opens an answer.
+    pub(super) answer_header: Vec<i32>,
     pub(super) train: Loader,
     pub(super) validation: Option<Loader>,
     /// Whether the backbone's folder has weights, whose headers were then checked.
@@ -103,11 +105,13 @@ impl CheckedRun {
         let total_steps = total_steps(&plan, train.steps_per_epoch())?;
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
         let hidden_state_bytes = hidden_state_bytes(&plan, rule, &config, [Some(&train), validation.as_ref()])?;
+        let answer_header = prompts::answer_header(tokenizer.as_ref(), template.as_ref());
         let mut checked = Self {
             stages: Stages::one(plan.device),
             plan,
             config,
             template,
+            answer_header,
             train,
             validation,
             has_weights,
