@@ -33,6 +33,11 @@ pub(super) fn rows(heads: &Path, common: &CommonFlags) -> anyhow::Result<(RowSto
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     let run = run.display();
     provenance.check_rows(checked.reports()).map_err(|other| give(format!("the data of {run} changed: {other}")))?;
+    if provenance.other_split(checked.split_by_prompt).is_some() {
+        return Err(
+            give(format!("{run} held out rows one by one, although others that it trained on ask the same")).into()
+        );
+    }
     let rows = checked.held_out().ok_or_else(|| give(format!("{run} held out no rows")))?;
     Ok((rows.clone(), format!("{run} held {} out from training", counted(rows.len(), "row"))))
 }

@@ -13,6 +13,7 @@ use crate::data::chat_template::ChatTemplate;
 use crate::data::loader::{Batch, BatchShare, Loader};
 use crate::data::mix::{Mix, MixedShare};
 use crate::data::pack::{PackReport, Sequences};
+use crate::data::split::{self, Split};
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, DataError, LoadReport, LoadSettings, Watch, prompts};
@@ -52,6 +53,8 @@ pub struct CheckedRun {
     pub has_weights: bool,
     pub train_report: LoadReport,
     pub validation_report: Option<LoadReport>,
+    /// As [`Split::is_by_prompt`].
+    pub split_by_prompt: bool,
     pub pack_report: PackReport,
     /// Which of the backbone's layers lie on which device.
     pub stages: Stages,
@@ -117,6 +120,7 @@ impl CheckedRun {
             has_weights,
             train_report,
             validation_report,
+            split_by_prompt: rows.split_by_prompt,
             pack_report,
             total_steps,
             heads_shape,
@@ -317,6 +321,8 @@ struct SplitRows {
     train_report: LoadReport,
     validation: Option<RowStore>,
     validation_report: Option<LoadReport>,
+    /// As [`Split::is_by_prompt`].
+    split_by_prompt: bool,
 }
 
 impl SplitRows {
@@ -359,14 +365,29 @@ fn load_rows(
 ) -> Result<SplitRows, TrainError> {
     let (train, train_report) = load_entries(&plan.data.train_entries(), settings, captured)?;
     let train_counts = train_report.rows_of_entries.clone();
-    let mut rows = SplitRows { train, train_counts, train_report, validation: None, validation_report: None };
+    let mut rows = SplitRows {
+        train,
+        train_counts,
+        train_report,
+        validation: None,
+        validation_report: None,
+        split_by_prompt: false,
+    };
     if !plan.data.validation.is_empty() {
         let (validation, report) = load_entries(&plan.data.validation_entries(), settings, captured)?;
         (rows.validation, rows.validation_report) = (Some(validation), Some(report));
     } else if let Some(fraction) = plan.data.validation_fraction {
         let sets = if plan.data.mix.is_some() { rows.train_counts } else { vec![rows.train.len()] };
-        let (train, counts, validation) = data::split_sets(rows.train, &sets, fraction, plan.train.seed)?;
-        rows = SplitRows { train, train_counts: counts, validation: Some(validation), ..rows };
+        let header = prompts::answer_header(settings.tokenizer, settings.template);
+        let Split { training, counts, validation, is_by_prompt } =
+            split::split_sets(rows.train, &sets, fraction, plan.train.seed, &header)?;
+        rows = SplitRows {
+            train: training,
+            train_counts: counts,
+            validation: Some(validation),
+            split_by_prompt: is_by_prompt,
+            ..rows
+        };
     }
     Ok(rows)
 }

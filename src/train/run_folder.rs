@@ -40,6 +40,8 @@ pub struct RunFolder<'r> {
     total_steps: usize,
     /// Reports of the training and the validation rows.
     reports: Vec<&'r LoadReport>,
+    /// How validation rows were held out.
+    split_by_prompt: bool,
     /// The training rows.
     rows: &'r RowStore,
     /// The tokens with which answers begin.
@@ -87,6 +89,7 @@ impl<'r> RunFolder<'r> {
             device_names: checked.device_names(),
             total_steps: checked.total_steps,
             reports: checked.reports().collect(),
+            split_by_prompt: checked.split_by_prompt,
             rows: checked.train.sequences().store(),
             answer_header: &checked.answer_header,
             captured: checked.captured.as_ref().map(|captured| captured.train.set()),
@@ -224,6 +227,7 @@ impl<'r> RunFolder<'r> {
             data: self.data_files()?,
             recipe: Some(self.plan.resolved_recipe.clone()),
             skip_bad_rows: self.plan.skip_bad_rows,
+            split_by_prompt: self.split_by_prompt,
             rows: self.reports.iter().map(|report| json!(report)).collect(),
         })
     }
