@@ -18,6 +18,7 @@ use medusa::data::column_names::ColumnNames;
 use medusa::data::long_rows::LongRows;
 use medusa::data::prompts::{self, PromptInput};
 use medusa::data::rows::TokenRow;
+use medusa::data::split::{self, Split};
 use medusa::data::store::RowStore;
 use medusa::data::tokenize::TextTokenizer;
 use medusa::data::{self, CacheUse, DataError, DropReason, IGNORE, LoadReport, LoadSettings};
@@ -387,8 +388,8 @@ fn the_validation_split_is_seeded_and_loses_no_row() {
     let rows: Vec<TokenRow> = (0..50).map(|n| row(&[n, n], &[n, n])).collect();
     let split = |fraction, seed| {
         let store = RowStore::in_memory(rows.clone());
-        let parts = data::split_validation(store, Fraction::new(fraction).expect("a fraction"), seed);
-        let (training, validation) = parts.expect("enough rows");
+        let parts = split::split_sets(store, &[50], Fraction::new(fraction).expect("a fraction"), seed, &[]);
+        let Split { training, validation, .. } = parts.expect("enough rows");
         let rows = |store: RowStore| store.iter().collect::<Result<Vec<TokenRow>, _>>().expect("rows in memory");
         (rows(training), rows(validation))
     };
@@ -401,7 +402,8 @@ fn the_validation_split_is_seeded_and_loses_no_row() {
     assert_eq!(all, rows);
     assert_eq!(split(0.001, 7).1.len(), 1);
     assert_eq!(split(0.999, 7).0.len(), 1);
-    assert!(data::split_validation(RowStore::in_memory(rows[..1].to_vec()), Fraction::new(0.5).unwrap(), 7).is_err());
+    let one = RowStore::in_memory(rows[..1].to_vec());
+    assert!(split::split_sets(one, &[1], Fraction::new(0.5).unwrap(), 7, &[]).is_err());
 }
 
 #[test]
@@ -493,12 +495,13 @@ fn a_set_of_a_mix_keeps_a_row_to_train_on() {
     let store = |rows: i32| RowStore::in_memory((0..rows).map(|n| row(&[n, n], &[n, n])));
     let half = Fraction::new(0.5).unwrap();
     for seed in 0..20 {
-        let (training, counts, validation) = data::split_sets(store(11), &[1, 9, 1], half, seed).unwrap();
+        let Split { training, counts, validation, .. } =
+            split::split_sets(store(11), &[1, 9, 1], half, seed, &[]).unwrap();
         assert_eq!((training.len(), validation.len(), counts), (5, 6, vec![1, 3, 1]), "seed {seed}");
-        let plain = data::split_validation(store(11), half, seed).unwrap();
-        assert_eq!((plain.0.len(), plain.1.len()), (5, 6));
+        let plain = split::split_sets(store(11), &[11], half, seed, &[]).unwrap();
+        assert_eq!((plain.training.len(), plain.validation.len()), (5, 6));
     }
-    let error = data::split_sets(store(3), &[1, 1, 1], half, 7).unwrap_err().to_string();
+    let error = split::split_sets(store(3), &[1, 1, 1], half, 7, &[]).unwrap_err().to_string();
     assert!(error.contains("(with data.mix, in one of its entries)") && error.ends_with("got 1"), "{error}");
 }
 
@@ -510,15 +513,16 @@ fn the_pieces_of_a_long_row_are_held_out_together() {
     let split = |fraction| {
         let (store, report) = data::load(std::slice::from_ref(&path), &settings(None)).unwrap();
         assert_eq!((report.counts.read, report.counts.rows), (12, 36));
-        data::split_validation(store, Fraction::new(fraction).unwrap(), 7).unwrap()
+        split::split_sets(store, &[36], Fraction::new(fraction).unwrap(), 7, &[]).unwrap()
     };
     let sources = |store: RowStore| -> BTreeSet<i32> { store.iter().map(|row| row.unwrap().input_ids[0]).collect() };
-    let (training, validation) = split(0.25);
+    let Split { training, validation, .. } = split(0.25);
     assert_eq!((training.len(), validation.len()), (27, 9));
     assert!(sources(training).is_disjoint(&sources(validation)));
     let one = write(&dir.path().join("one.jsonl"), &lines[0]);
     let (store, _) = data::load(&[one], &settings(None)).unwrap();
-    assert!(data::split_validation(store, Fraction::new(0.5).unwrap(), 7).is_err(), "one source row in three pieces");
+    let split = split::split_sets(store, &[3], Fraction::new(0.5).unwrap(), 7, &[]);
+    assert!(split.is_err(), "one source row in three pieces");
 }
 
 fn streamed(tokenizer: &TextTokenizer, before: &[i32], ids: &[i32]) -> Vec<String> {

@@ -222,7 +222,7 @@ fn a_merged_folder_is_a_backbone_and_its_heads() {
     export(&small, "run/final", "merged", "merged", &[]).succeeded();
     assert_eq!(
         small.names("merged"),
-        ["README.md", "config.json", "medusa.sha256", "model.safetensors", "recipe.toml"]
+        ["README.md", "config.json", "medusa.sha256", "model.safetensors", "prompts.hashes", "recipe.toml"]
     );
     let found: Value =
         serde_json::from_str(&small.medusa(&["inspect", "merged", "--json"]).succeeded().stdout).expect("JSON");
@@ -335,7 +335,7 @@ fn the_card_says_what_is_known_and_nothing_else() {
     assert!(other.stderr.contains("tree.json is left out of the model card: it needs 2 heads, and 1 are exported"));
     assert_eq!(
         small.names("other"),
-        ["README.md", "config.json", "medusa.sha256", "medusa_lm_head.safetensors", "recipe.toml"]
+        ["README.md", "config.json", "medusa.sha256", "medusa_lm_head.safetensors", "prompts.hashes", "recipe.toml"]
     );
     export(&small, "run/other", "tgi", "named", &["--calibration", "run/calibration.json"])
         .failed(1, &["run/calibration.json", "measured with other heads"]);
@@ -390,7 +390,15 @@ fn the_first_heads_alone_have_nothing_of_the_others() {
     assert!(left_out.iter().all(|words| ended.stderr.contains(words)), "{}", ended.stderr);
     assert_eq!(
         small.names("first"),
-        ["README.md", "calibration.json", "config.json", "medusa.sha256", "medusa_lm_head.safetensors", "recipe.toml"]
+        [
+            "README.md",
+            "calibration.json",
+            "config.json",
+            "medusa.sha256",
+            "medusa_lm_head.safetensors",
+            "prompts.hashes",
+            "recipe.toml"
+        ]
     );
     let card = small.read("first/README.md");
     assert!(card.contains("| 1 | t + 2 |") && !card.contains("| 2 | t + 3 |") && !card.contains("## Speed"), "{card}");
@@ -906,6 +914,7 @@ fn an_adapter_goes_with_its_heads() {
         "config.json",
         "medusa.sha256",
         "medusa_lm_head.safetensors",
+        "prompts.hashes",
         "recipe.toml",
     ];
     assert_eq!(small.names("peft"), files);

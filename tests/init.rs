@@ -64,7 +64,10 @@ fn the_recipe_trains_and_its_heads_decode_by_the_next_commands() {
             }
         }
     }
-    assert_eq!(small.names("checkpoints/first/final"), ["config.json", "heads.safetensors", "medusa.sha256"]);
+    assert_eq!(
+        small.names("checkpoints/first/final"),
+        ["config.json", "heads.safetensors", "medusa.sha256", "prompts.hashes"]
+    );
 
     small
         .medusa(&INIT)

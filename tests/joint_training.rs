@@ -60,7 +60,14 @@ fn what_is_frozen_stays_as_it_was_and_so_does_the_teacher() {
     assert_ne!(logits(&after, Adapters::On), before, "the adapters learnt something");
     assert_eq!(
         small.names("run/final"),
-        ["adapter_config.json", "adapter_model.safetensors", "config.json", "heads.safetensors", "medusa.sha256"]
+        [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "config.json",
+            "heads.safetensors",
+            "medusa.sha256",
+            "prompts.hashes"
+        ]
     );
     let lines = validation(&small);
     assert_eq!(lines[0]["step"], 0, "the backbone before training");
@@ -172,7 +179,15 @@ fn adapters_merge_into_a_plain_folder() {
     assert_eq!(small.medusa(&export).succeeded().stdout, "merged\n");
     assert_eq!(
         small.names("merged"),
-        ["README.md", "config.json", "medusa.sha256", "model.safetensors", "recipe.toml", "tokenizer.json"]
+        [
+            "README.md",
+            "config.json",
+            "medusa.sha256",
+            "model.safetensors",
+            "prompts.hashes",
+            "recipe.toml",
+            "tokenizer.json"
+        ]
     );
     let mut adapted = load(&small, "backbone");
     attach(&mut adapted, &small.path("run/final"), None).expect("the run's adapter");
@@ -223,7 +238,10 @@ fn without_adapters_the_whole_backbone_trains() {
     let before = small.bytes("backbone/model.safetensors");
     small.train(&[]).succeeded();
     assert_eq!(small.bytes("backbone/model.safetensors"), before, "the base is not overwritten");
-    assert_eq!(small.names("run/final"), ["backbone", "config.json", "heads.safetensors", "medusa.sha256"]);
+    assert_eq!(
+        small.names("run/final"),
+        ["backbone", "config.json", "heads.safetensors", "medusa.sha256", "prompts.hashes"]
+    );
     assert_eq!(small.names("run/final/backbone"), ["config.json", "medusa.sha256", "model.safetensors"]);
     assert_learns(&small);
     let tuned = load(&small, "run/final/backbone");

@@ -239,7 +239,10 @@ fn killed_while_best_is_written_it_is_whole_or_absent() {
         child.kill().expect("a child");
         child.wait().expect("a child");
         if small.path("run/best").exists() {
-            assert_eq!(small.names("run/best"), ["config.json", "heads.safetensors", "medusa.sha256"]);
+            assert_eq!(
+                small.names("run/best"),
+                ["config.json", "heads.safetensors", "medusa.sha256", "prompts.hashes"]
+            );
             small.medusa(&["inspect", "run/best"]).succeeded();
         }
     }

@@ -19,7 +19,7 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// Limit for the lines of code in src/, without comments, blank lines and tests. A change that exceeds it simplifies
 /// something first and only then raises the limit.
-const CODE_LINES: usize = 64_400;
+const CODE_LINES: usize = 64_900;
 
 /// Limit for the lines of README.md.
 const README_LINES: usize = 200;
@@ -33,6 +33,7 @@ const FORMATS: &[&str] = &[
     "bench.json",
     "load.json",
     "provenance.json",
+    "prompts.hashes",
     "distill.json",
 ];
 

@@ -81,6 +81,7 @@ mod thread_ranks;
 mod tokenizer_files;
 mod tokenizer_model;
 mod torch_backbone;
+mod trained_prompts;
 mod training_command;
 mod training_run;
 mod tree;

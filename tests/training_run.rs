@@ -128,6 +128,7 @@ fn the_folder_of_a_run_is_the_documented_one() {
     let expected = [
         "final",
         "metrics.jsonl",
+        "prompts.hashes",
         "provenance.json",
         "recipe.toml",
         "step-000018",
@@ -136,7 +137,7 @@ fn the_folder_of_a_run_is_the_documented_one() {
         "tensorboard",
     ];
     assert_eq!(small.names("run"), expected, "keep_checkpoints is 3");
-    assert_eq!(small.names("run/final"), ["config.json", "heads.safetensors", "medusa.sha256"]);
+    assert_eq!(small.names("run/final"), ["config.json", "heads.safetensors", "medusa.sha256", "prompts.hashes"]);
     assert_all_whole(&small, "run");
 
     let lines = metrics(&small, "run");
@@ -735,7 +736,10 @@ fn a_loss_that_is_no_number_stops_the_first_step() {
     let small = SmallRun::new();
     change_weight(&small, "model.norm.weight", |norm| norm * 3e38); // finite; what it scales is not
     small.train(&[]).failed(1, &["step 1: the loss is NaN", "rows [", "check the weights"]);
-    assert_eq!(small.names("run"), ["metrics.jsonl", "provenance.json", "recipe.toml", "tensorboard"]);
+    assert_eq!(
+        small.names("run"),
+        ["metrics.jsonl", "prompts.hashes", "provenance.json", "recipe.toml", "tensorboard"]
+    );
 }
 
 #[test]

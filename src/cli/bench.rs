@@ -18,13 +18,15 @@ use super::drafter::loaded::LoadedDrafter;
 use super::drafter::plan::DrafterPlan;
 use super::drafter::{Drafts, ReadyDrafter};
 use super::prompts::{self, EndedEarly, IndexedPrompt};
-use super::{CommonFlags, UsageError, print_json, print_text, wrap};
+use super::{CommonFlags, UsageError, print_json, print_text, trained_on, wrap};
+use crate::data::chat_template::ChatTemplate;
 use crate::data::prompts::{Prompt, to_ids};
 use crate::data::tokenize::wide;
 use crate::decode::request::Request;
 use crate::engine::sample::Stream;
 use crate::files;
 use crate::formats::bench::BenchResult;
+use crate::formats::trained_prompts::MeasuredPrompts;
 use crate::tree::accept::Acceptance;
 use crate::tree::guess_tree::GuessTree;
 
@@ -58,8 +60,8 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let rows = drafters::rows(args)?;
     let trees = drafters::searched_trees(args, &settings, &rows)?;
     let unused: Option<Vec<String>> = settings.iter().map(|setting| setting.decoding.unused_sampling(true)).collect();
-    unused.iter().flatten().take(1).for_each(|notice| common.say(notice)); // unless a value of the sweep uses the flags
     let (prompts, decoder, facts) = load(args, &rows, common)?;
+    unused.iter().flatten().take(1).for_each(|notice| common.say(notice)); // unless a value of the sweep uses the flags
     let all = prompts.len();
     let prompts = match settings.iter().all(|setting| setting.context.is_some()) {
         true => prompts.into_iter().enumerate().collect(), // cut to a context that `settings` has checked
@@ -145,8 +147,8 @@ impl<'a> Bench<'a> {
 /// Measures throughput and latencies with several texts in flight.
 fn run_load(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let rows = drafters::rows(args)?;
-    args.decoding.unused_sampling(rows.iter().any(Option::is_some)).iter().for_each(|notice| common.say(notice));
     let (prompts, decoder, facts) = load(args, &rows, common)?;
+    args.decoding.unused_sampling(rows.iter().any(Option::is_some)).iter().for_each(|notice| common.say(notice));
     let prompts = args.fit.fitting(prompts, &decoder, common)?;
     let ids = |(index, prompt): &IndexedPrompt| -> anyhow::Result<_> {
         Ok((*index, wide(&to_ids(&prompt.input, &decoder.tokenizer, decoder.template.as_deref())?)))
@@ -172,7 +174,11 @@ fn load(
     let served = backbone::served(args, rows, heads, common)?;
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), args.backbone())?;
     let plans: Vec<DrafterPlan> = rows.iter().flatten().cloned().collect();
-    let facts: Vec<DrafterFacts> = plans.iter().map(DrafterFacts::of).collect();
+    let facts = |plan: &DrafterPlan| {
+        let prompts = trained_on(args, plan, &prompts, served.template.as_ref(), common)?;
+        Ok(DrafterFacts { prompts, ..DrafterFacts::of(plan) })
+    };
+    let facts = plans.iter().map(facts).collect::<anyhow::Result<Vec<_>>>()?;
     // Trees that are searched need no notice about a missing --tree.
     let loading = CommonFlags { quiet: common.quiet || args.nodes_flag().is_some(), ..common.clone() };
     let decoder = args.engine.load(args.backbone(), heads, plans, served, &loading)?;
@@ -180,6 +186,21 @@ fn load(
         |(facts, loaded): (DrafterFacts, &LoadedDrafter)| DrafterFacts { parameters: loaded.parameters(), ..facts };
     let facts = facts.into_iter().zip(&decoder.drafters).map(with_parameters).collect();
     Ok((prompts, decoder, facts))
+}
+
+/// Which of the prompts the heads of a drafter were trained on.
+fn trained_on(
+    args: &BenchArgs,
+    plan: &DrafterPlan,
+    prompts: &[Prompt],
+    template: Option<&ChatTemplate>,
+    common: &CommonFlags,
+) -> anyhow::Result<Option<MeasuredPrompts>> {
+    let Some(heads) = &plan.heads else { return Ok(None) };
+    let count = |trained| trained_on::count_prompts(&trained, prompts, args.backbone(), template);
+    let measured = trained_on::of_heads(heads)?.map(count).transpose()?;
+    trained_on::report(measured, &heads.display().to_string(), args.fit.strict, common)?;
+    Ok(measured)
 }
 
 /// Drafter `at` in a setting.

@@ -18,7 +18,7 @@ use super::progress::Counter;
 use super::prompts::{self, EndedEarly, FitFlags};
 use super::reading::watched;
 use super::served::{Served, ServedFlags};
-use super::{CommonFlags, print_json, print_text};
+use super::{CommonFlags, print_json, print_text, trained_on};
 use crate::calibrate::{self, CountedRows};
 use crate::data::cache::TokenCache;
 use crate::data::chat_template::ChatTemplate;
@@ -36,6 +36,7 @@ use crate::engine::sample::{Sampling, Stream};
 use crate::formats::calibration::Calibration;
 use crate::formats::calibration_share::{CalibratedWork, CalibrationShare};
 use crate::formats::share::Share;
+use crate::formats::trained_prompts::{MeasuredPrompts, TrainedPrompts};
 use crate::model::device_map::DeviceMap;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
@@ -126,7 +127,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let measured = CalibratedFolders::of(args)?;
     let served = args.served.resolve(measured.backbone, Some(measured.heads), common)?;
     let served = Served { device_map: args.device_map.clone(), ..served };
-    let (backbone, rows, too_long) = match &args.prompts {
+    let MeasuredRows { backbone, rows, prompts, too_long } = match &args.prompts {
         Some(prompts) => answers_to_file(args, measured, prompts, served, common)?,
         None if args.data.is_empty() => answers_to_held_out(args, measured, served, common)?,
         None => given_text(args, measured, served, common)?,
@@ -146,6 +147,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
             quantization: backbone.quantization().map(|quantization| quantization.to_string()),
             rows: rows.len(),
             rows_sha256: counted_rows.rows_sha256.clone(),
+            prompts,
             top_k: args.top_k.get(),
             dynamic_top_k: counted_rows.dynamic.top_k,
             backbone: shown(measured.backbone),
@@ -153,7 +155,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
         return save_share(args, counted_rows, of, common);
     }
     let calibration = counted_rows.counts.sign(shown(measured.backbone), heads_sha256)?;
-    let calibration = Calibration { dynamic: Some(counted_rows.dynamic), ..calibration };
+    let calibration = Calibration { dynamic: Some(counted_rows.dynamic), prompts, ..calibration };
     calibration.save(&args.out)?;
     common.say(format_args!(
         "{} tokens of {}; wrote {}",
@@ -162,6 +164,16 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
         args.out.display()
     ));
     if common.json { print_json(&summary(&calibration, too_long, &args.out)) } else { print_text(table(&calibration)) }
+}
+
+/// The rows that heads are measured on, with the backbone.
+struct MeasuredRows {
+    backbone: Llama,
+    rows: RowStore,
+    /// `None` for heads that do not say what they were trained on.
+    prompts: Option<MeasuredPrompts>,
+    /// Prompts with a turn that does not fit; `None` for rows of data, which are split instead.
+    too_long: Option<usize>,
 }
 
 /// What is measured.
@@ -175,6 +187,29 @@ impl<'a> CalibratedFolders<'a> {
     fn of(args: &'a CalibrateArgs) -> anyhow::Result<Self> {
         let backbone = args.backbone.as_deref().context("--backbone is given")?;
         Ok(Self { backbone, heads: args.heads.as_deref().context("--heads is given")? })
+    }
+
+    /// How many of the prompts that `count` counts the heads were trained on, which is reported.
+    fn trained_on(
+        self,
+        count: impl FnOnce(&TrainedPrompts) -> anyhow::Result<MeasuredPrompts>,
+        args: &CalibrateArgs,
+        common: &CommonFlags,
+    ) -> anyhow::Result<Option<MeasuredPrompts>> {
+        let prompts = trained_on::of_heads(self.heads)?.map(|trained| count(&trained)).transpose()?;
+        trained_on::report(prompts, &self.heads.display().to_string(), args.fit.strict, common)?;
+        Ok(prompts)
+    }
+
+    fn trained_on_rows(
+        self,
+        rows: &RowStore,
+        args: &CalibrateArgs,
+        served: &Served,
+        common: &CommonFlags,
+    ) -> anyhow::Result<Option<MeasuredPrompts>> {
+        let template = served.template.as_ref();
+        self.trained_on(|trained| trained_on::count_rows(trained, rows, self.backbone, template), args, common)
     }
 
     /// The backbone, which the heads fit: that is known before minutes of decoding.
@@ -215,14 +250,12 @@ pub(super) fn merge(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Resul
     let load = |path: &PathBuf| Ok((path.clone(), CalibrationShare::load(path)?));
     let shares = args.merge.iter().map(load).collect::<anyhow::Result<Vec<_>>>()?;
     let calibration = calibration_shares::merge(shares)?;
+    trained_on::report(calibration.prompts, "the measured heads", args.fit.strict, common)?;
     calibration.save(&args.out)?;
     let shares = counted(args.merge.len(), "share");
     common.say(format_args!("{} tokens of {shares}; wrote {}", calibration.tokens, args.out.display()));
     if common.json { print_json(&summary(&calibration, None, &args.out)) } else { print_text(table(&calibration)) }
 }
-
-/// The backbone, rows to measure on, and how many prompts have a turn that does not fit.
-type RowsOfBackbone = (Llama, RowStore, Option<usize>);
 
 /// Answers to every turn of the prompts of a file.
 fn answers_to_file(
@@ -231,9 +264,12 @@ fn answers_to_file(
     file: &Path,
     served: Served,
     common: &CommonFlags,
-) -> anyhow::Result<RowsOfBackbone> {
+) -> anyhow::Result<MeasuredRows> {
     let prompts = prompts::read(None, Some(file), common)?;
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), measured.backbone)?;
+    let template = served.template.as_ref();
+    let count = |trained: &_| trained_on::count_prompts(trained, &prompts, measured.backbone, template);
+    let met = measured.trained_on(count, args, common)?;
     let backbone = measured.backbone_for(Purpose::Decoding, &served, common)?;
     let tokenizer = TextTokenizer::load(measured.backbone)?;
     let decoder =
@@ -254,8 +290,8 @@ fn answers_to_file(
     }
     drop(counter);
     ended_early.report(common);
-    let too_long = all - prompts.len() + ended_early.count();
-    Ok((decoder.backbone, RowStore::in_memory(rows), Some(too_long)))
+    let too_long = Some(all - prompts.len() + ended_early.count());
+    Ok(MeasuredRows { backbone: decoder.backbone, rows: RowStore::in_memory(rows), prompts: met, too_long })
 }
 
 /// Answers to what stands before the answers of the rows that the heads' run held out.
@@ -264,9 +300,12 @@ fn answers_to_held_out(
     measured: CalibratedFolders,
     served: Served,
     common: &CommonFlags,
-) -> anyhow::Result<RowsOfBackbone> {
+) -> anyhow::Result<MeasuredRows> {
+    let (held_out, notice) = held_out::rows(measured.heads, common)?;
+    let met = measured.trained_on_rows(&held_out, args, &served, common)?;
+    common.say(notice);
     let mut prompts = vec![];
-    for row in held_out::rows(measured.heads, common)?.iter() {
+    for row in held_out.iter() {
         prompts.extend(calibrate::prompts_of(&row?));
     }
     let (all, wanted) = (prompts.len(), args.max_prompts.get().min(prompts.len()));
@@ -281,7 +320,7 @@ fn answers_to_held_out(
     };
     let rows = (0..wanted).map(answer).collect::<anyhow::Result<Vec<_>>>()?;
     drop(counter);
-    Ok((backbone, RowStore::in_memory(rows), None))
+    Ok(MeasuredRows { backbone, rows: RowStore::in_memory(rows), prompts: met, too_long: None })
 }
 
 fn given_text(
@@ -289,13 +328,15 @@ fn given_text(
     measured: CalibratedFolders,
     served: Served,
     common: &CommonFlags,
-) -> anyhow::Result<RowsOfBackbone> {
+) -> anyhow::Result<MeasuredRows> {
     let backbone = measured.backbone_for(Purpose::Training, &served, common)?;
-    let rows = read_rows(args, measured.backbone, &backbone, served.template.as_ref(), common)?;
+    let (rows, report) = read_rows(args, measured.backbone, &backbone, served.template.as_ref(), common)?;
+    let prompts = measured.trained_on_rows(&rows, args, &served, common)?;
+    common.say(report);
     common.say(
         "measured on the given text: if the backbone did not write it, decoding is measured better with --prompts",
     );
-    Ok((backbone, rows, None))
+    Ok(MeasuredRows { backbone, rows, prompts, too_long: None })
 }
 
 fn read_rows(
@@ -304,7 +345,7 @@ fn read_rows(
     backbone: &Llama,
     template: Option<&ChatTemplate>,
     common: &CommonFlags,
-) -> anyhow::Result<RowStore> {
+) -> anyhow::Result<(RowStore, String)> {
     // Rows of token ids need no tokenizer; rows of text report a missing one.
     let tokenizer = TextTokenizer::load_if_there(folder)?;
     let (cache, config) = (TokenCache::of_user(), &backbone.config);
@@ -319,8 +360,7 @@ fn read_rows(
     };
     let entries = data::entries(&args.data, &args.fetched);
     let (rows, report) = watched(common, |watch| data::load_entries(&entries, &LoadSettings { watch, ..settings }))?;
-    common.say(report);
-    Ok(rows)
+    Ok((rows, report.to_string()))
 }
 
 /// `too_long` prompts have a turn that does not fit; rows of data are split instead.
@@ -330,6 +370,9 @@ fn summary(calibration: &Calibration, too_long: Option<usize>, out: &Path) -> se
         json!({"out": out, "heads": heads, "tokens": calibration.tokens, "heads_sha256": calibration.heads_sha256});
     if let Some(prompts) = too_long {
         summary["too_long"] = prompts.into();
+    }
+    if let Some(prompts) = calibration.prompts {
+        summary["prompts"] = json!(prompts);
     }
     summary
 }

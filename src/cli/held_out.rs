@@ -14,11 +14,11 @@ use crate::torch::shared_gpus::SharedGpus;
 use crate::train::checked::CheckedRun;
 use crate::train::plan::TrainPlan;
 
-/// The rows that the run of these heads evaluated on.
+/// The rows that the run of these heads evaluated on, and what to say of them.
 ///
 /// # Errors
 /// Heads outside of a run's folder, a run that held out no rows, or data that changed since.
-pub(super) fn rows(heads: &Path, common: &CommonFlags) -> anyhow::Result<RowStore> {
+pub(super) fn rows(heads: &Path, common: &CommonFlags) -> anyhow::Result<(RowStore, String)> {
     let give = |why: String| UsageError(format!("{why}; give held-out rows by --data, or prompts by --prompts"));
     let run = heads.parent().filter(|run| is_run(run));
     let run = run.ok_or_else(|| give(format!("{} is not in a run's folder", heads.display())))?;
@@ -33,7 +33,11 @@ pub(super) fn rows(heads: &Path, common: &CommonFlags) -> anyhow::Result<RowStor
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     let run = run.display();
     provenance.check_rows(checked.reports()).map_err(|other| give(format!("the data of {run} changed: {other}")))?;
+    if provenance.other_split(checked.split_by_prompt).is_some() {
+        return Err(
+            give(format!("{run} held out rows one by one, although others that it trained on ask the same")).into()
+        );
+    }
     let rows = checked.held_out().ok_or_else(|| give(format!("{run} held out no rows")))?;
-    common.say(format_args!("{run} held {} out from training", counted(rows.len(), "row")));
-    Ok(rows.clone())
+    Ok((rows.clone(), format!("{run} held {} out from training", counted(rows.len(), "row"))))
 }

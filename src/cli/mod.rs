@@ -61,6 +61,7 @@ pub mod served;
 mod signals;
 mod threads;
 pub mod train;
+mod trained_on;
 pub mod tree;
 mod trusted;
 mod unused_flags;

@@ -20,7 +20,8 @@ use crate::plural::counted;
 /// What happens to prompts that do not fit.
 #[derive(Debug, Clone, Copy, Args)]
 pub(super) struct FitFlags {
-    /// Make an error of what is otherwise skipped and counted: a prompt that does not fit the context.
+    /// Make an error of what is otherwise counted: a prompt that does not fit the context, which is skipped, or, where heads are measured,
+    /// one that they were trained on.
     #[arg(long)]
     pub(super) strict: bool,
 }

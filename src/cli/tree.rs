@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::Context;
 
-use super::{CommonFlags, UsageError, print_line};
+use super::{CommonFlags, UsageError, print_line, trained_on};
 use crate::bounds::TREE_NODES;
 use crate::files;
 use crate::formats::calibration::Calibration;
@@ -30,7 +30,7 @@ pub use args::TreeArgs;
 /// An unreadable calibration or latency file, an impossible tree, or an output file that cannot be written.
 pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let Some(path) = &args.latency else { return run_without_latency(args, common) };
-    let calibration = calibration(args)?;
+    let calibration = calibration(args, common)?;
     let latency = machine::latency(args, path, &calibration, common)?;
     let chosen = machine::choose(args, &latency, &calibration, common)?;
     let expected_tokens_per_second = Some(chosen.tokens_per_second());
@@ -48,13 +48,14 @@ pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
 /// # Errors
 /// As [`run`].
 pub fn run_without_latency(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let calibration = calibration(args)?;
+    let calibration = calibration(args, common)?;
     let (tree, file) = of_size(args, &calibration)?;
     write(args, &tree, file, &calibration, common)
 }
 
-fn calibration(args: &TreeArgs) -> anyhow::Result<Calibration> {
+fn calibration(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<Calibration> {
     let mut calibration = Calibration::load(&args.calibration)?;
+    trained_on::report(calibration.prompts, "the calibrated heads", args.strict, common)?;
     if args.independent {
         calibration.forget_joint();
     }

@@ -91,11 +91,11 @@ pub enum DataError {
     Empty { files: Vec<String>, report: Box<LoadReport> },
     /// Too little to split.
     #[error(
-        "validation_fraction needs at least 2 rows in the files (with data.mix, in one of its entries), one to train on and one to validate \
-         on, got {rows}"
+        "validation_fraction needs at least 2 rows with different prompts in the files (with data.mix, in one of its entries), to train on and to \
+         validate on, got {rows}"
     )]
     TooFewToSplit {
-        /// Rows of the largest set; the pieces of a long one count once.
+        /// Rows with different prompts in the largest set; the pieces of a long one count once.
         rows: usize,
     },
 }

@@ -42,6 +42,7 @@ pub mod rows;
 mod settings;
 mod shown;
 pub mod source;
+pub mod split;
 pub mod store;
 mod template_abilities;
 mod token_file;
@@ -55,7 +56,7 @@ use arrow::error::ArrowError;
 
 use crate::files::checksums::ListedFiles;
 use crate::files::{self, failed};
-use crate::numbers::{Fraction, Positive};
+use crate::numbers::Positive;
 use cache::{CacheEntry, TokenCache};
 pub use error::DataError;
 use mix::Mix;
@@ -144,58 +145,6 @@ pub fn mixed(
     }
     let weights: Vec<f64> = weights.iter().map(|weight| weight.get()).collect();
     Ok(Mix::new(rows, counts, &weights, pack_to))
-}
-
-/// Splits the rows into (training, validation), each in the original order and not empty. All pieces of a long source row are on the
-/// same side: they are parts of one document or conversation.
-///
-/// # Errors
-/// Fewer than two source rows.
-pub fn split_validation(rows: RowStore, fraction: Fraction, seed: u64) -> Result<(RowStore, RowStore), DataError> {
-    let all = rows.len();
-    split_sets(rows, &[all], fraction, seed).map(|(training, _, validation)| (training, validation))
-}
-
-/// Splits the rows of several sets as [`split_validation`] does, but draws no set's last source row; the second value are the
-/// training rows of each set.
-///
-/// # Errors
-/// No set with two source rows.
-pub fn split_sets(
-    rows: RowStore,
-    counts: &[usize],
-    fraction: Fraction,
-    seed: u64,
-) -> Result<(RowStore, Vec<usize>, RowStore), DataError> {
-    /// Apart from every epoch's stream, so that the split and the first order are independent.
-    const STREAM: u64 = u64::MAX;
-    let sources = rows.sources();
-    let all = sources.last().map_or(0, |last| last + 1);
-    let set_of_row = counts.iter().enumerate().flat_map(|(set, count)| std::iter::repeat_n(set, *count));
-    let (mut set_of, mut left) = (vec![0; all], vec![0; counts.len()]);
-    sources.iter().zip(set_of_row).for_each(|(&source, set)| set_of[source] = set);
-    set_of.iter().for_each(|&set| left[set] += 1);
-    let most = left.iter().max().copied().unwrap_or(0);
-    if most < 2 {
-        return Err(DataError::TooFewToSplit { rows: most });
-    }
-    let count = ((all as f64 * fraction.get()).round() as usize).clamp(1, all - 1);
-    let spare = |source: u32| {
-        let (source, left) = (source as usize, &mut left[set_of[source as usize]]);
-        let is_spare = *left > 1;
-        *left -= usize::from(is_spare);
-        is_spare.then_some(source)
-    };
-    let mut is_drawn = vec![false; all];
-    for source in random_stream::shuffled(all, seed, STREAM).into_iter().filter_map(spare).take(count) {
-        is_drawn[source] = true;
-    }
-    let held_out: Vec<bool> = sources.iter().map(|&source| is_drawn[source]).collect();
-    let mut rest = held_out.iter();
-    let left = |count: &usize| rest.by_ref().take(*count).filter(|is_held_out| !**is_held_out).count();
-    let counts = counts.iter().map(left).collect();
-    let (validation, training) = rows.partition(&held_out);
-    Ok((training, counts, validation))
 }
 
 /// The rows of a file, cut, from the cache where it has them.

@@ -283,6 +283,16 @@ pub fn chat_ids(
     Ok(tokenizer.encode(&text, false)?)
 }
 
+/// The tokens with which a template opens each answer, whatever was asked; none without a template, or where it opens them with a single character.
+pub fn answer_header(tokenizer: Option<&TextTokenizer>, template: Option<&ChatTemplate>) -> Vec<i32> {
+    let asked = |question: &str| chat_ids(&ChatInput::of_user(question), tokenizer?, template).ok();
+    let (Some(one), Some(other)) = (asked("a"), asked("7")) else { return vec![] };
+    let common = one.iter().rev().zip(other.iter().rev()).take_while(|(one, other)| one == other).count();
+    let header = one[one.len() - common..].to_vec();
+    let is_sign = header.len() > 1 || header.iter().any(|id| tokenizer.is_some_and(|known| known.is_special(*id)));
+    if is_sign { header } else { vec![] }
+}
+
 fn in_vocabulary(ids: &[i32], tokenizer: &TextTokenizer) -> Result<Vec<i32>, PromptError> {
     let vocab_size = tokenizer.vocab_size();
     let known = |id: i32| usize::try_from(id).is_ok_and(|id| id < vocab_size);

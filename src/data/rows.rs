@@ -13,6 +13,9 @@ use crate::bounds::ROW_BYTES;
 /// The label of a token that carries no loss, as PyTorch and transformers have it.
 pub const IGNORE: i32 = -100;
 
+/// By so many a row without a question is known: more than texts have in common, and few enough to be in a prompt.
+const FIRST_TOKENS: usize = 64;
+
 /// Tokens and, for each, the token to learn: the same one, or [`IGNORE`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenRow {
@@ -250,6 +253,22 @@ impl TokenRow {
         self
     }
 
+    /// What the model is asked: the tokens before the first that carries loss, or, where loss begins at once (behind a BOS at most), those up to the first
+    /// `header` of an answer. `None` without either.
+    pub fn question(&self, header: &[i32]) -> Option<&[i32]> {
+        let learned = self.labels.iter().position(|&label| label != IGNORE).unwrap_or(self.labels.len());
+        if learned > 1 {
+            return Some(&self.input_ids[..learned]);
+        }
+        let place = (!header.is_empty()).then(|| self.input_ids.windows(header.len()).position(|ids| ids == header));
+        place.flatten().map(|at| &self.input_ids[..at + header.len()])
+    }
+
+    /// What the row is known by where it is met again: its question, or of a row without one its first tokens.
+    pub fn prompt(&self, header: &[i32]) -> &[i32] {
+        self.question(header).unwrap_or(&self.input_ids[..self.input_ids.len().min(FIRST_TOKENS)])
+    }
+
     /// Whether any position of the row has a target.
     pub fn has_target(&self) -> bool {
         self.labels.iter().skip(1).any(|&label| label != IGNORE)
@@ -331,6 +350,15 @@ mod tests {
         assert!(wrong(&[1, 2], &[1, -1]).starts_with("labels[1]"));
         assert!(wrong(&[1, 1 << 40], &[1, 1]).contains("1099511627776"));
         assert_eq!(wrong(&[1, 2], &[1]), "labels: expected 2 values, one for each of input_ids, got 1");
+    }
+
+    #[test]
+    fn a_prompt_ends_where_loss_begins_and_a_text_is_known_by_its_first_tokens() {
+        let row = |labels: Vec<i32>| TokenRow { input_ids: (5..5 + labels.len() as i32).collect(), labels };
+        assert_eq!(row(vec![IGNORE, IGNORE, 7, IGNORE, 9]).prompt(&[8, 9]), [5, 6]);
+        assert_eq!(row(vec![IGNORE, 6, 7]).prompt(&[]), [5, 6, 7], "a BOS asks nothing");
+        assert_eq!(row(vec![5, 6, 7, 8]).prompt(&[6, 7]), [5, 6, 7]);
+        assert_eq!(row(vec![1; 2 * FIRST_TOKENS]).prompt(&[7, 7]).len(), FIRST_TOKENS);
     }
 
     #[test]

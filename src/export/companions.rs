@@ -1,4 +1,4 @@
-//! The files of a run that accompany exported heads: recipe, calibration, tree and bench.
+//! The files of a run that accompany exported heads: recipe, hashes of the trained prompts, calibration, tree and bench.
 
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,8 @@ use crate::files::{self, is_file, sha256, write_synced};
 use crate::formats::FormatError;
 use crate::formats::bench::{self, BenchHeadline};
 use crate::formats::calibration::Calibration;
-use crate::formats::run_folder::{self, BENCH, CALIBRATION, RECIPE, TREE};
+use crate::formats::run_folder::{self, BENCH, CALIBRATION, PROMPTS, RECIPE, TREE};
+use crate::formats::trained_prompts::TrainedPrompts;
 use crate::formats::tree::TreeFile;
 use crate::tree::sparse_tree::SparseTree;
 
@@ -22,6 +23,7 @@ pub(super) struct Companions {
     pub(super) calibration: Option<Companion<Calibration>>,
     pub(super) tree: Option<Companion<(SparseTree, TreeFile)>>,
     pub(super) bench: Option<Companion<CardBench>>,
+    prompts: Option<TrainedPrompts>,
     /// Reasons why files were left out.
     pub(super) notices: Vec<String>,
 }
@@ -82,6 +84,7 @@ impl Companions {
             tree: look(request.tree.as_deref(), &places, TREE, &tree, &mut notices)?,
             bench: look(request.bench.as_deref(), &places, BENCH, &bench, &mut notices)?,
             recipe: run.and_then(|path| found(path, &recipe, &mut notices)),
+            prompts: TrainedPrompts::of_heads(beside)?,
             notices,
         })
     }
@@ -93,6 +96,7 @@ impl Companions {
             write_synced(&path, |out| out.write_all(recipe.content.as_bytes()))
                 .map_err(|source| ExportError::Io { path, source })?;
         }
+        self.prompts.as_ref().map_or(Ok(()), |prompts| prompts.save(&folder.join(PROMPTS)))?;
         self.tree.as_ref().map_or(Ok(()), |found| write::copy(&found.path, &folder.join(TREE)))?;
         self.calibration.as_ref().map_or(Ok(()), |found| write_calibration(found, folder, trained))
     }

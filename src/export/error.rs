@@ -7,6 +7,7 @@ use crate::data::chat_template::TemplateError;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::dtype::Dtype;
 use crate::files::{FileError, in_words};
+use crate::formats::FormatError;
 use crate::model::folder::FolderError;
 use crate::model::loading::LoadError;
 use crate::model::peft::{ADAPTER_CONFIG, PeftError};
@@ -97,6 +98,8 @@ pub enum ExportError {
     /// The adapter alone.
     #[error(transparent)]
     Adapter(#[from] PeftError),
+    #[error(transparent)]
+    Prompts(#[from] FormatError),
     #[error(transparent)]
     Heads(#[from] HeadsError),
     #[error(transparent)]

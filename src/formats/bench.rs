@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{self, FormatError};
 use super::metrics::TrainingCost;
+use super::trained_prompts::MeasuredPrompts;
 
 /// [`BenchResult::drafter`] of plain decoding.
 pub const PLAIN: &str = "plain";
@@ -58,6 +59,9 @@ pub struct BenchResult {
     /// Prompts with a turn that exceeds the context.
     #[serde(default)]
     pub too_long: usize,
+    /// Absent if the heads do not say what they were trained on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompts: Option<MeasuredPrompts>,
     /// Tokens per step, independent of the guesses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub forced_acceptance_rate: Option<f64>,

@@ -10,6 +10,7 @@ use super::hit_counts::HitCounts;
 use super::misfit::{Misfit, misfit};
 use super::sealed::{CHECKSUM, sealed};
 use super::share::Share;
+use super::trained_prompts::MeasuredPrompts;
 
 const WHAT: &str = "calibration";
 const EXPECTED: &str = "is no calibration; expected {\"heads\":[{\"counts\":…,\"total\":…,\"accuracy\":…}], …} as `medusa calibrate` writes it";
@@ -30,6 +31,9 @@ pub struct Calibration {
     pub heads_sha256: String,
     /// Input tokens read.
     pub tokens: u64,
+    /// Absent if the heads do not say what they were trained on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompts: Option<MeasuredPrompts>,
     /// Only in the calibration of an export.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exported_from: Option<ExportedFrom>,

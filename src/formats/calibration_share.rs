@@ -10,6 +10,7 @@ use super::hit_counts::HitCounts;
 use super::misfit::{Misfit, misfit};
 use super::sealed::sealed;
 use super::share::Share;
+use super::trained_prompts::MeasuredPrompts;
 
 const WHAT: &str = "share of a calibration";
 const EXPECTED: &str =
@@ -53,6 +54,9 @@ pub struct CalibratedWork {
     pub rows: usize,
     /// Hash of the tokens and labels of all rows.
     pub rows_sha256: String,
+    /// Absent if the heads do not say what they were trained on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompts: Option<MeasuredPrompts>,
     /// `--top-k`.
     pub top_k: usize,
     /// Guesses of each node of trees that are chosen at each step.

@@ -56,6 +56,13 @@ pub enum FormatError {
     /// A part of the file that a command needs.
     #[error("{} is share {share} of a calibration; merge all shares: medusa calibrate --merge FILE… --out calibration.json", path.display())]
     IsShare { path: PathBuf, share: Share },
+    /// No `prompts.hashes`, or a damaged one.
+    #[error(
+        "{}: expected the hashes of trained prompts as medusa-train writes them, got another file or a damaged one; copy it again from where the heads \
+         come from, or remove it: then nothing says which prompts were trained on",
+        path.display()
+    )]
+    NoPrompts { path: PathBuf },
     /// Numbers that cannot all be right.
     #[error("{}: {key}: expected {expected}, got {got}; the file is damaged: {remedy}", path.display())]
     Misfit { path: PathBuf, key: String, expected: String, got: String, remedy: &'static str },

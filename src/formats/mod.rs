@@ -11,6 +11,7 @@
 //! | bench.json | [`bench::BenchResult`] |
 //! | load.json | [`load::LoadResult`] |
 //! | provenance.json | [`provenance::Provenance`] |
+//! | prompts.hashes | [`trained_prompts::TrainedPrompts`] |
 //! | distill.json | [`provenance::DistillProvenance`] |
 //! | hs_0.safetensors, … of a server | [`captured_states::CapturedFile`], read only |
 //! | config.json of heads | [`heads_config::HeadsFolderConfig`], [`heads_config::PublishedHeadsConfig`] |
@@ -34,6 +35,7 @@ pub mod provenance;
 pub mod run_folder;
 pub mod sealed;
 pub mod share;
+pub mod trained_prompts;
 pub mod tree;
 
 pub use error::FormatError;

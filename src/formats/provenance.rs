@@ -69,9 +69,17 @@ pub struct Provenance {
     /// Whether malformed rows were skipped.
     #[serde(default)]
     pub skip_bad_rows: bool,
+    /// Whether `data.validation_fraction` held out other rows than version 0.1.0 did, because several have the same prompt.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub split_by_prompt: bool,
     /// Reports of the training and the validation rows.
     #[serde(default)]
     pub rows: Vec<Value>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 /// A file identified by its hash; its path may change.

@@ -18,6 +18,8 @@ const FINAL_OF: &str = "final-";
 pub const BEST: &str = "best";
 /// In `final/`: a fully trained backbone, as a Hugging Face folder.
 pub const BACKBONE: &str = "backbone";
+/// Hashes of the prompts that were trained on, in the run's folder and beside its finished heads.
+pub const PROMPTS: &str = "prompts.hashes";
 /// Output of `medusa calibrate`.
 pub const CALIBRATION: &str = "calibration.json";
 /// Output of `medusa tree`.

@@ -157,8 +157,9 @@ fn shards(id: &Id, folder: &Path, index: &str, names: &[String], tensors: &[&str
 /// Heads in the layout of a run or an export: the folder's own files, and the backbone trained with them.
 fn heads(names: &[String]) -> Vec<String> {
     let is_near = |name: &str| !name.contains('/') || name.starts_with("backbone/");
-    let is_kind =
-        |name: &str| [".json", ".safetensors", ".jinja", ".model", ".txt"].iter().any(|end| name.ends_with(end));
+    let is_kind = |name: &str| {
+        [".json", ".safetensors", ".jinja", ".model", ".txt", ".hashes"].iter().any(|end| name.ends_with(end))
+    };
     let has_safetensors = names.iter().any(|name| is_near(name) && name.ends_with(".safetensors"));
     let chosen = |name: &&String| is_near(name) && is_kind(name) || *name == PICKLED_HEADS && !has_safetensors;
     names.iter().filter(chosen).cloned().collect()

@@ -13,9 +13,10 @@ use crate::data::chat_template::ChatTemplate;
 use crate::data::loader::{Batch, BatchShare, Loader};
 use crate::data::mix::{Mix, MixedShare};
 use crate::data::pack::{PackReport, Sequences};
+use crate::data::split::{self, Split};
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
-use crate::data::{self, DataError, LoadReport, LoadSettings, Watch};
+use crate::data::{self, DataError, LoadReport, LoadSettings, Watch, prompts};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
 use crate::formats::best::BestBy;
@@ -44,12 +45,16 @@ pub struct CheckedRun {
     pub(super) config: LlamaConfig,
     /// What renders conversations, where there is a template.
     pub(super) template: Option<ChatTemplate>,
+    /// The tokens with which it opens an answer.
+    pub(super) answer_header: Vec<i32>,
     pub(super) train: Loader,
     pub(super) validation: Option<Loader>,
     /// Whether the backbone's folder has weights, whose headers were then checked.
     pub has_weights: bool,
     pub train_report: LoadReport,
     pub validation_report: Option<LoadReport>,
+    /// As [`Split::is_by_prompt`].
+    pub split_by_prompt: bool,
     pub pack_report: PackReport,
     /// Which of the backbone's layers lie on which device.
     pub stages: Stages,
@@ -103,16 +108,19 @@ impl CheckedRun {
         let total_steps = total_steps(&plan, train.steps_per_epoch())?;
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
         let hidden_state_bytes = hidden_state_bytes(&plan, rule, &config, [Some(&train), validation.as_ref()])?;
+        let answer_header = prompts::answer_header(tokenizer.as_ref(), template.as_ref());
         let mut checked = Self {
             stages: Stages::one(plan.device),
             plan,
             config,
             template,
+            answer_header,
             train,
             validation,
             has_weights,
             train_report,
             validation_report,
+            split_by_prompt: rows.split_by_prompt,
             pack_report,
             total_steps,
             heads_shape,
@@ -313,6 +321,8 @@ struct SplitRows {
     train_report: LoadReport,
     validation: Option<RowStore>,
     validation_report: Option<LoadReport>,
+    /// As [`Split::is_by_prompt`].
+    split_by_prompt: bool,
 }
 
 impl SplitRows {
@@ -355,14 +365,29 @@ fn load_rows(
 ) -> Result<SplitRows, TrainError> {
     let (train, train_report) = load_entries(&plan.data.train_entries(), settings, captured)?;
     let train_counts = train_report.rows_of_entries.clone();
-    let mut rows = SplitRows { train, train_counts, train_report, validation: None, validation_report: None };
+    let mut rows = SplitRows {
+        train,
+        train_counts,
+        train_report,
+        validation: None,
+        validation_report: None,
+        split_by_prompt: false,
+    };
     if !plan.data.validation.is_empty() {
         let (validation, report) = load_entries(&plan.data.validation_entries(), settings, captured)?;
         (rows.validation, rows.validation_report) = (Some(validation), Some(report));
     } else if let Some(fraction) = plan.data.validation_fraction {
         let sets = if plan.data.mix.is_some() { rows.train_counts } else { vec![rows.train.len()] };
-        let (train, counts, validation) = data::split_sets(rows.train, &sets, fraction, plan.train.seed)?;
-        rows = SplitRows { train, train_counts: counts, validation: Some(validation), ..rows };
+        let header = prompts::answer_header(settings.tokenizer, settings.template);
+        let Split { training, counts, validation, is_by_prompt } =
+            split::split_sets(rows.train, &sets, fraction, plan.train.seed, &header)?;
+        rows = SplitRows {
+            train: training,
+            train_counts: counts,
+            validation: Some(validation),
+            split_by_prompt: is_by_prompt,
+            ..rows
+        };
     }
     Ok(rows)
 }

@@ -12,9 +12,11 @@ use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::heads::{HEADS_FILE, Heads};
 use crate::files::checksums::{self, ChecksumError};
 use crate::files::{self, FileError, NewFolder, failed, is_partial, remove_folder, write_json, write_synced};
+use crate::formats::FormatError;
 use crate::formats::best::BestEvaluation;
 use crate::formats::heads_config::{CHAT_TEMPLATE, HeadsFolderConfig};
 use crate::formats::run_folder;
+use crate::formats::trained_prompts::TrainedPrompts;
 use crate::model::folder::{FolderError, save_folder};
 use crate::model::llama::Llama;
 use crate::model::peft::{ADAPTER_FILE, PeftError, save_adapters};
@@ -37,6 +39,9 @@ pub enum CheckpointError {
     File(#[from] FileError),
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    /// The hashes of the run's prompts.
+    #[error(transparent)]
+    Prompts(#[from] FormatError),
     #[error(transparent)]
     Adapter(#[from] PeftError),
     #[error(transparent)]
@@ -191,6 +196,8 @@ impl<'r> Checkpoints<'r> {
             }
         }
         self.save_config(folder.partial(), heads, best)?;
+        TrainedPrompts::load(&self.run().join(run_folder::PROMPTS))?
+            .save(&folder.partial().join(run_folder::PROMPTS))?;
         checksums::seal(folder.partial(), &[])?;
         folder.commit().map_err(failed("write", &path))?;
         Ok(path)
@@ -396,13 +403,13 @@ pub fn holds_a_run(run: &Path) -> Result<bool, FileError> {
     Ok(run.exists() && entries(run)?.iter().any(|path| !file_name(path).is_some_and(is_partial)))
 }
 
-/// Whether a folder holds only `name`, besides leftovers of interrupted writes.
+/// Whether a folder holds nothing but `names`, besides leftovers of interrupted writes.
 ///
 /// # Errors
 /// [`FileError`].
-pub fn holds_only(run: &Path, name: &str) -> Result<bool, FileError> {
-    let mut names = entries(run)?.into_iter().filter(|path| !file_name(path).is_some_and(is_partial));
-    Ok(names.next().is_some_and(|path| file_name(&path) == Some(name)) && names.next().is_none())
+pub fn holds_only(run: &Path, names: &[&str]) -> Result<bool, FileError> {
+    let is_known = |path: &PathBuf| file_name(path).is_some_and(|name| is_partial(name) || names.contains(&name));
+    Ok(entries(run)?.iter().all(is_known))
 }
 
 /// The step of the newest checkpoint.

@@ -20,6 +20,7 @@ impl Provenance {
             })
             .or_else(|| self.other_states(now))
             .or_else(|| self.other_making(now))
+            .or_else(|| self.other_split(now.split_by_prompt))
     }
 
     fn other_states(&self, now: &Self) -> Option<String> {
@@ -92,6 +93,15 @@ impl Provenance {
         self.other_rows(&now.map(|report| json!(report)).collect::<Vec<_>>()).map_or(Ok(()), Err)
     }
 
+    /// Why the rows that a run held out are not those that this version holds out.
+    pub fn other_split(&self, by_prompt: bool) -> Option<String> {
+        (self.split_by_prompt != by_prompt).then(|| {
+            "holds a run that held out rows one by one, although others ask the same; this version holds them out together: train in another folder, or \
+             go on with the version that began it"
+                .to_owned()
+        })
+    }
+
     fn other_rows(&self, now: &[Value]) -> Option<String> {
         let same = |before: &Value, now: &Value| before.is_null() || before == now;
         let of_one = |what: &str, before: &Value, now: &Value| {
@@ -154,6 +164,15 @@ mod tests {
         assert!(now(&[("a", "1"), ("b", "3")]).contains("b changed since"));
         assert!(now(&[("a", "1")]).contains("b changed since"));
         assert!(now(&[("b", "2"), ("a", "1")]).contains("the order of the files changed"));
+    }
+
+    #[test]
+    fn a_run_that_split_by_rows_does_not_go_on_where_prompts_are_split() {
+        let before = provenance(&[], json!({}));
+        let now = |split_by_prompt| Provenance { split_by_prompt, ..provenance(&[], json!({})) };
+        assert_eq!(difference(&before, &now(false)), "");
+        assert!(difference(&before, &now(true)).contains("held out rows one by one"));
+        assert_eq!(difference(&now(true), &now(true)), "");
     }
 
     #[test]

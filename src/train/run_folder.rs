@@ -11,14 +11,16 @@ use serde_json::json;
 use crate::data::cache::TokenCache;
 use crate::data::captured::CapturedSet;
 use crate::data::chat_template::TemplateChoice;
-use crate::data::{DataFile, LoadReport, tokenize};
-use crate::draft::medusa::heads::import::HeadsFile;
+use crate::data::store::RowStore;
+use crate::data::{DataError, DataFile, LoadReport, tokenize};
+use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::files::{
     self, FolderLock, failed, holder, in_words, lock_folder, make_folders, parent, put_back, sha256, sync_folder,
     write_atomic,
 };
 use crate::formats::provenance::{HashedFile, Provenance};
-use crate::formats::run_folder::{BEST, FINAL, PROVENANCE, RECIPE};
+use crate::formats::run_folder::{BEST, FINAL, PROMPTS, PROVENANCE, RECIPE};
+use crate::formats::trained_prompts::{TrainedPrompts, prompt_hash};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::torch::LIBTORCH_VERSION;
 use crate::train::checked::CheckedRun;
@@ -38,6 +40,12 @@ pub struct RunFolder<'r> {
     total_steps: usize,
     /// Reports of the training and the validation rows.
     reports: Vec<&'r LoadReport>,
+    /// How validation rows were held out.
+    split_by_prompt: bool,
+    /// The training rows.
+    rows: &'r RowStore,
+    /// The tokens with which answers begin.
+    answer_header: &'r [i32],
     /// The files of `data.hidden_states`.
     captured: Option<&'r CapturedSet>,
     /// The backbone's config, and its weights unless a Hub snapshot identifies them; some may be absent.
@@ -81,6 +89,9 @@ impl<'r> RunFolder<'r> {
             device_names: checked.device_names(),
             total_steps: checked.total_steps,
             reports: checked.reports().collect(),
+            split_by_prompt: checked.split_by_prompt,
+            rows: checked.train.sequences().store(),
+            answer_header: &checked.answer_header,
             captured: checked.captured.as_ref().map(|captured| captured.train.set()),
             backbone_files: backbone_files(plan)?,
             init_from_files: init_from_files(plan)?,
@@ -107,9 +118,8 @@ impl<'r> RunFolder<'r> {
         }
         self.fill_folder(run, &provenance).inspect_err(|_| {
             // Best effort: the first error is the one to report. A folder with a recipe.toml must have the other file.
-            let _ = fs::remove_file(run.join(RECIPE))
-                .or_else(is_absent)
-                .and_then(|()| fs::remove_file(run.join(PROVENANCE)));
+            let remove = |name: &&str| fs::remove_file(run.join(name)).or_else(is_absent).is_err();
+            let _ = [RECIPE, PROMPTS, PROVENANCE].iter().find(|name| remove(name));
             let _ = fs::remove_dir(run);
         })?;
         let (changes, damaged) = (Vec::new(), Vec::new());
@@ -136,18 +146,31 @@ impl<'r> RunFolder<'r> {
         if run.join(RECIPE).exists() {
             return Ok(true);
         }
-        if !checkpoint::holds_only(run, PROVENANCE)? {
+        if !checkpoint::holds_only(run, &[PROVENANCE, PROMPTS])? {
             let why = "holds files but no recipe.toml, so there is no run to resume: choose another folder";
             return Err(TrainError::OutputTaken { path: run.into(), why: why.into() });
-        } // otherwise interrupted between the two files: nothing was trained yet
+        } // otherwise interrupted before its last file: nothing was trained yet
         Ok(false)
     }
 
     fn fill_folder(&self, run: &Path, provenance: &Provenance) -> Result<(), TrainError> {
         checkpoint::remove_partial(run)?;
         write(run, PROVENANCE, &provenance.to_json())?;
+        self.save_prompts(run)?;
         // Written last: a folder with a recipe.toml has everything that a resumed run checks.
         write(run, RECIPE, &self.plan.resolved_recipe)
+    }
+
+    /// The prompts of the training rows, and those of the heads that the run starts from. Reads all rows.
+    fn save_prompts(&self, run: &Path) -> Result<(), TrainError> {
+        let hashes = self
+            .rows
+            .iter()
+            .map(|row| Ok(prompt_hash(row?.prompt(self.answer_header))))
+            .collect::<Result<_, DataError>>()?;
+        let init_from = self.plan.heads.init_from.as_deref().map(folder_of);
+        let before = init_from.map(TrainedPrompts::of_heads).transpose()?.flatten();
+        Ok(TrainedPrompts::of(hashes).with(before.unwrap_or_default()).save(&run.join(PROMPTS))?)
     }
 
     /// What the recipe changed, which is written down, and which checkpoints are damaged; an error if the recipe makes it another run.
@@ -168,6 +191,9 @@ impl<'r> RunFolder<'r> {
         let saved_every = recipe_changes::save_every(&before).unwrap_or(self.plan.train.save_every);
         RunProgress::read(self.plan, self.total_steps)?
             .reopen(changes.length || changes.patience, saved_every.get())?;
+        if !files::is_file(&run.join(PROMPTS))? {
+            self.save_prompts(run)?; // a run of an earlier version
+        }
         if self.resolved(&written) != self.plan.resolved_recipe {
             write(run, RECIPE, &self.plan.resolved_recipe)?;
         }
@@ -201,6 +227,7 @@ impl<'r> RunFolder<'r> {
             data: self.data_files()?,
             recipe: Some(self.plan.resolved_recipe.clone()),
             skip_bad_rows: self.plan.skip_bad_rows,
+            split_by_prompt: self.split_by_prompt,
             rows: self.reports.iter().map(|report| json!(report)).collect(),
         })
     }

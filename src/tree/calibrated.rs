@@ -110,6 +110,7 @@ mod tests {
             backbone: String::new(),
             heads_sha256: String::new(),
             tokens: 0,
+            prompts: None,
             exported_from: None,
             other: serde_json::Map::new(),
         }

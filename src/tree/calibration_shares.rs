@@ -40,7 +40,7 @@ pub type ShareFile = (PathBuf, CalibrationShare);
 /// Without any share.
 pub fn merge(shares: Vec<ShareFile>) -> Result<Calibration, MergeError> {
     let (first_path, first) = shares.first().expect("at least one share");
-    let (of, backbone) = (first.of.clone(), first.of.backbone.clone());
+    let of = first.of.clone();
     for (path, share) in &shares[1..] {
         let difference = difference((first.share, &of), (share.share, &share.of));
         if let Some((key, expected, got)) = difference {
@@ -72,8 +72,8 @@ pub fn merge(shares: Vec<ShareFile>) -> Result<Calibration, MergeError> {
         counts.add_kept_runs(row.runs);
         dynamic.runs.extend(row.dynamic);
     }
-    let calibration = counts.sign(backbone, of.heads_sha256)?;
-    Ok(Calibration { dynamic: Some(dynamic), ..calibration })
+    let calibration = counts.sign(of.backbone, of.heads_sha256)?;
+    Ok(Calibration { dynamic: Some(dynamic), prompts: of.prompts, ..calibration })
 }
 
 /// The first key in which two shares are of different work.
@@ -81,6 +81,7 @@ fn difference(
     (share, a): (Share, &CalibratedWork),
     (other, b): (Share, &CalibratedWork),
 ) -> Option<(&'static str, String, String)> {
+    let prompts = |of: &CalibratedWork| of.prompts.map_or_else(|| "unknown".to_owned(), |prompts| prompts.to_string());
     let name = |name: &Option<String>| name.clone().unwrap_or_else(|| "none".to_owned());
     let keys = [
         ("heads_sha256", a.heads_sha256.clone(), b.heads_sha256.clone()),
@@ -90,6 +91,7 @@ fn difference(
         ("quantization", name(&a.quantization), name(&b.quantization)),
         ("rows", a.rows.to_string(), b.rows.to_string()),
         ("rows_sha256", a.rows_sha256.clone(), b.rows_sha256.clone()),
+        ("prompts that were trained on", prompts(a), prompts(b)),
         ("top_k", a.top_k.to_string(), b.top_k.to_string()),
         ("dynamic_top_k", a.dynamic_top_k.to_string(), b.dynamic_top_k.to_string()),
         ("number of shares", share.of().to_string(), other.of().to_string()),

@@ -181,6 +181,7 @@ impl RankCounts {
             backbone,
             heads_sha256,
             tokens: self.tokens,
+            prompts: None,
             exported_from: None,
             other: Map::new(),
         })

@@ -15,6 +15,7 @@ use arrow::ipc::CompressionType;
 use arrow::ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use medusa::data::cache::TokenCache;
 use medusa::data::{self, LoadSettings};
+use medusa::formats::trained_prompts::TrainedPrompts;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{BrotliLevel, Compression, GzipLevel, ZstdLevel};
 use parquet::file::properties::{WriterProperties, WriterVersion};
@@ -121,6 +122,12 @@ fn formats(seeds: &mut Seeds) {
     ];
     changed(seeds, "calibration", &with_runs, &wrong);
     calibration_shares(seeds);
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("prompts.hashes");
+    TrainedPrompts::of(vec![1, 1 << 40, u64::MAX]).save(&path).expect("a file of ours");
+    let prompts = fs::read(&path).expect("a file of ours");
+    let (content, _) = prompts.split_last_chunk::<32>().expect("a hash at the end");
+    seeds.all("trained_prompts", [&prompts, content, &content[..16], &content[..20]]);
     latencies(seeds);
     trees(seeds);
 }

@@ -15,6 +15,7 @@ use medusa::formats::latency::{Latency, LatencyConditions};
 use medusa::formats::metrics::{MetricsFile, MetricsLine};
 use medusa::formats::provenance::{DistillProvenance, Provenance};
 use medusa::formats::sealed::{CHECKSUM, sealed};
+use medusa::formats::trained_prompts::TrainedPrompts;
 use medusa::formats::tree::TreeFile;
 use medusa::formats::{bench, load};
 use medusa::report::Run;
@@ -140,6 +141,18 @@ pub(super) fn heads_config(input: &[u8]) {
     let _ = (config.base(), config.architecture(), config.backbone_fingerprint(), config.backbone_dtype());
     let _ = (config.quantization(), config.chat_template(), config.rope_context(), config.best(), config.is_of_a_run());
     let _ = (config.recorded(), config.vocab_size(), config.logit_scale(), config.count(&["medusa_num_heads"]));
+}
+
+/// prompts.hashes as it is, and once more with the right hash behind it.
+pub(super) fn trained_prompts(input: &[u8]) {
+    let sum = Sha256::digest(input);
+    for content in [input, &[input, &sum[..]].concat()] {
+        let path = file("trained_prompts", "prompts.hashes", content);
+        let Some(trained) = told(&path, TrainedPrompts::load(&path)) else { continue };
+        assert!(!trained.have(&[]), "a prompt without tokens begins with none");
+        trained.save(&path).expect("a file of ours");
+        assert_eq!(TrainedPrompts::load(&path).expect("a file that was written is read"), trained);
+    }
 }
 
 /// A list of checksums beside the files that it names.

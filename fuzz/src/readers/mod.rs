@@ -68,6 +68,7 @@ pub const READERS: &[Reader] = &[
     reader("tokenizer_json", tokenizers::json),
     reader("tokenizer_model", tokenizers::model),
     reader("torch_file", weights::torch_file),
+    reader("trained_prompts", formats::trained_prompts),
     reader("tree", formats::tree),
     reader("weights_index", weights::index),
 ];

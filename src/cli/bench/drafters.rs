@@ -11,6 +11,7 @@ use crate::draft::medusa::heads::import::folder_of;
 use crate::formats::calibration::Calibration;
 use crate::formats::metrics::{MetricsFile, MetricsLine, TrainingCost};
 use crate::formats::run_folder::{self, CALIBRATION, METRICS};
+use crate::formats::trained_prompts::MeasuredPrompts;
 use crate::tree::guess_tree::GuessTree;
 
 /// The rows of a comparison, in order: `None` is plain decoding's own.
@@ -81,6 +82,8 @@ pub(super) struct DrafterFacts {
     /// Known when it is loaded.
     pub(super) parameters: u64,
     pub(super) training: Option<TrainingCost>,
+    /// Known when the prompts are.
+    pub(super) prompts: Option<MeasuredPrompts>,
 }
 
 impl DrafterFacts {
@@ -95,6 +98,7 @@ impl DrafterFacts {
             name: plan.spec.name(),
             weights: weights.map(|path| path.display().to_string()).collect(),
             parameters: 0,
+            prompts: None,
             training: MetricsLine::training_cost(lines.iter().map(|(_, line)| line)),
         }
     }

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use anyhow::Context;
+use rayon::prelude::*;
 use serde_json::json;
 use tch::Device;
 
@@ -17,14 +18,18 @@ use crate::cli::drafter::Drafts;
 use crate::cli::drafter::plan::{DrafterPlan, PlannedTree};
 use crate::cli::engine::EngineName;
 use crate::cli::progress::Counter;
-use crate::cli::{CommonFlags, UsageError, batch_size, interrupted, print_json, print_text, prompts};
+use crate::cli::{CommonFlags, UsageError, batch_size, interrupted, print_json, print_text, prompts, trained_on};
+use crate::data::chat_template::ChatTemplate;
+use crate::data::conversation::ChatInput;
+use crate::data::prompts::Dialogue;
+use crate::data::tokenize::{TextTokenizer, narrow};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
 use crate::distill::answer::Answerer;
 use crate::distill::local::BackboneAnswerer;
 use crate::distill::output::{ClaimedShare, Output};
 use crate::distill::provenance;
-use crate::distill::render::Renderer;
+use crate::distill::render::{self, Renderer};
 use crate::distill::{self, DistillProgress};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::dtype::Dtype;
@@ -32,6 +37,7 @@ use crate::engine::Engine;
 use crate::engine::sample::Sampling;
 use crate::files;
 use crate::formats::provenance::DistillProvenance;
+use crate::formats::trained_prompts::MeasuredPrompts;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::plural::counted;
 use crate::torch::device_name;
@@ -61,6 +67,7 @@ pub(super) fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()
     let all = dialogues.len();
     let served = args.served.resolve(folder, args.heads.as_deref(), common)?;
     served.check_template(dialogues.iter().map(|dialogue| dialogue.questions.needs_template()), folder)?;
+    args.report_trained_prompts(folder, &dialogues, served.template.as_ref(), common)?;
     let decoder = args.engine.load(folder, args.heads.as_deref(), plan.into_iter().collect(), served, common)?;
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: decoder.template.as_deref() };
     let settings = args.settings(usize::try_from(decoder.backbone.config.max_position_embeddings)?, common);
@@ -105,6 +112,27 @@ fn tree_sha256(tree: &Path) -> io::Result<String> {
 }
 
 impl DistillArgs {
+    /// Heads decode faster what they were trained on. Prompts that cannot be rendered are refused where they are checked.
+    fn report_trained_prompts(
+        &self,
+        backbone: &Path,
+        dialogues: &[Dialogue],
+        template: Option<&ChatTemplate>,
+        common: &CommonFlags,
+    ) -> anyhow::Result<()> {
+        let Some(heads) = &self.heads else { return Ok(()) };
+        let Some(trained) = trained_on::of_heads(heads)? else { return Ok(()) };
+        let tokenizer = TextTokenizer::load(backbone)?;
+        let renderer = Renderer { tokenizer: &tokenizer, template };
+        let is_met = |dialogue: &&Dialogue| {
+            let rendered = render::first(&dialogue.questions, Some(&renderer), &mut ChatInput::default());
+            rendered.is_ok_and(|rendered| trained.have(&narrow(&rendered.ids)))
+        };
+        let trained_on = dialogues.par_iter().filter(is_met).count();
+        let measured = MeasuredPrompts { count: dialogues.len(), trained_on };
+        trained_on::report(Some(measured), &heads.display().to_string(), self.fit.strict, common)
+    }
+
     fn local_provenance(
         &self,
         folder: &Path,

@@ -14,8 +14,9 @@ use crate::distill::folder as distilled;
 use crate::files::checksums::{CHECKSUMS, ChecksumError, Checksums, is_list};
 use crate::files::{self, failed, parent};
 use crate::formats::provenance::Provenance;
-use crate::formats::run_folder::{BENCH, LOAD, METRICS, PROVENANCE, RECIPE, is_run};
+use crate::formats::run_folder::{BENCH, LOAD, METRICS, PROMPTS, PROVENANCE, RECIPE, is_run};
 use crate::formats::sealed::{self, Broken, SealState};
+use crate::formats::trained_prompts::TrainedPrompts;
 use crate::hub;
 use crate::plural::counted;
 use crate::train::tensorboard;
@@ -129,6 +130,7 @@ fn of_kind(file: &Path, name: &str) -> anyhow::Result<FileState> {
     }
     match (name, file.extension().and_then(|extension| extension.to_str())) {
         (RECIPE, _) if is_run(parent(file)) => recipe(file),
+        (PROMPTS, _) => Ok(FileState::of(TrainedPrompts::load(file).map(drop))),
         (METRICS, _) => because("it grows with each step; only plots and the number of steps come from it"),
         (BENCH | LOAD, _) => because("your shell wrote it"),
         ("README.md", _) => because("people edit it"),

@@ -67,6 +67,9 @@ pub struct TreeArgs {
     /// Assume independent heads, as the paper does, instead of using the joint hits of the calibration.
     #[arg(long)]
     pub independent: bool,
+    /// Make an error of a calibration on prompts that the heads were trained on, whose accuracies are too good.
+    #[arg(long)]
+    pub strict: bool,
     /// Output file [default: stdout].
     #[arg(long, help_heading = "Output", value_name = "FILE")]
     pub out: Option<PathBuf>,
