@@ -21,8 +21,9 @@ struct TinyTokens {
 impl TinyTokens {
     fn new() -> Self {
         let folder = Self::path("backbone");
-        let template = ChatTemplate::choose(&TemplateChoice::Tokenizer, &folder).unwrap().expect("a template");
-        Self { tokenizer: TextTokenizer::load(&folder).unwrap(), template }
+        let template =
+            ChatTemplate::choose(&TemplateChoice::Tokenizer, &folder).expect("a template file").expect("a template");
+        Self { tokenizer: TextTokenizer::load(&folder).expect("a tokenizer"), template }
     }
 
     fn path(name: &str) -> PathBuf {
@@ -36,16 +37,16 @@ impl TinyTokens {
             template: Some(&self.template),
             ..LoadSettings::new(self.tokenizer.vocab_size(), NonZeroUsize::new(512).expect("not 0"))
         };
-        let (rows, _) = data::load(&[path.to_string_lossy().into_owned()], &settings).unwrap();
+        let (rows, _) = data::load(&[path.to_string_lossy().into_owned()], &settings).expect("rows");
         let header = answer_header(Some(&self.tokenizer), Some(&self.template));
-        TrainedPrompts::of(rows.iter().map(|row| prompt_hash(row.unwrap().prompt(&header))).collect())
+        TrainedPrompts::of(rows.iter().map(|row| prompt_hash(row.expect("a row").prompt(&header))).collect())
     }
 
     /// How many prompts of a file are among them, and how many there are.
     fn met(&self, trained: &TrainedPrompts, path: PathBuf) -> (usize, usize) {
-        let all = prompts::read(&path).unwrap();
+        let all = prompts::read(&path).expect("prompts");
         let ids = |prompt: &prompts::Prompt| prompts::to_ids(&prompt.input, &self.tokenizer, Some(&self.template));
-        (all.iter().filter(|prompt| trained.have(&ids(prompt).unwrap())).count(), all.len())
+        (all.iter().filter(|prompt| trained.have(&ids(prompt).expect("tokens"))).count(), all.len())
     }
 }
 
