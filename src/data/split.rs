@@ -21,7 +21,7 @@ pub struct Split {
 }
 
 /// The source rows to draw from. The pieces of a long one are parts of one document or conversation, and stay together.
-struct Drawn<'d> {
+struct HeldOut<'d> {
     set_of: &'d [usize],
     /// Source rows of each set that are not drawn.
     left: Vec<usize>,
@@ -47,7 +47,7 @@ pub fn split_sets(
     sources.iter().zip(set_of_row).for_each(|(&source, set)| set_of[source] = set);
     let count = ((all as f64 * fraction.get()).round() as usize).clamp(1, all.max(2) - 1);
     let groups = of_one_prompt(&rows, &sources, header)?;
-    let draw = |groups: &[Vec<usize>]| Drawn::new(&set_of, counts.len()).draw(groups, count, seed);
+    let draw = |groups: &[Vec<usize>]| HeldOut::new(&set_of, counts.len()).draw(groups, count, seed);
     let is_drawn = draw(&groups);
     if !is_drawn.contains(&true) {
         let in_set =
@@ -79,7 +79,7 @@ fn of_one_prompt(rows: &RowStore, sources: &[usize], header: &[i32]) -> Result<V
     Ok(groups)
 }
 
-impl<'d> Drawn<'d> {
+impl<'d> HeldOut<'d> {
     fn new(set_of: &'d [usize], sets: usize) -> Self {
         let mut left = vec![0; sets];
         set_of.iter().for_each(|&set| left[set] += 1);
