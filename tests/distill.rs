@@ -641,7 +641,7 @@ fn a_folder_is_gone_on_with_only_as_it_was_begun() {
     assert!(resume(&["--shard", "1/2"]).contains("out is not empty"));
     let sealed = fs::read_to_string(world.path("out/distill.json")).expect("a file");
     let begun = without_checksum(&sealed);
-    let old = begun.replace("  \"shard_format\": 2,\n", "");
+    let old = begun.replace("  \"shard_format\": 3,\n", "");
     assert_ne!(old, begun);
     let write = |text: &str| {
         let written = medusa::files::write_atomic(&world.path("out/distill.json"), |out| {
