@@ -93,7 +93,7 @@ fn rows_that_no_run_held_out_are_asked_for() {
     let calibrate = ["calibrate", "--backbone", "backbone", "--out", "calibration.json", "--heads"];
     let measured = |heads: &str| small.medusa(&[&calibrate[..], &[heads]].concat());
     let ended = measured("run").succeeded();
-    assert!(ended.stderr.contains("run held 6 rows out from training"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("run held 5 rows out from training"), "{}", ended.stderr);
     small.write("rows.jsonl", rows.clone() + &rows);
     measured("run/best").failed(2, &["--heads run/best does not exist"]);
     let changed = ["the data of run changed: rows to train on: rows was 60 when it began and is 120 now", "--data"];
