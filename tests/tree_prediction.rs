@@ -115,8 +115,6 @@ fn on_other_prompts_it_is_within_three_percent() {
     }
     let load = |name: &str| Calibration::load(&small.path(name)).expect("what was just written");
     let (calibration, texts) = (load("c.json"), load("held_out.json").joint.runs);
-    let mut few = calibration.clone();
-    few.joint.runs.truncate(6);
     for nodes in [5, 20, 40] {
         let found = calibration.cross_validated_tree(nodes, 5).unwrap();
         // The replay equals decoding, as the test above shows.
@@ -126,9 +124,5 @@ fn on_other_prompts_it_is_within_three_percent() {
         let ours = error(found.expected_tokens_per_step);
         assert!(ours < 0.03, "{nodes} nodes: {} for {measured}", found.expected_tokens_per_step);
         assert!(ours < independent, "{nodes} nodes: {ours} where independent heads are off by {independent}");
-        let found = few.cross_validated_tree(nodes, 5).unwrap();
-        let measured = Replay::new(&found.tree, &texts).tokens_per_step();
-        let [low, high] = found.interval.expect("six texts");
-        assert!(low <= measured && measured <= high, "{nodes} nodes of 6 texts: {low} to {high}, measured {measured}");
     }
 }
