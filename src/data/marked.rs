@@ -351,14 +351,13 @@ mod tests {
         assert_eq!((written.unwritten(|_| true), written.unwritten(|at| at == 0)), (Some(1), None));
     }
 
+    /// A template that looks at what was said: marks change its text.
+    fn shouting(messages: &[Message]) -> String {
+        messages.iter().map(|m| if m.content.starts_with("Hi") { "!" } else { &m.content }).collect()
+    }
+
     #[test]
     fn marks_that_change_the_text_are_left_out() {
-        let shouting = |messages: &[Message]| {
-            messages
-                .iter()
-                .map(|m| if m.content.starts_with("Hi") { "!".to_owned() } else { m.content.clone() })
-                .collect()
-        };
         let messages = [Message::new("user", "Hi there"), Message::new("user", "b")];
         let written = written(&messages, shouting);
         assert_eq!((written.text.as_str(), around(&written, 1)), ("!b", ["!", ""]));
@@ -370,12 +369,6 @@ mod tests {
 
     #[test]
     fn messages_whose_marks_change_the_text_are_found_by_halves() {
-        let shouting = |messages: &[Message]| {
-            messages
-                .iter()
-                .map(|m| if m.content.starts_with("Hi") { "!".to_owned() } else { m.content.clone() })
-                .collect()
-        };
         let said = |at: usize| if [100, 700].contains(&at) { "Hi there".to_owned() } else { format!("<{at}>") };
         let messages: Vec<Message> = (0..1000).map(|at| Message::new("user", said(at))).collect();
         let renderings = std::cell::Cell::new(0);
