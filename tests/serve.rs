@@ -364,7 +364,7 @@ fn a_full_server_says_so_and_a_client_that_leaves_frees_its_place() {
 
 #[test]
 fn sigterm_lets_open_answers_finish_and_refuses_new_ones() {
-    let server = Server::start(&[]);
+    let server = Server::start(&["--drain-timeout", "600"]);
     let mut open = server.connect();
     open.write_all(&endless()).expect("sent");
     let mut first = [0; 1];
