@@ -15,11 +15,12 @@
 //! Imports point down only, and modules on the same layer do not import each other (checked by `tests/layering.rs`):
 //!
 //! ```text
-//! L12 cli bin           one file per subcommand
-//! L11 recipe  report    recipes, the only TOML read here; a run's HTML page
-//! L10 serve             an OpenAI-compatible server
-//! L9  calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
-//! L8  train   decode    the two loops
+//! L13 cli bin           one file per subcommand
+//! L12 recipe  report    recipes, the only TOML read here; a run's HTML page
+//! L11 serve             an OpenAI-compatible server
+//! L10 calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
+//! L9  train             the training loop, whose evaluations decode
+//! L8  decode            the decoding loops
 //! L7  draft             drafters: heads, draft models, those without training
 //! L6  engine            runs the backbone on new tokens
 //! L5  tree data model   trees of guesses; text to labelled token rows; the backbone, independent of Medusa

@@ -9,9 +9,11 @@ use std::time::Duration;
 use medusa::calibrate::calibrate;
 use medusa::data::rows::TokenRow;
 use medusa::data::store::RowStore;
+use medusa::decode::identity::identity;
 use medusa::draft::medusa::heads::Heads;
 use medusa::formats::calibration::Calibration;
 use medusa::formats::share::Share;
+use medusa::formats::validation_answers::ValidationAnswers;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::tree::replay::Replay;
@@ -53,15 +55,105 @@ fn best_of(lines: &[Value], by: &str) -> (u64, f64) {
 fn tokens_per_step_are_those_of_calibrate_and_tree_on_the_other_half_of_the_rows() {
     let small = SmallRun::new();
     small.edit("recipe.toml", "validation.jsonl", "rows.jsonl"); // so that guesses are often right
+    small.edit("recipe.toml", "eval_every", "eval_answers = 0\neval_every");
     small.train(&[]).succeeded();
+    assert_eq!(last_tokens_per_step(&small), tokens_per_step_of_halves(&small, token_rows(&small.read("rows.jsonl"))));
+}
+
+#[test]
+fn tokens_per_step_are_measured_on_the_backbones_answers() {
+    let small = SmallRun::new();
+    small.write_tokenizer(48);
+    small.edit("recipe.toml", "validation.jsonl", "rows.jsonl");
+    small.train(&[]).succeeded();
+    assert_eq!(last_tokens_per_step(&small), tokens_per_step_of_halves(&small, answers(&small)));
+    let answers = answers(&small);
+    assert_eq!(answers.len(), 12, "a row has one prompt");
+    for (row, answer) in token_rows(&small.read("rows.jsonl")).iter().zip(answers) {
+        let prompt = answer.labels.iter().take_while(|label| **label == -100).count();
+        assert_eq!(answer.input_ids[..prompt], row.input_ids[..prompt]);
+        let ids: Vec<i64> = answer.input_ids[..prompt].iter().map(|id| i64::from(*id)).collect();
+        let prompt = serde_json::json!({ "prompt_ids": ids }).to_string();
+        small.write("prompt.jsonl", prompt);
+        let decode =
+            ["generate", "--backbone", "backbone", "--prompts", "prompt.jsonl", "--max-new-tokens", "128", "--json"];
+        let said: Value = serde_json::from_str(&small.medusa(&decode).succeeded().stdout).expect("JSON");
+        let new_ids: Vec<i64> = serde_json::from_value(said["new_ids"].clone()).expect("ids");
+        let answer: Vec<i64> = answer.input_ids[ids.len()..].iter().map(|id| i64::from(*id)).collect();
+        assert!(new_ids.starts_with(&answer), "{new_ids:?} {answer:?}");
+        assert!(answer.len() == new_ids.len() || ids.len() + answer.len() == 40, "max_length ends an answer");
+    }
+}
+
+#[test]
+fn answers_are_made_once_and_kept() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    let (answers, heads) = (small.bytes(ANSWERS), small.bytes("run/final/heads.safetensors"));
+    let last = last_tokens_per_step(&small);
+    fs::remove_dir_all(small.path("run/final")).expect("the finished heads");
+    fs::remove_dir_all(small.path("run/step-000024")).expect("a checkpoint");
+    fs::remove_file(small.path(ANSWERS)).expect("the answers");
+    small.train(&["--resume"]).succeeded();
+    assert!(small.bytes(ANSWERS) == answers && small.bytes("run/final/heads.safetensors") == heads);
+    assert_eq!(last_tokens_per_step(&small), last);
+
+    fs::remove_dir_all(small.path("run/final")).expect("the finished heads");
+    fs::remove_dir_all(small.path("run/step-000024")).expect("a checkpoint");
+    small.write(ANSWERS, r#"{"rows":[{"input_ids":[1,2,48],"labels":[-100,2,48]}]}"#);
+    small.train(&["--resume"]).failed(1, &[ANSWERS, "row 1", "token id 48", "remove the file"]);
+    small.write(ANSWERS, r#"{"rows":[{"input_ids":[1,2,3],"labels":[-100,2]}]}"#);
+    small.train(&["--resume"]).failed(1, &[ANSWERS, "3 tokens and 2 labels"]);
+    small.write(ANSWERS, "{\"rows\":");
+    small.train(&["--resume"]).failed(1, &[ANSWERS, "remove the file"]);
+}
+
+#[test]
+fn rows_that_the_backbone_wrote_are_not_answered_again() {
+    let small = SmallRun::new();
+    fs::create_dir(small.path("own")).expect("a folder");
+    fs::rename(small.path("validation.jsonl"), small.path("own/validation.jsonl")).expect("the rows");
+    small.edit("recipe.toml", "validation.jsonl", "own/validation.jsonl");
+    let of =
+        |backbone: &str| small.write("own/distill.json", serde_json::json!({"backbone_sha256": backbone}).to_string());
+    let check = || small.train(&["--check"]).succeeded().stdout;
+    of("that of another");
+    assert!(check().contains("on the backbone's answers to at most 40 validation prompts"), "{}", check());
+    of(&identity(&small.path("backbone")).expect("files"));
+    assert!(check().contains("on the validation rows (which this backbone wrote)"), "{}", check());
+    small.train(&[]).succeeded();
+    assert!(!small.path(ANSWERS).exists() && last_tokens_per_step(&small) >= 1.0);
+    small.edit("recipe.toml", "eval_every", "eval_answers = 2\neval_every");
+    assert!(check().contains("answers to at most 2 validation prompts"), "{}", check());
+}
+
+#[test]
+fn answers_need_prompts() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "validation = [\"validation.jsonl\"]\n", "");
+    small.edit("recipe.toml", "eval_every = 6", "eval_answers = 6");
+    small.train(&["--check"]).failed(2, &["train.eval_answers", "data.validation or data.validation_fraction"]);
+}
+
+const ANSWERS: &str = "run/validation_answers.json";
+
+fn last_tokens_per_step(small: &SmallRun) -> f64 {
+    evaluations(small).last().expect("an evaluation")["tokens_per_step"].as_f64().expect("a number")
+}
+
+fn token_rows(text: &str) -> Vec<TokenRow> {
+    text.lines().map(|line| serde_json::from_str(line).expect("a row")).collect()
+}
+
+fn answers(small: &SmallRun) -> Vec<TokenRow> {
+    ValidationAnswers::load(&small.path(ANSWERS)).expect("the answers").rows
+}
+
+/// By `calibrate` and `tree`, of the finished heads.
+fn tokens_per_step_of_halves(small: &SmallRun, rows: Vec<TokenRow>) -> f64 {
     let llama = Llama::load(&small.path("backbone"), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
     let heads = Heads::load(&small.path("run/final"), &llama).expect("the trained heads");
-    let text = small.read("rows.jsonl");
-    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("a row")).map(|row| {
-        let ids = |key: &str| row[key].as_array().expect("ids").iter().map(|id| id.as_i64().expect("an id") as i32);
-        TokenRow { input_ids: ids("input_ids").collect(), labels: ids("labels").collect() }
-    });
-    let (even, odd): (Vec<_>, Vec<_>) = rows.enumerate().partition(|(at, _)| at % 2 == 0);
+    let (even, odd): (Vec<_>, Vec<_>) = rows.into_iter().enumerate().partition(|(at, _)| at % 2 == 0);
     let calibrated = |half: Vec<(usize, TokenRow)>| -> Calibration {
         let rows = RowStore::in_memory(half.into_iter().map(|(_, row)| row));
         let counts = calibrate(&llama, &heads, &rows, 10, Share::WHOLE, |_| ()).expect("a calibration").counts;
@@ -73,8 +165,8 @@ fn tokens_per_step_are_those_of_calibrate_and_tree_on_the_other_half_of_the_rows
     };
     let (a, b) = (judged(&even, &odd), judged(&odd, &even));
     let expected = (a.tokens + b.tokens) as f64 / (a.steps + b.steps) as f64;
-    assert!(expected > 1.3, "no guess was right: nothing is tested ({expected})");
-    assert_eq!(evaluations(&small).last().expect("an evaluation")["tokens_per_step"], expected);
+    assert!(expected > 1.1, "no guess was right: nothing is tested ({expected})");
+    expected
 }
 
 /// The tokens per step that `medusa bench` measures on `prompts` with the tree of a calibration on `others`.

@@ -35,6 +35,7 @@ const FORMATS: &[&str] = &[
     "provenance.json",
     "prompts.hashes",
     "distill.json",
+    "validation_answers.json",
 ];
 
 /// src/ without its tests.

@@ -135,6 +135,7 @@ fn the_folder_of_a_run_is_the_documented_one() {
         "step-000021",
         "step-000024",
         "tensorboard",
+        "validation_answers.json",
     ];
     assert_eq!(small.names("run"), expected, "keep_checkpoints is 3");
     assert_eq!(small.names("run/final"), ["config.json", "heads.safetensors", "medusa.sha256", "prompts.hashes"]);
@@ -717,6 +718,9 @@ fn a_loss_that_float16_cannot_hold_says_so() {
     let small = SmallRun::new();
     small.edit("recipe.toml", "dtype = \"float32\"", "dtype = \"float16\"");
     change_weight(&small, "model.norm.weight", |norm| norm * 6e4); // finite; what it scales is not
+    small.train(&[]).failed(1, &["answers to validation prompts", "backbone.dtype = \"bfloat16\"", "65504"]);
+    small.edit("recipe.toml", "eval_every", "eval_answers = 0\neval_every");
+    fs::remove_dir_all(small.path("run")).expect("the run");
     small.train(&[]).failed(1, &["step 1: the loss is NaN", "backbone.dtype = \"bfloat16\"", "65504"]);
 }
 
@@ -735,6 +739,9 @@ fn change_weight(small: &SmallRun, name: &str, change: impl FnOnce(&Tensor) -> T
 fn a_loss_that_is_no_number_stops_the_first_step() {
     let small = SmallRun::new();
     change_weight(&small, "model.norm.weight", |norm| norm * 3e38); // finite; what it scales is not
+    small.train(&[]).failed(1, &["answers to validation prompts: its logits are NaN or infinite; check its weights"]);
+    small.edit("recipe.toml", "eval_every", "eval_answers = 0\neval_every");
+    fs::remove_dir_all(small.path("run")).expect("the run");
     small.train(&[]).failed(1, &["step 1: the loss is NaN", "rows [", "check the weights"]);
     assert_eq!(
         small.names("run"),

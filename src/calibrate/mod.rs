@@ -19,11 +19,9 @@ use crate::tree::rank_counts::{OUTSIDE, RankCounts, RankedPosition};
 
 mod dynamic;
 mod error;
-mod own_answers;
 
 use dynamic::{DynamicCounts, StepStart};
 pub use error::CalibrationError;
-pub use own_answers::{own_answer, prompts_of};
 
 /// Limits the memory of one head's logits: positions are processed in chunks below this size.
 const MAX_LOGITS_BYTES: i64 = 64 << 20;
@@ -275,6 +273,7 @@ mod tests {
     use super::*;
     use crate::decode::DecodeLoop;
     use crate::decode::host_loop::HostLoop;
+    use crate::decode::own_answers::own_answer;
     use crate::decode::request::Request;
     use crate::decode::step::Drafting;
     use crate::draft::heads_drafter::HeadsDrafter;

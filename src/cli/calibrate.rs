@@ -28,6 +28,7 @@ use crate::data::store::RowStore;
 use crate::data::tokenize::{TextTokenizer, wide};
 use crate::data::{self, LoadSettings};
 use crate::decode::error::DecodeError;
+use crate::decode::own_answers::{RowPrompts, own_answer};
 use crate::decode::request::Request;
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::HeadsFile;
@@ -112,7 +113,7 @@ impl CalibrateArgs {
     fn answer(&self, backbone: &Llama, prompt: &[i64], [index, turn]: [u64; 2]) -> Result<TokenRow, DecodeError> {
         let (sampling, stream) =
             (Sampling::of_temperature(self.temperature), Stream { index, turn, ..Stream::default() });
-        calibrate::own_answer(backbone, &Request { sampling, stream, ..Request::greedy(prompt, self.max_new_tokens) })
+        own_answer(backbone, &Request { sampling, stream, ..Request::greedy(prompt, self.max_new_tokens) })
     }
 }
 
@@ -304,21 +305,17 @@ fn answers_to_held_out(
     let (held_out, notice) = held_out::rows(measured.heads, common)?;
     let met = measured.trained_on_rows(&held_out, args, &served, common)?;
     common.say(notice);
-    let mut prompts = vec![];
-    for row in held_out.iter() {
-        prompts.extend(calibrate::prompts_of(&row?));
-    }
-    let (all, wanted) = (prompts.len(), args.max_prompts.get().min(prompts.len()));
+    let RowPrompts { chosen, all } = RowPrompts::of(&held_out, args.max_prompts)?;
+    let wanted = chosen.len();
     common.say(format_args!("the backbone answers {wanted} of their {} (--max-prompts)", counted(all, "prompt")));
     let backbone = measured.backbone_for(Purpose::Decoding, &served, common)?;
     let counter = Counter::new(wanted, 0, "prompts", common);
-    let answer = |at: usize| {
-        let index = at * all / wanted;
-        let row = args.answer(&backbone, &prompts[index], [index as u64, 0]);
+    let answer = |(index, prompt): &(usize, Vec<i64>)| {
+        let row = args.answer(&backbone, prompt, [*index as u64, 0]);
         counter.inc();
         row.with_context(|| format!("held-out prompt {}", index + 1))
     };
-    let rows = (0..wanted).map(answer).collect::<anyhow::Result<Vec<_>>>()?;
+    let rows = chosen.iter().map(answer).collect::<anyhow::Result<Vec<_>>>()?;
     drop(counter);
     Ok(MeasuredRows { backbone, rows: RowStore::in_memory(rows), prompts: met, too_long: None })
 }

@@ -219,7 +219,9 @@ fn print_check(loaded: &LoadedRecipe, preview: RunPreview, common: &CommonFlags)
 /// Of a process that is not rank 0, which tells the rest.
 fn report_of_other(outcome: &RunOutcome, ranks: Ranks) -> anyhow::Result<()> {
     match outcome {
-        RunOutcome::Interrupted(_) => Err(Interrupted(format!("rank {}: interrupted", ranks.rank())).into()),
+        RunOutcome::Interrupted(_) | RunOutcome::InterruptedBefore => {
+            Err(Interrupted(format!("rank {}: interrupted", ranks.rank())).into())
+        }
         _ => Ok(()),
     }
 }
@@ -275,6 +277,10 @@ fn report(outcome: RunOutcome, args: &TrainArgs, common: &CommonFlags) -> anyhow
             let skip = if args.skip_bad_rows { " --skip-bad-rows" } else { "" };
             let text = format!("interrupted; saved {checkpoint}; continue with: medusa-train {recipe} --resume{skip}");
             return Err(Interrupted(text).into());
+        }
+        RunOutcome::InterruptedBefore => {
+            let text = "interrupted before the first step: nothing was trained; continue with --resume";
+            return Err(Interrupted(text.into()).into());
         }
         RunOutcome::FinishedBefore(heads) | RunOutcome::Finished(heads) => heads,
         RunOutcome::StoppedEarly { heads, step, so_far: BestSoFar { best, evaluations_since } } => {

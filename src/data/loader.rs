@@ -120,6 +120,14 @@ impl Loader {
         self.sequences_per_epoch().div_ceil(self.step_size())
     }
 
+    /// Sequences of an optimizer step (0-based, over all epochs) ÷ those of the largest: below 1 only in the last step of an epoch, which takes what
+    /// is left.
+    pub fn fraction_of_step(&self, step: usize) -> f64 {
+        let (all, whole) = (self.sequences_per_epoch(), self.step_size());
+        let left = all - step % self.steps_per_epoch() * whole;
+        left.min(whole) as f64 / all.min(whole) as f64
+    }
+
     /// The micro batches of an optimizer step, counted from 0 over all epochs.
     ///
     /// # Errors
@@ -485,5 +493,8 @@ mod tests {
         assert_eq!(ids(0), [vec![0, 1], vec![2, 3]]);
         assert_eq!(ids(1), [vec![4]]);
         assert_eq!(ids(2), ids(0));
+        assert_eq!([0, 1, 2, 3].map(|step| loader.fraction_of_step(step)), [1.0, 0.25, 1.0, 0.25]);
+        let few = Loader::new(loader.sequences().clone(), 2, 9, None);
+        assert_eq!(few.fraction_of_step(1), 1.0, "each step has all rows");
     }
 }

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
 use super::chat_template::{TemplateChoice, TemplateError};
 use super::column_advice;
 use super::conversation::MessageProblem;
@@ -17,7 +19,8 @@ pub const IGNORE: i32 = -100;
 const FIRST_TOKENS: usize = 64;
 
 /// Tokens and, for each, the token to learn: the same one, or [`IGNORE`].
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct TokenRow {
     pub input_ids: Vec<i32>,
     /// As long as `input_ids`. Not shifted: `labels[t]` belongs to `input_ids[t]`, and is a target of the positions before it.

@@ -194,6 +194,15 @@ fn files_of(folder: &Path) -> Result<FoundFiles, SourceError> {
     }
 }
 
+/// The `distill.json`s of a folder, which say what wrote its rows; none of a folder that `medusa distill` did not make.
+///
+/// # Errors
+/// The folder cannot be read.
+pub fn distillations(folder: &Path) -> Result<Vec<PathBuf>, SourceError> {
+    let names = names_in(folder)?.into_iter().filter(|name| is_of_distillation(&name.to_string_lossy()));
+    Ok(names.map(|name| folder.join(name)).collect())
+}
+
 /// `distill.json`, or that of a share: beside it are shards, which hold rows, a journal, and refused questions.
 fn is_of_distillation(name: &str) -> bool {
     let share = name.strip_prefix("distill").and_then(|name| name.strip_suffix(".json"));

@@ -12,11 +12,12 @@
 //! | load.json | [`load::LoadResult`] |
 //! | provenance.json | [`provenance::Provenance`] |
 //! | prompts.hashes | [`trained_prompts::TrainedPrompts`] |
+//! | validation_answers.json | [`validation_answers::ValidationAnswers`] |
 //! | distill.json | [`provenance::DistillProvenance`] |
 //! | hs_0.safetensors, … of a server | [`captured_states::CapturedFile`], read only |
 //! | config.json of heads | [`heads_config::HeadsFolderConfig`], [`heads_config::PublishedHeadsConfig`] |
 //!
-//! calibration.json, its shares, tree.json, latency.json, provenance.json and distill.json are [`sealed`].
+//! calibration.json, its shares, tree.json, latency.json, provenance.json, validation_answers.json and distill.json are [`sealed`].
 //! The names of these files in a run's folder are in [`run_folder`].
 
 pub mod bench;
@@ -37,6 +38,7 @@ pub mod sealed;
 pub mod share;
 pub mod trained_prompts;
 pub mod tree;
+pub mod validation_answers;
 
 pub use error::FormatError;
 

@@ -20,6 +20,8 @@ pub const BEST: &str = "best";
 pub const BACKBONE: &str = "backbone";
 /// Hashes of the prompts that were trained on, in the run's folder and beside its finished heads.
 pub const PROMPTS: &str = "prompts.hashes";
+/// The backbone's answers that evaluations measure tokens per step on.
+pub const ANSWERS: &str = "validation_answers.json";
 /// Output of `medusa calibrate`.
 pub const CALIBRATION: &str = "calibration.json";
 /// Output of `medusa tree`.

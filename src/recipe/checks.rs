@@ -26,6 +26,7 @@ impl Recipe {
         self.check_validation(findings);
         self.check_mix(findings);
         self.check_hidden_states(findings);
+        self.check_answers(findings);
         self.check_float64(findings);
         self.check_best(findings);
         self.check_batch(findings);
@@ -147,6 +148,18 @@ impl Recipe {
             }
             _ => {}
         }
+    }
+
+    /// Answers that a recipe asks for need prompts and a backbone that decodes.
+    fn check_answers(&self, findings: &mut Findings<'_>) {
+        if self.train.eval_answers.is_none_or(|answers| answers == 0) {
+            return;
+        }
+        if self.data.validation.is_empty() && self.data.validation_fraction.is_none() {
+            findings.needs("train.eval_answers", "rows: data.validation or data.validation_fraction");
+        }
+        findings.exclusive("train.eval_answers", "data.hidden_states");
+        findings.exclusive("train.eval_answers", "backbone.device_map");
     }
 
     /// Only heads train on hidden states of a server. Their rows are whole.

@@ -145,6 +145,11 @@ impl<'r> TrainingBackbone<'r> {
         BatchMaker::new(&self.plan.loss, heads, self.backbone.stages(), self.plan.trained.is_frozen(), reader)
     }
 
+    /// Makes batches of rows that have no stored states.
+    pub fn batch_maker_without_states(&self, heads: &Heads) -> BatchMaker {
+        BatchMaker::new(&self.plan.loss, heads, self.backbone.stages(), self.plan.trained.is_frozen(), None)
+    }
+
     fn reader(&mut self, heads: HeadsShape, split: MetricsSplit) -> Option<StatesReader> {
         let (backbone, loss) = (self.backbone, &self.plan.loss);
         match &mut self.states {

@@ -104,7 +104,7 @@ impl CheckedRun {
         let rule = TargetRule::new(&plan.loss, heads_shape);
         check_targets(&train, rule)?;
         let validation = rows.validation.map(|rows| loader(data::sequences(rows, &plan.data).0, &plan, None));
-        check_halves(&plan, validation.as_ref())?;
+        check_halves(&plan, validation.as_ref(), "validation row")?;
         let total_steps = total_steps(&plan, train.steps_per_epoch())?;
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
         let hidden_state_bytes = hidden_state_bytes(&plan, rule, &config, [Some(&train), validation.as_ref()])?;
@@ -241,6 +241,11 @@ impl CheckedRun {
     pub fn finished_step(&self) -> Result<Option<usize>, TrainError> {
         let is_run = self.plan.train.output_dir.join(FINAL).exists();
         if is_run { RunProgress::read(&self.plan, self.total_steps)?.finished() } else { Ok(None) }
+    }
+
+    /// As [`Loader::fraction_of_step`].
+    pub fn fraction_of_step(&self, step: usize) -> f64 {
+        self.train.fraction_of_step(step)
     }
 
     /// Optimizer steps of one pass over the training rows.
@@ -423,11 +428,11 @@ fn check_targets(train: &Loader, rule: TargetRule) -> Result<(), TrainError> {
     missing.first().map_or(Ok(()), |&head| Err(TrainError::NoTargetForHead { head, ahead: head + 1 }))
 }
 
-/// Checks that evaluations have tokens per step, if `train.keep_best` judges by them.
-fn check_halves(plan: &TrainPlan, validation: Option<&Loader>) -> Result<(), TrainError> {
-    let (Some(BestBy::TokensPerStep), Some(validation)) = (plan.train.keep_best, validation) else { return Ok(()) };
+/// Checks that evaluations on these rows have tokens per step, if `train.keep_best` judges by them. `text`: what a row is.
+pub(super) fn check_halves(plan: &TrainPlan, rows: Option<&Loader>, text: &'static str) -> Result<(), TrainError> {
+    let (Some(BestBy::TokensPerStep), Some(rows)) = (plan.train.keep_best, rows) else { return Ok(()) };
     let mut has_target = [false; 2];
-    for batch in validation.eval_batches() {
+    for batch in rows.eval_batches() {
         let batch = batch.map_err(DataError::from)?;
         let positions = batch.targets(2).positions;
         for (row, place) in batch.segments() {
@@ -437,7 +442,7 @@ fn check_halves(plan: &TrainPlan, validation: Option<&Loader>) -> Result<(), Tra
             return Ok(());
         }
     }
-    Err(TrainError::NoTokensPerStep { rows: validation.sequences().rows() })
+    Err(TrainError::NoTokensPerStep { rows: rows.sequences().rows(), text })
 }
 
 /// Of training and validation rows. Reads all labels if the recipe caches hidden states.

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use crate::data::DataError;
 use crate::data::tokenize::TokenizeError;
+use crate::decode::error::DecodeError;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
+use crate::dtype::Dtype;
 use crate::files::FileError;
 use crate::files::checksums::ChecksumError;
 use crate::formats::FormatError;
@@ -16,7 +18,7 @@ use crate::torch::TorchPanic;
 use crate::train::checkpoint::CheckpointError;
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::ranks::RanksError;
-use crate::train::step::StepError;
+use crate::train::step::{StepError, of_float16};
 
 /// Why a run failed or did not start.
 #[derive(Debug, thiserror::Error)]
@@ -60,10 +62,28 @@ pub enum TrainError {
     },
     /// One half of the validation rows has no target.
     #[error(
-        "train.keep_best = \"tokens_per_step\" searches a tree on one half of the validation rows and judges it on the other; \
-         in {}, head 1 has a target in at most one half; add rows, or set train.keep_best = \"loss\"", counted(*rows, "validation row")
+        "train.keep_best = \"tokens_per_step\" searches a tree on one half of the {text}s and judges it on the other; \
+         in {}, head 1 has a target in at most one half; add rows, or set train.keep_best = \"loss\"", counted(*rows, text)
     )]
-    NoTokensPerStep { rows: usize },
+    NoTokensPerStep {
+        rows: usize,
+        /// "validation row" or "validation answer".
+        text: &'static str,
+    },
+    /// The backbone's answers to validation prompts.
+    #[error("{}: row {row}: {why}; remove the file, and the run makes it again", path.display())]
+    Answers {
+        path: PathBuf,
+        /// 1-based.
+        row: usize,
+        why: String,
+    },
+    /// The backbone cannot answer.
+    #[error("the backbone's answers to validation prompts: its logits are NaN or infinite; check its weights{}", of_float16(*dtype))]
+    AnswersNotFinite { dtype: Dtype },
+    /// The backbone answers no prompt of the validation rows.
+    #[error("the backbone's answers to validation prompts: {0}")]
+    Answering(#[from] DecodeError),
     /// The learning rate would never reach its peak.
     #[error(
         "schedule.warmup_steps = {warmup_steps}, but the run has only {total_steps} optimizer steps; lower it, or train for more epochs"

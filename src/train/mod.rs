@@ -23,6 +23,7 @@ pub mod hidden_states;
 pub mod log;
 pub mod memory_plan;
 pub mod next_tokens;
+pub mod own_answers;
 pub mod patience;
 pub mod plan;
 pub mod provenance;
@@ -69,6 +70,10 @@ pub struct TrainConfig {
     /// Optimizer steps between evaluations; absent: only at the end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval_every: Option<NonZeroUsize>,
+    /// Prompts of the validation rows that the backbone answers before the first step: evaluations measure `tokens_per_step` on the answers. 0: on the
+    /// rows as they are. Absent: 40, or 0 where this backbone wrote the rows or cannot answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval_answers: Option<usize>,
     /// Keeps the heads with the best evaluation so far in `best/`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep_best: Option<BestBy>,

@@ -2,12 +2,16 @@
 //! newest checkpoint.
 
 use std::num::NonZeroUsize;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde::{Deserialize, Serialize};
 
 use crate::data::DataError;
 use crate::data::loader::BatchShare;
 use crate::data::pack::Sequences;
+use crate::data::rows::TokenRow;
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import;
 use crate::draft::medusa::heads::token_map::TokenMap;
@@ -21,7 +25,7 @@ use crate::model::weights::{WeightFiles, WeightsError};
 use crate::model::{adapters, peft};
 use crate::torch::{guard, memory, wide};
 use crate::train::backbone_pass::{StatesCaches, StatesSource, TrainingBackbone, ValidationCache};
-use crate::train::checked::CheckedRun;
+use crate::train::checked::{CheckedRun, check_halves};
 use crate::train::checkpoint::{self, Checkpoints};
 use crate::train::divergence::LossWatch;
 use crate::train::draft_vocabulary::DraftVocabulary;
@@ -29,6 +33,7 @@ use crate::train::error::TrainError;
 use crate::train::hidden_states::{CacheSettings, CapturedSplits, StatesPlace};
 use crate::train::log::RunLog;
 use crate::train::next_tokens::NextTokens;
+use crate::train::own_answers::{self, MeasuredTexts};
 use crate::train::plan::BackboneTraining;
 use crate::train::ranks::Ranks;
 use crate::train::run_folder::{ClaimedRun, RunFolder, check_output_dir};
@@ -45,6 +50,14 @@ pub struct TrainRun {
     pub checked: CheckedRun,
     /// Loaded as the plan trains it.
     pub backbone: Llama,
+}
+
+/// The backbone's answers to validation prompts.
+#[derive(Debug, Serialize, Deserialize)]
+enum OwnAnswers {
+    /// `None`: evaluations use the validation rows alone.
+    Rows(Option<Vec<TokenRow>>),
+    Interrupted,
 }
 
 /// A run that rank 0 has claimed.
@@ -92,7 +105,13 @@ impl TrainRun {
         let backbone = backbone.map_or_else(|| self.training_backbone(ranks, tell), Ok);
         let backbone = ranks.agree_after_long_work(backbone)?;
         let logged_every = claimed.as_ref().and_then(|claimed| claimed.logged_every);
-        self.started(ranks, backbone, logged_every, tell)?.run(interrupted)
+        let texts = ranks.is_first().then(|| self.own_answers(interrupted, tell)).transpose();
+        let texts = ranks.agree_after_long_work(texts)?;
+        let OwnAnswers::Rows(answers) = ranks.of_first(texts)? else { return Ok(RunOutcome::InterruptedBefore) };
+        let answers = answers.and_then(|rows| own_answers::loader(rows, &self.checked.plan));
+        check_halves(&self.checked.plan, answers.as_ref(), "validation answer")?;
+        let training = self.started(ranks, backbone, logged_every, tell)?;
+        TrainingLoop { answers, ..training }.run(interrupted)
     }
 
     /// What rank 0 does first: claims the run's folder.
@@ -123,6 +142,18 @@ impl TrainRun {
             tell(RunEvent::NoCheckpoint);
         }
         Ok(BegunRun { claimed, backbone })
+    }
+
+    /// What evaluations measure tokens per step on, besides the validation rows.
+    fn own_answers(&self, interrupted: &AtomicBool, tell: &mut dyn FnMut(RunEvent)) -> Result<OwnAnswers, TrainError> {
+        let Some(MeasuredTexts::Answers(most)) = MeasuredTexts::of(&self.checked)? else {
+            return Ok(OwnAnswers::Rows(None));
+        };
+        let rows = own_answers::kept_or_made(&self.checked, &self.backbone, most, &mut |done, prompts| {
+            tell(RunEvent::Answering { done, prompts });
+            if interrupted.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })?;
+        Ok(rows.map_or(OwnAnswers::Interrupted, |rows| OwnAnswers::Rows(Some(rows))))
     }
 
     /// What the run starts from must be as it was written, where there are checksums.
@@ -162,7 +193,17 @@ impl TrainRun {
             tell(RunEvent::LogLacks { path: log.path(), steps });
         }
         let watch = LossWatch::default();
-        Ok(TrainingLoop { checked: &self.checked, ranks, backbone, checkpoints, state, log, watch, tell })
+        Ok(TrainingLoop {
+            checked: &self.checked,
+            ranks,
+            backbone,
+            checkpoints,
+            state,
+            answers: None,
+            log,
+            watch,
+            tell,
+        })
     }
 
     /// That of the backbone's files, read before the first step: a folder that is removed later is no reason to lose a checkpoint. `None` where

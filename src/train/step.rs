@@ -162,7 +162,7 @@ pub fn train_step(
 }
 
 /// Further advice for a dtype with a small range.
-fn of_float16(dtype: Dtype) -> &'static str {
+pub(super) fn of_float16(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::Float16 => ", or set backbone.dtype = \"bfloat16\": float16 ends at 65504",
         Dtype::Float32 | Dtype::BFloat16 | Dtype::Float64 => "",

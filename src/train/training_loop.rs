@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Instant;
 
 use crate::data::DataError;
+use crate::data::loader::Loader;
 use crate::formats::best::BestEvaluation;
 use crate::formats::metrics::{MetricsError, MetricsLine, MetricsSplit, UpdateLine};
 use crate::torch::{guard, memory};
@@ -17,6 +18,7 @@ use crate::train::checkpoint::{Checkpoints, DamagedCheckpoint, newest_step};
 use crate::train::divergence::{LossWatch, RisenLoss};
 use crate::train::error::TrainError;
 use crate::train::fed_batch::FedBatch;
+use crate::train::feed::BatchMaker;
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::log::RunLog;
 use crate::train::next_tokens::NextTokens;
@@ -66,6 +68,8 @@ pub enum RunEvent<'e> {
         /// States have checksums; in files of earlier versions they have none.
         are_verified: bool,
     },
+    /// The backbone answers prompts of the validation rows.
+    Answering { done: usize, prompts: usize },
     /// The run trains on hidden states of a server; what the LM head makes of them.
     CapturedStates(NextTokens),
     /// Several processes read only a complete cache of hidden states, and this file is not one: the states are computed.
@@ -107,6 +111,8 @@ pub enum RunOutcome {
     FinishedBefore(PathBuf),
     /// Interrupted; the checkpoint to resume from.
     Interrupted(PathBuf),
+    /// Interrupted before the first step: nothing was trained.
+    InterruptedBefore,
 }
 
 /// A run in progress.
@@ -116,6 +122,8 @@ pub(super) struct TrainingLoop<'r, 't> {
     pub(super) backbone: TrainingBackbone<'r>,
     pub(super) checkpoints: Checkpoints<'r>,
     pub(super) state: TrainState,
+    /// The backbone's answers to validation prompts, if tokens per step are measured on them.
+    pub(super) answers: Option<Loader>,
     /// Of rank 0.
     pub(super) log: Option<RunLog>,
     pub(super) watch: LossWatch,
@@ -205,10 +213,12 @@ impl<'r> TrainingLoop<'r, '_> {
     ) -> Result<MetricsLine, TrainError> {
         let (began, plan, step) = (Instant::now(), self.plan(), self.state.step);
         let (batches, counts) = self.counted(batches.next().expect("batches for every step"))?;
+        // AdamW makes steps of one size, however few rows they have (linear scaling, arXiv 1706.02677 section 2.1).
+        let factor = plan.schedule.factor(step, self.checked.total_steps) * self.checked.fraction_of_step(step);
         let weights = StepWeights {
             loss: &plan.loss,
             lambda0: self.lambda0(),
-            rate: plan.learning_rate * plan.schedule.factor(step, self.checked.total_steps),
+            rate: plan.learning_rate * factor,
             max_grad_norm: plan.max_grad_norm,
         };
         let work = format!("training step {}", step + 1);
@@ -259,19 +269,17 @@ impl<'r> TrainingLoop<'r, '_> {
     /// Evaluates on the validation rows, if there are any. After the last thing that the processes do together here, rank 0 may fail alone.
     fn evaluate(&mut self) -> Result<(), TrainError> {
         let Some(validation) = &self.checked.validation else { return Ok(()) };
-        let batches = validation.eval_share(self.ranks.share()).map(|batch| Ok(vec![batch.map_err(DataError::from)?]));
         let maker = self.backbone.batch_maker(&self.state.heads, MetricsSplit::Validation);
-        let (backbone, heads, loss) = (&mut self.backbone, &self.state.heads, &self.checked.plan.loss);
-        // The peak of λ0 at every step: with a rising λ0 the loss of better heads would be higher.
-        let lambda0 = self.checked.plan.heads_coefficient.peak;
-        let ranks = self.ranks;
-        let metrics = thread::scope(|scope| {
-            let batches = maker.feed(scope, batches);
-            guard("the evaluation", || evaluate::<TrainError>(backbone, heads, batches, loss, lambda0, ranks))?
-        })?;
+        let mut metrics = self.evaluate_on(validation, maker)?;
         self.tell_of_cache();
         if !metrics.loss.is_finite() {
             return Err(StepError::EvaluationNotFinite { step: self.state.step, value: metrics.loss }.into());
+        }
+        if let Some(answers) = self.answers.take() {
+            let maker = self.backbone.batch_maker_without_states(&self.state.heads);
+            let on_answers = self.evaluate_on(&answers, maker);
+            self.answers = Some(answers);
+            metrics.tokens_per_step = on_answers?.tokens_per_step;
         }
         let mut line = self.line(MetricsSplit::Validation, metrics.tokens, &metrics);
         // The evaluation before training is a reference, not a candidate.
@@ -283,6 +291,18 @@ impl<'r> TrainingLoop<'r, '_> {
         self.append(&line)?;
         (self.tell)(RunEvent::Evaluated(&line));
         if judged.is_some() { self.keep_best() } else { Ok(()) }
+    }
+
+    /// Losses, accuracies and tokens per step on some rows.
+    fn evaluate_on(&mut self, rows: &Loader, maker: BatchMaker) -> Result<StepMetrics, TrainError> {
+        let batches = rows.eval_share(self.ranks.share()).map(|batch| Ok(vec![batch.map_err(DataError::from)?]));
+        let (backbone, heads, loss) = (&mut self.backbone, &self.state.heads, &self.checked.plan.loss);
+        // The peak of λ0 at every step: with a rising λ0 the loss of better heads would be higher.
+        let (lambda0, ranks) = (self.checked.plan.heads_coefficient.peak, self.ranks);
+        thread::scope(|scope| {
+            let batches = maker.feed(scope, batches);
+            guard("the evaluation", || evaluate::<TrainError>(backbone, heads, batches, loss, lambda0, ranks))?
+        })
     }
 
     /// Writes `best/` if the last evaluation is the best.

@@ -24,11 +24,11 @@ use crate::data::conversation::ChatInput;
 use crate::data::prompts::Dialogue;
 use crate::data::tokenize::{TextTokenizer, narrow};
 use crate::decode::batch::SequenceBatch;
+use crate::decode::identity::identity;
 use crate::decode::request::Request;
 use crate::distill::answer::Answerer;
 use crate::distill::local::BackboneAnswerer;
 use crate::distill::output::{ClaimedShare, Output};
-use crate::distill::provenance;
 use crate::distill::render::{self, Renderer};
 use crate::distill::{self, DistillProgress};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
@@ -148,7 +148,7 @@ impl DistillArgs {
         let is_adapted = heads.map(|heads| files::is_file(&heads.join(ADAPTER_CONFIG))).transpose()?;
         let adapted = heads.filter(|_| is_adapted == Some(true));
         Ok(DistillProvenance {
-            backbone_sha256: Some(provenance::identity(folder)?),
+            backbone_sha256: Some(identity(folder)?),
             chat_template_sha256: decoder.template.as_ref().map(|template| template.sha256().to_owned()),
             device: Some(device_name(decoder.backbone.device())),
             dtype: Some(Dtype::of(decoder.backbone.kind()).to_string()),

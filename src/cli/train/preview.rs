@@ -21,6 +21,7 @@ use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
 use crate::train::hidden_states::CapturedSplits;
 use crate::train::memory_plan::{MemoryGroup, MemoryPlan};
+use crate::train::own_answers::MeasuredTexts;
 use crate::train::run_folder::check_output_dir;
 use crate::train::stage_memory::{PlannedStage, StageMemory};
 
@@ -55,6 +56,9 @@ pub(super) struct RunPreview {
     sequences: usize,
     fill_rate: f64,
     validation_sequences: usize,
+    /// What evaluations measure tokens per step on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tokens_per_step: Option<MeasuredTexts>,
     steps_per_epoch: usize,
     steps: usize,
     #[serde(skip)]
@@ -180,6 +184,7 @@ impl RunPreview {
             sequences,
             fill_rate: checked.pack_report.fill_rate(),
             validation_sequences,
+            tokens_per_step: MeasuredTexts::of(checked)?,
             steps_per_epoch,
             steps: checked.total_steps,
             is_by_epochs: checked.plan.train.max_steps.is_none(),
@@ -237,6 +242,7 @@ impl RunPreview {
                 self.validation_sequences
             ),
         ));
+        lines.extend(self.tokens_per_step.map(|texts| ("tokens/step", format!("measured {texts}"))));
         let steps = format!("{} ({} per epoch), {}", self.steps, self.steps_per_epoch, counted(self.tokens, "token"));
         lines.push(("steps", steps));
         lines.extend((self.memory.world_size > 1).then(|| ("processes", self.processes())));

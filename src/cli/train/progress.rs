@@ -61,6 +61,9 @@ impl<'c> TrainProgress<'c> {
                 let path = path.display();
                 self.line(&format!("hidden states of {filled} of {rows} rows are cached in {path}{unverified}"));
             }
+            RunEvent::Answering { done, prompts } => {
+                self.progress.set(0, format!("answers to validation prompts: {done}/{prompts}"));
+            }
             RunEvent::CapturedStates(next_tokens) => self.line(&of_server(next_tokens)),
             RunEvent::CacheIncomplete(path) => self.line(&format!(
                 "hidden states are computed, not read: several processes read only a cache with the states of all rows, which {} is not; fill it \
