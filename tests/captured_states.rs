@@ -102,6 +102,7 @@ fn train_lines(small: &SmallRun, split: &str) -> Vec<Value> {
 /// Trains on the backbone, then, without its layers, on states.
 fn both(small: &SmallRun, capture: Capture) -> [(Vec<Value>, Vec<Value>, WeightFiles); 2] {
     capture.of(small, &["rows.jsonl", "validation.jsonl"]);
+    small.edit("recipe.toml", "eval_every", "eval_answers = 0\neval_every"); // states have no backbone that answers
     let trained = || {
         small.train(&[]).succeeded();
         let heads = small.path("run/final/heads.safetensors");
