@@ -18,12 +18,16 @@ pub struct ValidationAnswers<R> {
 }
 
 impl<R: Serialize + DeserializeOwned> ValidationAnswers<R> {
+    /// Reads the file, and compares its checksum.
+    ///
     /// # Errors
     /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
         error::read(path, WHAT, EXPECTED)
     }
 
+    /// Writes the file atomically, with its checksum.
+    ///
     /// # Errors
     /// [`FormatError`], with the path.
     pub fn save(&self, path: &Path) -> Result<(), FormatError> {

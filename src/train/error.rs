@@ -81,7 +81,7 @@ pub enum TrainError {
     /// The backbone cannot answer.
     #[error("the backbone's answers to validation prompts: its logits are NaN or infinite; check its weights{}", of_float16(*dtype))]
     AnswersNotFinite { dtype: Dtype },
-    /// The backbone answers no prompt of the validation rows.
+    /// Decoding the answers to validation prompts failed.
     #[error("the backbone's answers to validation prompts: {0}")]
     Answering(#[from] DecodeError),
     /// The learning rate would never reach its peak.
