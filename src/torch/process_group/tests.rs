@@ -19,14 +19,18 @@ fn ranks<T: Send>(world_size: usize, body: impl Fn(ProcessGroup) -> T + Sync) ->
 fn ranks_within<T: Send>(timeout: Duration, world_size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     let server = LocalStore::start().expect("a store");
     let port = server.port();
+    let all_connected = Barrier::new(world_size);
     thread::scope(|scope| {
         let start = |rank| {
-            let body = &body;
+            let (body, all_connected) = (&body, &all_connected);
             scope.spawn(move || {
                 let variables = Rendezvous::variables_of_local(rank, world_size, port);
                 let value = |name: &str| Some(variables.iter().find(|(known, _)| *known == name)?.1.clone());
                 let place = Rendezvous::from(&value).expect("variables").expect("several processes");
-                body(ProcessGroup::join_within(JOIN_TIME, &place, timeout).expect("all ranks come"))
+                let group = ProcessGroup::join_within(JOIN_TIME, &place, timeout);
+                // A rank that ends while others still connect is an error of theirs, not of this test.
+                all_connected.wait();
+                body(group.expect("all ranks come"))
             })
         };
         let threads: Vec<_> = (0..world_size).map(start).collect();
