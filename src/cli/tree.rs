@@ -33,7 +33,8 @@ pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let calibration = calibration(args, common)?;
     let latency = machine::latency(args, path, &calibration, common)?;
     let chosen = machine::choose(args, &latency, &calibration, common)?;
-    let expected_tokens_per_second = Some(chosen.tokens_per_second());
+    let slowdown = latency.slowdown.unwrap_or_default();
+    let expected_tokens_per_second = Some(chosen.tokens_per_second() / slowdown.trees);
     let expected = ExpectedTokens { per_step: chosen.tokens_per_step, interval: chosen.interval };
     let (tree, file) = file_of(chosen.tree, expected);
     let max_nodes = args.max_nodes.map_or(usize::MAX, Into::into);

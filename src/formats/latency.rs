@@ -63,6 +63,13 @@ pub struct Slowdown {
     pub trees: f64,
 }
 
+impl Default for Slowdown {
+    /// Nothing interrupted.
+    fn default() -> Self {
+        Self { plain: 1.0, trees: 1.0 }
+    }
+}
+
 /// The step times of several texts that are decoded together.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepsOfSequences {
@@ -72,6 +79,9 @@ pub struct StepsOfSequences {
     pub plain_step_ms: f64,
     /// Steps in which each text has its tree.
     pub steps: Vec<StepTime>,
+    /// As [`Latency::slowdown`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slowdown: Option<Slowdown>,
 }
 
 /// The step time of one tree.
@@ -124,8 +134,8 @@ impl Latency {
             .flat_map(|step| [("nodes", step.nodes as f64), ("depth", step.depth as f64), ("step_ms", step.step_ms)]);
         let plain =
             several.iter().flat_map(|of| [("sequences", of.sequences as f64), ("plain_step_ms", of.plain_step_ms)]);
-        let slowdown =
-            latency.slowdown.iter().flat_map(|of| [("slowdown.plain", of.plain), ("slowdown.trees", of.trees)]);
+        let slowdowns = latency.slowdown.iter().chain(several.iter().filter_map(|of| of.slowdown.as_ref()));
+        let slowdown = slowdowns.flat_map(|of| [("slowdown.plain", of.plain), ("slowdown.trees", of.trees)]);
         let mut numbers =
             [("plain_step_ms", latency.plain_step_ms)].into_iter().chain(slowdown).chain(plain).chain(sizes);
         if let Some((what, value)) = numbers.find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
@@ -289,7 +299,7 @@ mod tests {
         assert!(Latency::load(&path).unwrap().caveat().unwrap().starts_with("other programs used 1.4 cores while"));
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(!text.contains("by_sequences"), "a file of earlier versions has none: {text}");
-        let of_four = StepsOfSequences { sequences: 4, plain_step_ms: 3.0, steps: saved.steps.clone() };
+        let of_four = StepsOfSequences { sequences: 4, plain_step_ms: 3.0, steps: saved.steps.clone(), slowdown: None };
         let several = Latency { by_sequences: vec![of_four], ..saved.clone() };
         several.save(&path).unwrap();
         assert_eq!(Latency::load(&path).unwrap(), several);

@@ -34,7 +34,7 @@ pub struct TreeFile {
     /// SHA-256 of the calibration that the tree was searched from.
     #[serde(default)]
     pub calibration_sha256: Option<String>,
-    /// Expected tokens per second, if the tree was chosen for a machine.
+    /// Expected tokens per second, if the tree was chosen for a machine: by mean step times, as `bench` measures them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expected_tokens_per_second: Option<f64>,
     /// SHA-256 of the latencies that it was chosen by.
@@ -57,7 +57,7 @@ pub struct TreeOfSequences {
     /// As [`TreeFile::choices`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub choices: Vec<Vec<usize>>,
-    /// Of all texts together.
+    /// Of all texts together, as [`TreeFile::expected_tokens_per_second`].
     pub expected_tokens_per_second: f64,
 }
 

@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use super::{LatencyError, nonsense, steps_within, undisturbed};
+use super::{LatencyError, nonsense, slowdown, steps_within, undisturbed, warm_up};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
 use crate::decode::request::Request;
@@ -17,7 +17,7 @@ use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
 use crate::tree::guess_tree::GuessTree;
 
-/// Measured rounds, behind one that warms up.
+/// Measured rounds.
 const ROUNDS: usize = 3;
 /// Steps with more rows are not timed: on a CPU, where products of so many rows are bound by arithmetic, no tree pays for them.
 const MOST_ROWS: usize = 512;
@@ -28,7 +28,7 @@ const PROMPT_BYTES: usize = 1 << 32;
 pub type NewEngine<'l, 'a, E> = dyn Fn() -> Result<Box<dyn Engine + 'a>, E> + 'l;
 
 /// Times steps of so many texts at a time after `context` tokens, without a drafter and with each of the trees that is small enough. All take
-/// turns in several rounds; the result is the time of a step that nothing interrupts.
+/// turns in several rounds; the result is the time of a step that nothing interrupts, and how much longer the steps took.
 ///
 /// # Errors
 /// [`LatencyError`], or an error of `new_engine`.
@@ -42,7 +42,7 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
     let fits = |tree: &&GuessTree| sequences * (tree.nodes() + 1) <= MOST_ROWS;
     let timed: Vec<Option<&GuessTree>> = [None].into_iter().chain(trees.iter().filter(fits).map(Some)).collect();
     let mut all_ms = vec![Vec::new(); timed.len()];
-    for round in 0..=ROUNDS {
+    for _ in 0..ROUNDS {
         for (tree, all_ms) in timed.iter().zip(&mut all_ms) {
             let drafter = tree.map(|tree| Ok(HeadsDrafter::new(backbone, heads, tree)?.on_host())).transpose();
             let drafter = drafter.map_err(|error: DraftError| LatencyError::from(error))?;
@@ -50,9 +50,10 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
             let steps = steps_within(backbone, context, depth)?;
             let request = Request { ends_at_eos: false, ..Request::greedy(&prompt, steps * (depth + 1)) };
             let ms = steps_ms(new_engine()?, drafter, &request, [sequences, steps]).map_err(LatencyError::from)?;
-            all_ms.extend(ms.into_iter().filter(|_| round > 0));
+            all_ms.extend(ms);
         }
     }
+    let slowdown = slowdown(&all_ms);
     let mut undisturbed = all_ms.into_iter().map(undisturbed);
     let plain_step_ms = undisturbed.next().expect("plain decoding is measured");
     let step = |(tree, step_ms): (&&GuessTree, f64)| {
@@ -60,10 +61,10 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
         StepTime { nodes, depth, step_ms, dynamic }
     };
     let steps = timed.iter().flatten().zip(undisturbed).map(step).collect();
-    Ok(StepsOfSequences { sequences, plain_step_ms, steps })
+    Ok(StepsOfSequences { sequences, plain_step_ms, steps, slowdown })
 }
 
-/// The times of the steps of texts with the same request; the step that runs the prompts does not count.
+/// The times of the steps of texts with the same request, without the step that runs the prompts and those that warm up.
 fn steps_ms<'a>(
     engine: Box<dyn Engine + 'a>,
     drafter: Option<Box<dyn Drafter + 'a>>,
@@ -84,5 +85,5 @@ fn steps_ms<'a>(
         batch.step()?;
         times.push(began.elapsed().as_secs_f64() * 1e3);
     }
-    Ok(times)
+    Ok(times.split_off(warm_up(steps).min(times.len())))
 }

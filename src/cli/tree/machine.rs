@@ -225,7 +225,7 @@ pub(super) fn choose(
         ));
     }
     let (tokens_per_second, plain) = (chosen.tokens_per_second(), 1e3 / latency.plain_step_ms);
-    common.say(in_words(tokens_per_second, tokens_per_second / plain, latency.slowdown));
+    common.say(in_words(tokens_per_second, tokens_per_second / plain, latency.slowdown.unwrap_or_default()));
     if tokens_per_second <= plain {
         common.say(format_args!(
             "plain decoding is expected to be faster than any tree: {plain:.1} tokens/s against {tokens_per_second:.1}"
@@ -234,15 +234,14 @@ pub(super) fn choose(
     Ok(chosen)
 }
 
-/// What to expect of the chosen tree where nothing interrupts it, and as busy as the machine was.
-fn in_words(tokens_per_second: f64, speedup: f64, slowdown: Option<Slowdown>) -> String {
-    let undisturbed = format!("expected: {tokens_per_second:.0} tokens/s, {speedup:.2} times plain decoding");
-    slowdown.map_or(undisturbed.clone(), |Slowdown { plain, trees }| {
-        let (slower, speedup) = (tokens_per_second / trees, speedup * plain / trees);
-        format!(
-            "{undisturbed}, if no other program interrupts; {slower:.0} tokens/s and {speedup:.2} times with the interruptions of the timing"
-        )
-    })
+/// What to expect of the chosen tree on a machine as busy as during the timing, which is what `bench` measures, and where nothing interrupts.
+fn in_words(undisturbed: f64, speedup: f64, slowdown: Slowdown) -> String {
+    let as_busy = undisturbed / slowdown.trees;
+    let speedup_as_busy = speedup * slowdown.plain / slowdown.trees;
+    format!(
+        "expected: {as_busy:.0} tokens/s, {speedup_as_busy:.2} times plain decoding; {undisturbed:.0} tokens/s and {speedup:.2} times \
+         if no other program interrupts"
+    )
 }
 
 /// One line per size, with the fastest marked.

@@ -84,7 +84,9 @@ fn choose_one(
         sweep => Some(sweep?).map(|mut sweep| sweep.trees.swap_remove(sweep.fastest)),
     };
     let fastest = fastest.filter(|timed: &Timed| timed.tokens_per_second() * texts > plain);
-    let speed = fastest.as_ref().map_or(plain, |timed| timed.tokens_per_second() * texts);
+    let slowdown = of.slowdown.unwrap_or_default();
+    let plain = plain / slowdown.plain;
+    let speed = fastest.as_ref().map_or(plain, |timed| timed.tokens_per_second() * texts / slowdown.trees);
     let chosen = fastest.as_ref().map_or("no guesses".to_owned(), |timed| {
         format!("{} over {}", counted(timed.tree.nodes(), "node"), counted(timed.tree.depth(), "head"))
     });
