@@ -388,6 +388,26 @@ fn a_weight_with_nan_is_refused_where_it_is_read() {
 }
 
 #[test]
+fn heads_with_nan_are_refused_by_every_verb() {
+    let small = SmallRun::new();
+    small.write_tokenizer(48);
+    write_heads(&small, "heads", SHAPE);
+    small.write("prompts.jsonl", "{\"prompt_ids\": [3, 4]}\n");
+    rewrite(&small, "heads/heads.safetensors", |all| drop(all[0].1.view([-1]).narrow(0, 3, 1).fill_(f64::NAN)));
+    let facts = ["heads/heads.safetensors", "expected finite numbers, got NaN at ["];
+    let heads = "--backbone backbone --heads heads";
+    for arguments in [
+        format!("generate {heads} --prompts prompts.jsonl --max-new-tokens 4"),
+        format!("serve {heads} --port 0"),
+        format!("distill {heads} --prompts prompts.jsonl --out distilled"),
+        format!("calibrate {heads} --data rows.jsonl --out calibration.json"),
+        "export --heads heads --format vllm --out exported".to_owned(),
+    ] {
+        run(&small, &arguments).failed(1, &facts);
+    }
+}
+
+#[test]
 fn a_backbone_whose_logits_overflow_decodes_nothing() {
     let small = SmallRun::new();
     small.write_tokenizer(48);

@@ -189,6 +189,8 @@ fn a_draft_model_makes_the_plain_text_in_fewer_steps() {
     let both = ["--drafter", "model:b", "--tree", "t.json", "--draft-tokens", "3"];
     let complaint = world.complaint(&[&PLAIN[..], &both].concat(), 2);
     assert!(complaint.contains("drop one of them"), "{complaint}");
+    let many = world.complaint(&[&PLAIN[..], &["--drafter", "model:b", "--draft-tokens", "1025"]].concat(), 2);
+    assert!(many.contains("--draft-tokens 1025: expected at most 1024"), "{many}");
 }
 
 #[test]
@@ -490,6 +492,7 @@ fn a_turn_that_does_not_fit_ends_its_conversation() {
     let said = world.medusa(&samples).assert().success().get_output().stderr.clone();
     let said = String::from_utf8(said).unwrap();
     assert!(said.contains("1 conversation ended before a turn that does not fit"), "{said}");
+    assert!(said.contains("--num-samples: the samples of a prompt are equal"), "{said}");
     let mut strict = world.medusa(&[&PLAIN[..], &flags, &["--strict"]].concat());
     let strict = strict.assert().code(1).get_output().stderr.clone();
     let strict = String::from_utf8(strict).unwrap();

@@ -41,14 +41,25 @@ pub(super) fn that_fits(
     Ok(size)
 }
 
-/// The number of texts that a server decodes together.
+/// The number of texts that a server decodes together. Reports a context that the free memory does not hold.
 ///
 /// # Errors
 /// A GPU that does not tell its free memory.
-pub(super) fn of_server(engine: &dyn Engine, [tokens, guesses]: [usize; 2]) -> anyhow::Result<NonZeroUsize> {
-    let fit =
+pub(super) fn of_server(
+    engine: &dyn Engine,
+    [tokens, guesses]: [usize; 2],
+    common: &CommonFlags,
+) -> anyhow::Result<NonZeroUsize> {
+    let Fit { size, each, free } =
         fit(engine, [tokens, guesses]).context("the number of texts depends on the free memory; set --max-texts")?;
-    Ok(fit.size)
+    if let Some(free) = free.filter(|free| each > *free) {
+        common.say(format_args!(
+            "warning: a text as long as the context ({tokens} tokens) takes {}, and {} are free: the server ends if a text grows so long",
+            gibibytes(each),
+            gibibytes(free)
+        ));
+    }
+    Ok(size)
 }
 
 /// Texts that fit the free memory beside the beginnings that are kept.

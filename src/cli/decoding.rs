@@ -38,12 +38,12 @@ pub struct DecodingFlags {
     /// Subtract X from the logit of each token that occurs in the output; 0 is off. As in OpenAI's API.
     #[arg(long, value_name = "X", default_value = "0", value_parser = finite, allow_negative_numbers = true)]
     pub presence_penalty: Finite,
-    /// Acceptance rule at temperatures above 0.
-    #[arg(long, value_enum, value_name = "RULE", default_value_t = AcceptanceName::Typical)]
-    pub acceptance: AcceptanceName,
-    /// ε of typical acceptance: a guess with at least this probability is always accepted.
-    #[arg(long, value_name = "EPSILON", default_value = "0.09", value_parser = probability, allow_negative_numbers = true)]
-    pub posterior_threshold: Probability,
+    /// Acceptance rule at temperatures above 0 [default: typical].
+    #[arg(long, value_enum, value_name = "RULE")]
+    pub acceptance: Option<AcceptanceName>,
+    /// ε of typical acceptance: a guess with at least this probability is always accepted [default: 0.09].
+    #[arg(long, value_name = "EPSILON", value_parser = probability, allow_negative_numbers = true)]
+    pub posterior_threshold: Option<Probability>,
     /// δ of typical acceptance: a guess is accepted above δ·exp(-entropy) [default: √ε].
     #[arg(long, value_name = "DELTA", value_parser = positive, allow_negative_numbers = true)]
     pub posterior_alpha: Option<Positive>,
@@ -72,8 +72,12 @@ pub enum AcceptanceName {
 }
 
 /// The rule of `--posterior-threshold` and `--posterior-alpha`.
-pub(super) fn typical(posterior_threshold: Probability, posterior_alpha: Option<Positive>) -> TypicalAcceptance {
-    let rule = TypicalAcceptance::with_threshold(posterior_threshold.get());
+pub(super) fn typical(
+    posterior_threshold: Option<Probability>,
+    posterior_alpha: Option<Positive>,
+) -> TypicalAcceptance {
+    let rule = posterior_threshold
+        .map_or_else(TypicalAcceptance::default, |epsilon| TypicalAcceptance::with_threshold(epsilon.get()));
     TypicalAcceptance { posterior_alpha: posterior_alpha.map_or(rule.posterior_alpha, Positive::get), ..rule }
 }
 
@@ -86,7 +90,7 @@ impl DecodingFlags {
     /// # Errors
     /// [`UsageError`] for nucleus acceptance with top-p 1.
     pub fn acceptance(&self) -> Result<Acceptance, UsageError> {
-        match self.acceptance {
+        match self.rule() {
             AcceptanceName::Greedy => Ok(Acceptance::Greedy),
             AcceptanceName::Typical => {
                 Ok(Acceptance::Typical(typical(self.posterior_threshold, self.posterior_alpha)))
@@ -99,23 +103,47 @@ impl DecodingFlags {
         }
     }
 
-    /// A notice that `--top-k` or `--top-p` was given and does nothing, because no token is drawn; or `--acceptance greedy` without guesses.
+    /// The name of the acceptance rule.
+    pub(super) fn rule(&self) -> AcceptanceName {
+        self.acceptance.unwrap_or(AcceptanceName::Typical)
+    }
+
+    /// A notice that a flag was given and does nothing: because no token is drawn, nothing is guessed, or another rule accepts.
     pub(super) fn unused_sampling(&self, is_drafted: bool) -> Option<String> {
-        let given = [("--top-k", self.top_k.is_some()), ("--top-p", self.top_p.is_some())];
-        let flags: Vec<&str> = given.into_iter().filter(|(_, is_given)| *is_given).map(|(flag, _)| flag).collect();
-        let rule = match self.acceptance {
-            _ if self.temperature.get() == 0.0 => return effect_of(&flags, "at --temperature 0, which is greedy"),
-            AcceptanceName::Greedy if !is_drafted => return effect_of(&["--acceptance greedy"], "without a drafter"),
-            AcceptanceName::Greedy => "greedy",
-            AcceptanceName::Typical => "typical",
-            AcceptanceName::Nucleus | AcceptanceName::Rejection => return None,
-        };
-        let rule = format!("with --acceptance {rule}, which does not sample; use --acceptance rejection or nucleus");
-        is_drafted.then(|| effect_of(&flags, &rule)).flatten()
+        let of_draws = [("--top-k", self.top_k.is_some()), ("--top-p", self.top_p.is_some())];
+        let of_typical = [
+            ("--posterior-threshold", self.posterior_threshold.is_some()),
+            ("--posterior-alpha", self.posterior_alpha.is_some()),
+        ];
+        if self.temperature.get() == 0.0 {
+            return effect_of(&[of_draws, of_typical].concat(), "at --temperature 0, which is greedy");
+        }
+        // Rejection is what plain decoding does.
+        let of_guesses = [("--acceptance", self.acceptance.is_some_and(|rule| rule != AcceptanceName::Rejection))];
+        match self.rule() {
+            _ if !is_drafted => effect_of(&[&of_guesses[..], &of_typical].concat(), "without a drafter"),
+            AcceptanceName::Greedy => effect_of(
+                &[of_draws, of_typical].concat(),
+                "with --acceptance greedy, which does not sample; use --acceptance rejection or nucleus",
+            ),
+            AcceptanceName::Typical => effect_of(
+                &of_draws,
+                "with --acceptance typical, which does not sample; use --acceptance rejection or nucleus",
+            ),
+            AcceptanceName::Nucleus | AcceptanceName::Rejection => {
+                effect_of(&of_typical, "without --acceptance typical")
+            }
+        }
+    }
+
+    /// Whether tokens are drawn at random.
+    pub(super) fn draws(&self, is_drafted: bool) -> bool {
+        let draws = !is_drafted || matches!(self.rule(), AcceptanceName::Nucleus | AcceptanceName::Rejection);
+        self.temperature.get() > 0.0 && draws
     }
 
     fn top_p(&self) -> Probability {
-        let nucleus = Probability::new(NUCLEUS_TOP_P).filter(|_| self.acceptance == AcceptanceName::Nucleus);
+        let nucleus = Probability::new(NUCLEUS_TOP_P).filter(|_| self.rule() == AcceptanceName::Nucleus);
         self.top_p.or(nucleus).unwrap_or(Probability::ONE)
     }
 
@@ -133,8 +161,9 @@ impl DecodingFlags {
     }
 }
 
-/// "FLAGS have no effect WHERE"; `None` without flags.
-fn effect_of(flags: &[&str], place: &str) -> Option<String> {
+/// "FLAGS have no effect WHERE"; `None` if none is given.
+fn effect_of(flags: &[(&str, bool)], place: &str) -> Option<String> {
+    let flags: Vec<&str> = flags.iter().filter(|(_, is_given)| *is_given).map(|(flag, _)| *flag).collect();
     let verb = if flags.len() == 1 { "has" } else { "have" };
     (!flags.is_empty()).then(|| format!("{} {verb} no effect {place}", flags.join(" and ")))
 }
@@ -158,13 +187,24 @@ mod tests {
                        or nucleus";
         assert_eq!(notice(true, "--top-k 5 --top-p 1 --temperature 1").as_deref(), Some(typical));
         assert!(notice(true, "--top-k 5 --temperature 1 --acceptance greedy").is_some());
-        let plain = notice(false, "--temperature 1 --acceptance greedy");
-        assert_eq!(plain.as_deref(), Some("--acceptance greedy has no effect without a drafter"));
+        for rule in ["greedy", "typical"] {
+            let plain = notice(false, &format!("--temperature 1 --acceptance {rule}"));
+            assert_eq!(plain.as_deref(), Some("--acceptance has no effect without a drafter"));
+        }
+        for (is_drafted, flags, place) in [
+            (false, "--temperature 1", "without a drafter"),
+            (true, "", "at --temperature 0, which is greedy"),
+            (true, "--temperature 1 --acceptance rejection", "without --acceptance typical"),
+        ] {
+            let told = notice(is_drafted, &format!("--posterior-threshold 0.1 {flags}"));
+            assert_eq!(told, Some(format!("--posterior-threshold has no effect {place}")));
+        }
         for (is_drafted, flags) in [
             (false, "--top-k 5 --temperature 1"),
             (true, "--top-k 5 --temperature 1 --acceptance rejection"),
             (true, "--top-p 0.5 --temperature 1 --acceptance nucleus"),
-            (true, "--temperature 1"),
+            (true, "--temperature 1 --posterior-threshold 0.1 --posterior-alpha 0.2"),
+            (false, "--temperature 1 --acceptance rejection"),
             (true, ""),
         ] {
             assert_eq!(notice(is_drafted, flags), None, "{flags}");

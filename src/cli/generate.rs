@@ -104,6 +104,9 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
     args.decoding.unused_sampling(plan.is_some()).iter().for_each(|notice| common.say(notice));
+    if args.num_samples > NonZeroU32::MIN && !args.decoding.draws(plan.is_some()) {
+        common.say("--num-samples: the samples of a prompt are equal, because no token is drawn at random");
+    }
     let heads = args.drafter.heads(args.heads.as_deref());
     let prompts = prompts::read(args.prompt.as_ref(), args.prompts.as_deref(), common)?;
     let served = args.served.resolve(&args.backbone, heads, common)?;

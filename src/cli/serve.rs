@@ -94,9 +94,9 @@ pub struct ServeArgs {
     /// Acceptance rule at temperatures above 0; a request may ask for another one ("acceptance").
     #[arg(long, help_heading = "Decoding", value_enum, value_name = "RULE", default_value_t = AcceptanceName::Rejection)]
     pub acceptance: AcceptanceName,
-    /// ε of typical acceptance.
-    #[arg(long, help_heading = "Decoding", value_name = "EPSILON", default_value = "0.09", value_parser = probability)]
-    pub posterior_threshold: Probability,
+    /// ε of typical acceptance [default: 0.09].
+    #[arg(long, help_heading = "Decoding", value_name = "EPSILON", value_parser = probability)]
+    pub posterior_threshold: Option<Probability>,
     /// δ of typical acceptance [default: √ε].
     #[arg(long, help_heading = "Decoding", value_name = "DELTA", value_parser = positive)]
     pub posterior_alpha: Option<Positive>,
@@ -116,10 +116,7 @@ pub fn run(args: &ServeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let keys = args.keys.read()?;
     let listener = args.listen()?; // before the weights are read
     let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
-    if plan.is_none() && !acceptance.draws() {
-        let problem = "--acceptance has no effect without a drafter; leave it out, or give --heads or --drafter";
-        return Err(UsageError(problem.into()).into());
-    }
+    args.check_acceptance(plan.is_some())?;
     let heads = args.drafter.heads(args.heads.as_deref());
     let served = args.served.resolve(&args.backbone, heads, common)?;
     let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, common)?;
@@ -241,6 +238,21 @@ impl ServeArgs {
         }
     }
 
+    /// Refuses flags of acceptance where there are no guesses.
+    fn check_acceptance(&self, is_drafted: bool) -> Result<(), UsageError> {
+        let given = [
+            ("--acceptance", !self.acceptance()?.draws()),
+            ("--posterior-threshold", self.posterior_threshold.is_some()),
+            ("--posterior-alpha", self.posterior_alpha.is_some()),
+        ];
+        match given.into_iter().find(|(_, is_given)| *is_given && !is_drafted) {
+            Some((flag, _)) => Err(UsageError(format!(
+                "{flag} has no effect without a drafter; leave it out, or give --heads or --drafter"
+            ))),
+            None => Ok(()),
+        }
+    }
+
     fn typical(&self) -> TypicalAcceptance {
         decoding::typical(self.posterior_threshold, self.posterior_alpha)
     }
@@ -275,19 +287,24 @@ impl ServeArgs {
             let decoding = self.engine.take(decoder, drafts, &Request::greedy(&[], 0), common)?;
             return Ok((TextDecoding::OneByOne(decoding), NonZeroUsize::MIN));
         }
-        let batch = self.batch(decoder, acceptance)?;
+        let batch = self.batch(decoder, acceptance, common)?;
         let size = batch.size();
         common.say(format_args!("engine {}: at most {} at a time", batch.engine_name(), counted(size.get(), "text")));
         Ok((TextDecoding::Together(Box::new(batch)), size))
     }
 
-    fn batch<'d>(&self, decoder: &'d Decoder, acceptance: Acceptance) -> anyhow::Result<SequenceBatch<'d>> {
+    fn batch<'d>(
+        &self,
+        decoder: &'d Decoder,
+        acceptance: Acceptance,
+        common: &CommonFlags,
+    ) -> anyhow::Result<SequenceBatch<'d>> {
         let backbone = &decoder.backbone;
         let drafts = decoder.drafter().map(|drafter| Drafts::for_batches(backbone, drafter, acceptance)).transpose()?;
         let engine = self.engine.for_batches(decoder)?;
         let guesses = drafts.as_ref().map_or(0, |(_, guesses)| *guesses);
         let tokens = usize::try_from(backbone.config.max_position_embeddings)?.saturating_add(guesses);
-        let fits = || batch_size::of_server(&*engine, [tokens, guesses]);
+        let fits = || batch_size::of_server(&*engine, [tokens, guesses], common);
         let size = self.limits.max_texts.map_or_else(fits, Ok)?;
         let drafts = drafts.map(|(drafter, _)| (drafter, acceptance));
         let prefixes = batch_size::of_prefixes(&*engine)?;

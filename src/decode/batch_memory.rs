@@ -43,10 +43,10 @@ impl BatchMemory {
         let (e, on_gpu) = (kind.elt_size_in_bytes() as u64, device != Device::Cpu);
         let head = size(config.head_dim);
         let [q, kv] = [size(config.num_attention_heads) * head, size(config.num_key_value_heads) * head];
-        let room = size(kv_cache::room_for(tokens as i64));
-        let row = config.num_hidden_layers as u64 * 2 * kv * room * e;
+        let room = size(kv_cache::room_for(i64::try_from(tokens).unwrap_or(i64::MAX)));
         // A cache that grows is copied; on a GPU it is allocated once.
-        let row = if on_gpu { row } else { 2 * row };
+        let copies = if on_gpu { 1 } else { 2 };
+        let row = (copies * config.num_hidden_layers as u64 * 2 * kv * e).saturating_mul(room);
         let tokens_of_pass = match pass {
             PromptPass::OfOne => PREFILL_CHUNK.min(tokens),
             PromptPass::OfSeveral { tokens } => tokens,
@@ -55,8 +55,8 @@ impl BatchMemory {
         let of_token = 4 * size(config.hidden_size) + 3 * (q + 2 * kv) + 4 * size(config.intermediate_size);
         Self {
             each: row
-                + size(config.vocab_size) * CHOICE
-                + guesses as u64 * (size(config.vocab_size) * OF_GUESS + of_token * e),
+                .saturating_add(size(config.vocab_size) * CHOICE)
+                .saturating_add(guesses as u64 * (size(config.vocab_size) * OF_GUESS + of_token * e)),
             pass: tokens_of_pass as u64 * of_token * e,
             most: if on_gpu { MOST_ON_GPU } else { MOST_ON_CPU },
         }
@@ -101,5 +101,13 @@ mod tests {
         assert_eq!(on_cpu.texts(0).get(), 1);
         assert_eq!(on_cpu.texts(u64::MAX).get(), 32);
         assert_eq!(on_cpu.texts(34 << 30).get(), 3, "8 GiB each while the cache grows");
+    }
+
+    #[test]
+    fn a_context_that_no_memory_holds_takes_all_of_it() {
+        for tokens in [1 << 62, i64::MAX as usize, usize::MAX] {
+            let memory = BatchMemory::new(&LlamaConfig::llama_2_7b(), ON_GPU, [tokens, 63], PASS);
+            assert_eq!((memory.each, memory.texts(1 << 40).get()), (u64::MAX, 1), "{tokens}");
+        }
     }
 }

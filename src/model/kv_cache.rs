@@ -271,7 +271,7 @@ impl LayerCache {
 
 /// Room of a row of `tokens` tokens: whole blocks.
 pub fn room_for(tokens: i64) -> i64 {
-    (tokens + BLOCK - 1) / BLOCK * BLOCK
+    tokens.saturating_add(BLOCK - 1) / BLOCK * BLOCK
 }
 
 fn sizes(all: &Tensor) -> [usize; 5] {

@@ -1,5 +1,7 @@
 //! The acceptance rule of a request, and the fields that have no effect under it.
 
+use std::num::NonZeroUsize;
+
 use super::api::error::ApiError;
 use super::api::request::{AcceptanceChoice, TextRequest};
 use crate::numbers::{NonNegative, Probability};
@@ -24,7 +26,7 @@ impl AcceptanceRules {
         })
     }
 
-    /// Refuses fields that would have no effect: a rule without guesses, and what selects among tokens that are never drawn. At temperature
+    /// Refuses fields that would have no effect: a rule without guesses, what selects among tokens that are never drawn, and a number of equal answers. At temperature
     /// 0 nothing is drawn under any rule, and as in OpenAI's API and vLLM such fields are accepted.
     ///
     /// # Errors
@@ -42,6 +44,7 @@ impl AcceptanceRules {
             ("top_p", sampling.top_p != Probability::ONE),
             ("top_k", sampling.top_k.is_some()),
             ("seed", request.seed.is_some()),
+            ("n", request.samples > NonZeroUsize::MIN),
         ];
         match fields.into_iter().find(|(_, is_given)| *is_given) {
             Some((field, _)) => {
@@ -113,7 +116,7 @@ mod tests {
         for (of_server, rule) in
             [(Acceptance::Rejection, json!("typical")), (typical, Value::Null), (typical, json!("greedy"))]
         {
-            for (field, value) in [("top_p", json!(0.1)), ("top_k", json!(5)), ("seed", json!(1))] {
+            for (field, value) in [("top_p", json!(0.1)), ("top_k", json!(5)), ("seed", json!(1)), ("n", json!(2))] {
                 let message = refused(Some(of_server), &json!({"acceptance": rule, field: value})).expect("an error");
                 assert!(message.starts_with(&format!("{field}: has no effect with acceptance \"")), "{message}");
                 for effective in [

@@ -87,7 +87,7 @@ fn swept(sweep: &SweepFlag, base: &Setting) -> Vec<Setting> {
     let settings: Vec<Setting> = match sweep {
         SweepFlag::Nodes(sizes) => sizes.iter().map(|&nodes| Setting { nodes: Some(nodes), ..base.clone() }).collect(),
         SweepFlag::PosteriorThreshold(thresholds) => {
-            let flags = |&posterior_threshold| DecodingFlags { posterior_threshold, ..base.decoding.clone() };
+            let flags = |&epsilon| DecodingFlags { posterior_threshold: Some(epsilon), ..base.decoding.clone() };
             thresholds.iter().map(flags).map(with).collect()
         }
         SweepFlag::Context(lengths) => {
@@ -177,7 +177,7 @@ fn check_typical(args: &BenchArgs) -> anyhow::Result<()> {
             "--sweep posterior-threshold=… varies what --force-acceptance-rate disregards; drop one of them",
         );
     }
-    if args.decoding.acceptance != AcceptanceName::Typical {
+    if args.decoding.rule() != AcceptanceName::Typical {
         return refused("--sweep posterior-threshold=… is of typical acceptance: use --acceptance typical");
     }
     if args.decoding.temperature.get() == 0.0 {
@@ -243,8 +243,9 @@ mod tests {
         let plain = sweep(&["--temperature", "0.5"]);
         assert_eq!((plain.len(), &plain[0].swept, plain[0].label().as_str()), (1, &None, ""));
         let swept = sweep(&["--temperature", "0.5", "--sweep", "posterior-threshold=0.01, 0.2"]);
-        let epsilons: Vec<f64> = swept.iter().map(|setting| setting.decoding.posterior_threshold.get()).collect();
-        assert_eq!(epsilons, [0.01, 0.2]);
+        let epsilons: Vec<_> =
+            swept.iter().map(|setting| setting.decoding.posterior_threshold.map(|epsilon| epsilon.get())).collect();
+        assert_eq!(epsilons, [Some(0.01), Some(0.2)]);
         assert!(swept.iter().all(|setting| setting.decoding.temperature.get() == 0.5));
         assert_eq!(swept[1].label(), "posterior-threshold 0.2");
         let swept = sweep(&["--sweep", "temperature=0,1"]);

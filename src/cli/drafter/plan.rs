@@ -105,7 +105,8 @@ impl DrafterPlan {
     /// With `--draft-tokens`.
     ///
     /// # Errors
-    /// [`UsageError`] without a draft model, or with a tree for it, which already determines how many tokens are drafted.
+    /// [`UsageError`] without a draft model, with a tree for it, which already determines how many tokens are drafted, or with more than a
+    /// tree may have.
     pub fn with_draft_tokens(self, tokens: Option<NonZeroUsize>) -> Result<Self, UsageError> {
         match tokens {
             Some(_) if self.models.is_empty() => Err(UsageError(
@@ -114,6 +115,9 @@ impl DrafterPlan {
             Some(_) if self.tree.is_some() && self.heads.is_none() => Err(UsageError(
                 "--draft-tokens is the length of a chain, and --tree is a tree; drop one of them".into(),
             )),
+            Some(tokens) if tokens.get() > TREE_NODES => {
+                Err(UsageError(format!("--draft-tokens {tokens}: expected at most {TREE_NODES}")))
+            }
             tokens => Ok(Self { draft_tokens: tokens, ..self }),
         }
     }

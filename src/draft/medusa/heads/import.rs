@@ -172,7 +172,7 @@ impl HeadsFile {
     /// Reads one tensor in `kind` to the CPU. A bias that config.json declares absent is zero.
     ///
     /// # Errors
-    /// [`HeadsError`] names the tensor that is missing or wrong.
+    /// [`HeadsError`] names the tensor that is missing, wrong or not finite.
     pub fn tensor(&self, place: HeadTensor, kind: Kind) -> Result<Tensor, HeadsError> {
         Ok(self.stored(place)?.to_kind(kind))
     }
@@ -186,10 +186,10 @@ impl HeadsFile {
         match self.name(place)? {
             Some(name) if size != self.shape.size(place) => {
                 let tokens_n = Tensor::from_slice(self.token_map.as_deref().unwrap_or_default());
-                Ok(self.tensors.mapped(&name, &size)?.index_select(0, &tokens_n))
+                Ok(self.tensors.stored(&name, &size, Device::Cpu)?.index_select(0, &tokens_n))
             }
             Some(name) => {
-                let tensor = self.tensors.mapped(&name, &size)?;
+                let tensor = self.tensors.stored(&name, &size, Device::Cpu)?;
                 let is_tied = self.names.values().any(|other| *other != name && self.tensors.same_memory(other, &name));
                 Ok(if is_tied { tensor.copy() } else { tensor })
             }
@@ -264,7 +264,7 @@ impl HeadsFile {
     /// # Errors
     /// [`HeadsError`] names the tensor that is missing or wrong.
     pub fn prefix_tensor(&self, ours: &str, size: &[i64]) -> Result<Tensor, HeadsError> {
-        Ok(self.tensors.mapped(&self.prefix_name(ours)?, size)?)
+        Ok(self.tensors.stored(&self.prefix_name(ours)?, size, Device::Cpu)?)
     }
 
     fn prefix_name(&self, ours: &str) -> Result<String, HeadsError> {
