@@ -2,15 +2,20 @@
 """PEFT's side of the adapter files (tests/peft.rs).
 
     python3 scripts/peft_oracle.py fixture                      # writes tests/fixtures/peft_adapter/
+    python3 scripts/peft_oracle.py keys                         # writes tests/fixtures/peft_keys.json
     python3 scripts/peft_oracle.py logits BASE ADAPTER IDS OUT  # logits of BASE with ADAPTER on IDS (JSON list), as PEFT computes them
 
 Needs torch 2.11, transformers 5, peft, safetensors. The fixture: an adapter with random A and B on every linear layer and lm_head of
-the model in tests/fixtures/llama_own_head.safetensors, as PEFT saves it, and `logits.safetensors`: `logits` [T, V] on its ids.
+the model in tests/fixtures/llama_own_head.safetensors, as PEFT saves it, and `logits.safetensors`: `logits` [T, V] on its ids. peft_keys.json: the
+fields of LoraConfig with their defaults, and how much each start of the weights (`init_lora_weights`) changes the logits of that adapter when
+PEFT loads it; null where it does not load.
 """
 
+import dataclasses
 import hashlib
 import json
 import pathlib
+import shutil
 import sys
 import tempfile
 
@@ -23,6 +28,8 @@ SCRIPT = pathlib.Path(__file__).resolve()
 FIXTURES = SCRIPT.parents[1] / "tests" / "fixtures"
 BASE = FIXTURES / "llama_own_head.safetensors"
 ADAPTER = FIXTURES / "peft_adapter"
+KEYS = FIXTURES / "peft_keys.json"
+STARTS = [True, False, "gaussian", "orthogonal", "eva", "mica", "olora", "pissa", "pissa_niter_4", "corda", "loftq", "lora_ga"]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
@@ -62,6 +69,29 @@ def fixture():
     safetensors.torch.save_file({"logits": logits}, ADAPTER / "logits.safetensors", metadata=metadata)
 
 
+def keys():
+    defaults = json.loads((ADAPTER / "adapter_config.json").read_text())
+    fields = {field.name: defaults.get(field.name) for field in dataclasses.fields(peft.LoraConfig)}
+    expected = safetensors.torch.load_file(ADAPTER / "logits.safetensors")["logits"]
+    with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory() as adapter:
+        ids = unpack(pathlib.Path(base))
+        shutil.copy(ADAPTER / "adapter_model.safetensors", adapter)
+
+        @torch.no_grad()
+        def change(start):
+            config = defaults | {"init_lora_weights": start, "loftq_config": {"loftq_bits": 4}}
+            (pathlib.Path(adapter) / "adapter_config.json").write_text(json.dumps(config))
+            try:
+                model = peft.PeftModel.from_pretrained(base_model(base), adapter).eval()
+            except Exception as error:
+                print(f"{start}: {error}", file=sys.stderr)
+                return None
+            return (model(input_ids=ids.unsqueeze(0)).logits[0] - expected).abs().max().item()
+
+        starts = [[start, change(start)] for start in STARTS]
+    KEYS.write_text(json.dumps({"peft": peft.__version__, "fields": fields, "starts": starts}, indent=1) + "\n")
+
+
 @torch.no_grad()
 def logits(base, adapter, ids, out):
     model = peft.PeftModel.from_pretrained(base_model(base), adapter).eval()
@@ -72,6 +102,8 @@ def logits(base, adapter, ids, out):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["fixture"]:
         fixture()
+    elif sys.argv[1:2] == ["keys"]:
+        keys()
     elif sys.argv[1:2] == ["logits"] and len(sys.argv) == 6:
         logits(*sys.argv[2:])
     else:

@@ -358,9 +358,9 @@ fn an_adapter_that_is_no_plain_lora_is_refused() {
     small.edit("recipe.toml", "alpha = 8", "alpha = 8\ninit_from = \"run/final\"");
     let config = small.read("run/final/adapter_config.json");
     for (piece, by, fact) in [
-        ("\"use_dora\": false", "\"use_dora\": true", "`use_dora` is true; expected false"),
-        ("\"LORA\"", "\"IA3\"", "`peft_type` is IA3; expected \"LORA\""),
-        ("\"bias\": \"none\"", "\"bias\": \"all\"", "`bias` is all; expected \"none\""),
+        ("\"r\": 4", "\"r\": 4, \"use_dora\": true", "`use_dora` is true; expected false"),
+        ("\"LORA\"", "\"IA3\"", "`peft_type` is \"IA3\"; expected \"LORA\""),
+        ("\"bias\": \"none\"", "\"bias\": \"all\"", "`bias` is \"all\"; expected \"none\""),
     ] {
         small.edit_trusted("run/final/adapter_config.json", piece, by);
         small.train(&[]).failed(1, &["run/final/adapter_config.json", fact]);

@@ -1,5 +1,6 @@
 //! Promise: adapters are compatible with PEFT: PEFT's compute the same logits here, and PEFT reads those written here.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -9,8 +10,11 @@ use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::{Adapters, LoraConfig};
 use medusa::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE, attach, save_adapters};
+use medusa::model::peft_keys::key_use;
 use medusa::model::weights::WeightFiles;
 use medusa::torch::Generator;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
@@ -93,6 +97,76 @@ fn what_is_written_has_pefts_names_and_comes_back_bit_for_bit() {
     let (mut again, _folder) = base();
     attach(&mut again, folder.path(), None).expect("our own adapter");
     assert_eq!(logits(&again, Adapters::On), logits(&llama, Adapters::On));
+}
+
+/// What scripts/peft_oracle.py writes about PEFT's LoraConfig.
+#[derive(Deserialize)]
+struct Listing {
+    /// The version.
+    peft: String,
+    /// Defaults by field.
+    fields: BTreeMap<String, Value>,
+    /// `init_lora_weights`, and the largest change of the fixture's logits when PEFT loads the adapter with it; `None` if it does not load.
+    starts: Vec<(Value, Option<f64>)>,
+}
+
+fn listing() -> Listing {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/peft_keys.json");
+    serde_json::from_slice(&fs::read(path).expect("a fixture")).expect("its keys")
+}
+
+#[test]
+fn every_key_of_pefts_lora_config_is_known() {
+    let listing = listing();
+    let unknown: Vec<&String> = listing.fields.keys().filter(|key| key_use(key).is_none()).collect();
+    assert!(unknown.is_empty(), "keys of PEFT {} without a row: {unknown:?}", listing.peft);
+    assert!(listing.fields.len() > 40, "{:?}", listing.fields.keys());
+}
+
+/// Why the fixture's adapter is refused with these keys, if it is.
+fn refused_with(keys: Value) -> Option<String> {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    fs::copy(fixture(ADAPTER_FILE), folder.path().join(ADAPTER_FILE)).expect("a file");
+    let config = fs::read(fixture(ADAPTER_CONFIG)).expect("a file");
+    let mut config: Map<String, Value> = serde_json::from_slice(&config).expect("a config");
+    config.extend(keys.as_object().expect("keys").clone());
+    let path = folder.path().join(ADAPTER_CONFIG);
+    medusa::files::write_atomic(&path, |file| Ok(serde_json::to_writer(file, &config)?)).expect("a file");
+    attach(&mut base().0, folder.path(), None).err().map(|error| error.to_string())
+}
+
+#[test]
+fn a_start_that_changes_the_base_is_refused() {
+    let starts = listing().starts;
+    for (start, change) in &starts {
+        let refused = refused_with(json!({"init_lora_weights": start}));
+        let changes_nothing = change.is_some_and(|change| change < 1e-4);
+        let fact = format!("`init_lora_weights` is {start}; expected true or false or");
+        assert!(refused.as_ref().map_or(changes_nothing, |why| why.contains(&fact)), "{start}: {refused:?}");
+    }
+    assert!(starts.iter().filter(|(_, change)| change.is_none_or(|change| change > 1.0)).count() >= 5, "{starts:?}");
+}
+
+#[test]
+fn what_asks_for_more_than_a_plain_adapter_is_refused() {
+    for (key, value) in [
+        ("alora_invocation_tokens", json!([5])),
+        ("use_dora", json!(true)),
+        ("lora_bias", json!(true)),
+        ("rank_pattern", json!({"q_proj": 2})),
+        ("trainable_token_indices", json!([1])),
+        ("modules_to_save", json!(["embed_tokens"])),
+        ("kasa_config", json!({"rank": 2})),
+        ("r", json!(0)),
+        ("a_key_of_a_later_peft", json!("on")),
+    ] {
+        let refused = refused_with(json!({key: value}));
+        let fact = format!("adapter_config.json: `{key}` is {value}; expected ");
+        assert!(refused.as_ref().is_some_and(|why| why.contains(&fact)), "{key}: {refused:?}");
+    }
+    for nothing in [json!(null), json!(false), json!({}), json!([])] {
+        assert_eq!(refused_with(json!({"a_key_of_a_later_peft": nothing, "modules_to_save": null})), None, "{nothing}");
+    }
 }
 
 #[test]

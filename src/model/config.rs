@@ -416,7 +416,8 @@ mod tests {
     use serde::de::{Error as _, Visitor};
     use serde::{Deserialize, Deserializer};
 
-    use super::key_table::{KeyUse, key_use};
+    use super::super::key_use::KeyUse;
+    use super::key_table::key_use;
     use super::*;
 
     fn load(config: &str, generation: Option<&str>) -> Result<LlamaConfig, ConfigError> {

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
 use crate::files::{self, FileError, failed, write_json};
@@ -13,6 +14,7 @@ use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::lora::{Adapter, LoraConfig, TargetModules, module_of, modules_of};
+use crate::model::peft_keys;
 use crate::model::weights::{WeightFiles, WeightsError, same_up_to_rounding, save};
 use crate::torch::wide;
 
@@ -32,7 +34,7 @@ pub enum PeftError {
     Json { path: PathBuf, source: serde_json::Error },
     /// A kind of adapter that this program does not compute.
     #[error("{}: `{key}` is {got}; expected {expected}: only plain LoRA adapters can be used", path.display())]
-    Unsupported { path: PathBuf, key: &'static str, got: String, expected: &'static str },
+    Unsupported { path: PathBuf, key: String, got: String, expected: String },
     /// The adapter is not what the recipe says.
     #[error(
         "{}: its {what} is {got}, the recipe's is {expected}; set stage.medusa2.lora to what the adapter has, or start from another",
@@ -52,7 +54,7 @@ pub enum PeftError {
     Weights(#[from] WeightsError),
 }
 
-/// `adapter_config.json`, the keys that decide what an adapter computes; PEFT's others are left to their defaults.
+/// `adapter_config.json`, the keys that are read or written; [`peft_keys`] decides about all.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct PeftConfig {
     peft_type: String,
@@ -62,59 +64,34 @@ struct PeftConfig {
     lora_alpha: f64,
     #[serde(default)]
     lora_dropout: f64,
-    target_modules: serde_json::Value,
+    target_modules: Value,
     bias: Option<String>,
-    #[serde(default)]
-    fan_in_fan_out: bool,
     #[serde(default)]
     inference_mode: bool,
     #[serde(default)]
     use_rslora: bool,
-    #[serde(default)]
-    use_dora: bool,
-    #[serde(default)]
-    lora_bias: bool,
-    #[serde(default)]
-    use_qalora: bool,
-    layer_replication: Option<serde_json::Value>,
-    modules_to_save: Option<Vec<String>>,
-    #[serde(default)]
-    rank_pattern: serde_json::Map<String, serde_json::Value>,
-    #[serde(default)]
-    alpha_pattern: serde_json::Map<String, serde_json::Value>,
 }
 
 impl PeftConfig {
     fn read(path: &Path) -> Result<Self, PeftError> {
         let text = files::read(path).map_err(failed("read", path))?;
-        let config: Self = json::from_slice(&text).map_err(|source| PeftError::Json { path: path.into(), source })?;
-        config.check(path).map(|()| config)
-    }
-
-    /// Refuses what would be computed otherwise than `y + alpha/rank · x·Aᵀ·Bᵀ`.
-    fn check(&self, path: &Path) -> Result<(), PeftError> {
-        let patterns = [&self.rank_pattern, &self.alpha_pattern].iter().any(|pattern| !pattern.is_empty());
-        let bias = self.bias.clone().unwrap_or_else(|| "none".into());
-        let facts = [
-            ("peft_type", self.peft_type.clone(), self.peft_type == "LORA", "\"LORA\""),
-            ("r", self.r.to_string(), self.r > 0, "a number above 0"),
-            ("bias", bias.clone(), bias == "none", "\"none\""),
-            ("fan_in_fan_out", self.fan_in_fan_out.to_string(), !self.fan_in_fan_out, "false"),
-            ("use_dora", self.use_dora.to_string(), !self.use_dora, "false"),
-            ("lora_bias", self.lora_bias.to_string(), !self.lora_bias, "false"),
-            ("use_qalora", self.use_qalora.to_string(), !self.use_qalora, "false"),
-            ("layer_replication", format!("{:?}", self.layer_replication), self.layer_replication.is_none(), "null"),
-            (
-                "modules_to_save",
-                format!("{:?}", self.modules_to_save),
-                self.modules_to_save.as_ref().is_none_or(Vec::is_empty),
-                "null",
-            ),
-            ("rank_pattern, alpha_pattern", "not empty".into(), !patterns, "one rank and one alpha for all layers"),
-        ];
-        match facts.into_iter().find(|(_, _, right, _)| !right) {
-            Some((key, got, _, expected)) => Err(PeftError::Unsupported { path: path.into(), key, got, expected }),
-            None => Ok(()),
+        let not_pefts = |source| PeftError::Json { path: path.into(), source };
+        let written: Map<String, Value> = json::from_slice(&text).map_err(not_pefts)?;
+        let unsupported = |(key, got, expected): (&str, &Value, String)| PeftError::Unsupported {
+            path: path.into(),
+            key: key.into(),
+            got: got.to_string(),
+            expected,
+        };
+        match peft_keys::refused(&written) {
+            Some(refused) => Err(unsupported(refused)),
+            None => {
+                let config: Self = serde_json::from_value(Value::Object(written)).map_err(not_pefts)?;
+                match config.r {
+                    0 => Err(unsupported(("r", &json!(0), "a number above 0".into()))),
+                    _ => Ok(config),
+                }
+            }
         }
     }
 
@@ -295,7 +272,7 @@ pub fn save_adapters(folder: &Path, backbone: &Llama, base: &str) -> Result<(), 
         r: usize::try_from(first.a_ri.size()[0]).expect("a rank is above 0"),
         lora_alpha: first.alpha,
         lora_dropout: first.dropout,
-        target_modules: serde_json::json!(modules),
+        target_modules: json!(modules),
         bias: Some("none".into()),
         inference_mode: true,
         ..PeftConfig::default()

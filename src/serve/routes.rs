@@ -9,7 +9,7 @@ use axum::body::{Body, HttpBody};
 use axum::extract::rejection::PathRejection;
 use axum::extract::{ConnectInfo, Path, Request, State};
 use axum::http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, EXPECT, HOST, RETRY_AFTER, WWW_AUTHENTICATE};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, Version};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::sse::{KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
@@ -101,6 +101,10 @@ fn known(path: &str) -> &str {
 fn admit(service: &Service, path: &str, request: &Request) -> Result<(), ApiError> {
     if let Some(got) = hosts(request).find(|host| !service.hosts.admit(host)) {
         return Err(ApiError::WrongHost { got: got.into_owned() });
+    }
+    let named = request.headers().get_all(HOST).iter().count();
+    if named > 1 || (named == 0 && request.version() >= Version::HTTP_11) {
+        return Err(ApiError::HostCount { got: named });
     }
     let authorization = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
     match authorization {

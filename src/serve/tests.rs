@@ -13,8 +13,9 @@ use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::extract::Request;
-use axum::http::header::CONTENT_TYPE;
+use axum::http::header::{CONTENT_TYPE, HOST};
 use axum::http::request::Builder;
+use axum::http::{HeaderValue, Version};
 use axum::response::Response;
 use futures_util::stream;
 use http_body_util::BodyExt;
@@ -104,7 +105,11 @@ impl FakeServer {
         Self { service: Arc::new(service), phase, jobs: heard_jobs, lines }
     }
 
-    fn send(&self, request: Request) -> JoinHandle<Response> {
+    /// Sends it with a Host, if it has none and is no request of HTTP/1.0.
+    fn send(&self, mut request: Request) -> JoinHandle<Response> {
+        if request.version() > Version::HTTP_10 {
+            request.headers_mut().entry(HOST).or_insert(HeaderValue::from_static("localhost"));
+        }
         let routes = routes(&self.service, None);
         tokio::spawn(async move { routes.oneshot(request).await.expect("routes answer everything") })
     }
@@ -157,7 +162,7 @@ fn run(test: impl Future<Output = ()>) {
 }
 
 fn posted(path: &str) -> Builder {
-    Request::post(path).header(CONTENT_TYPE, "application/json")
+    Request::post(path).header(CONTENT_TYPE, "application/json").header(HOST, "localhost")
 }
 
 fn get(path: &str) -> Request {

@@ -7,18 +7,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use super::super::key_use::KeyUse;
 use super::error::{ConfigError, bad};
-
-/// What the loader does with a key.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KeyUse {
-    /// It is read, and checked where it is read.
-    Read,
-    /// It must have one of these values (as JSON) or be absent: with others it asks for something that the family's decoder does not do here.
-    Only(&'static [&'static str]),
-    /// It changes nothing, for this reason.
-    NoEffect(&'static str),
-}
 
 use KeyUse::{NoEffect, Only, Read};
 
@@ -195,11 +185,10 @@ fn row(model_type: &str, key: &str) -> Option<(&'static str, KeyUse)> {
 /// Refuses values that would change something which the family does not compute here. Unknown keys are left to programs that know them.
 pub(super) fn check(path: &Path, model_type: &str, written: &Map<String, Value>) -> Result<(), ConfigError> {
     for (key, value) in written {
-        let Some((key, Only(values))) = row(model_type, key) else { continue };
-        let value = value.to_string();
-        if !values.contains(&value.as_str()) {
+        let Some((key, key_use)) = row(model_type, key) else { continue };
+        if let Some(values) = key_use.expected(value) {
             let expected = format!("{} beside `model_type` {model_type}, or no such key", values.join(" or "));
-            return Err(bad(path, key, expected, value));
+            return Err(bad(path, key, expected, value.to_string()));
         }
     }
     Ok(())

@@ -50,6 +50,9 @@ pub enum ApiError {
         start_of(.got)
     )]
     WrongHost { got: String },
+    /// HTTP/1.1 requires exactly one (RFC 9112, section 3.2).
+    #[error("Host: expected one such header, got {got}")]
+    HostCount { got: usize },
     /// A request for more texts than there are places left.
     #[error(
         "the queue has {} left, and the request asks for {}; try again in {retry_after} s",
@@ -87,7 +90,7 @@ impl ApiError {
     pub fn status(&self) -> u16 {
         match self {
             Self::Json { .. } | Self::Field { .. } | Self::UnknownField { .. } | Self::Invalid { .. } => 400,
-            Self::PromptTooLong { .. } | Self::TextTooLong { .. } | Self::NoTemplate => 400,
+            Self::PromptTooLong { .. } | Self::TextTooLong { .. } | Self::NoTemplate | Self::HostCount { .. } => 400,
             Self::NoKey | Self::WrongKey => 401,
             Self::WrongHost { .. } => 403,
             Self::UnknownModel { .. } | Self::NotFound { .. } => 404,
@@ -188,6 +191,7 @@ mod tests {
             (ApiError::UnknownField { param: "foo".to_owned() }, 400, invalid, Some("foo"), None),
             (ApiError::invalid("a", "b"), 400, invalid, Some("a"), None),
             (ApiError::NoTemplate, 400, invalid, Some("messages"), None),
+            (ApiError::HostCount { got: 0 }, 400, invalid, None, None),
             (
                 ApiError::TextTooLong { param: "prompt", bytes: 1 << 20, context: 8 },
                 400,

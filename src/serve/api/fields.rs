@@ -5,6 +5,7 @@ use std::ops::RangeInclusive;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
+use crate::json::UniqueKeys;
 
 /// What is left of an object.
 #[derive(Debug)]
@@ -18,8 +19,8 @@ impl Fields {
     /// A body. serde_json bounds how deeply it may be nested.
     pub(super) fn of_body(body: &[u8]) -> Result<Self, ApiError> {
         match serde_json::from_slice(body) {
-            Ok(Value::Object(object)) => Ok(Self { prefix: String::new(), object }),
-            Ok(other) => Err(ApiError::Json { why: format!("expected an object, got {}", kind(&other)) }),
+            Ok(UniqueKeys(Value::Object(object))) => Ok(Self { prefix: String::new(), object }),
+            Ok(UniqueKeys(other)) => Err(ApiError::Json { why: format!("expected an object, got {}", kind(&other)) }),
             Err(error) => Err(ApiError::Json { why: error.to_string() }),
         }
     }
@@ -122,7 +123,7 @@ mod tests {
     #[test]
     fn a_body_that_is_no_object_is_told_with_its_place() {
         let deep = "[".repeat(100_000);
-        let bodies: [(&[u8], &str); 10] = [
+        let bodies: [(&[u8], &str); 11] = [
             (b"", "EOF while parsing a value at line 1 column 0"),
             (b"hello", "expected value at line 1 column 1"),
             (b"{\"a\": 1,\n  b}", "key must be a string at line 2 column 3"),
@@ -132,6 +133,7 @@ mod tests {
             (b"{\"a\": \"\\ud800\"}", "hex escape at line 1 column"),
             (b"{\"a\": 1e999}", "number out of range at line 1 column"),
             (b"[1]", "expected an object, got a list"),
+            (b"{\"a\": 1, \"a\": 1}", "the key \"a\" is there twice at line 1 column"),
             (deep.as_bytes(), "recursion limit exceeded at line 1 column 128"),
         ];
         for (body, why) in bodies {

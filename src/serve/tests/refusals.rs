@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use axum::http::header::{ALLOW, AUTHORIZATION, CONTENT_LENGTH, HOST, ORIGIN, RETRY_AFTER, WWW_AUTHENTICATE};
-use axum::http::{HeaderValue, Method};
+use axum::http::Method;
+use axum::http::header::{ALLOW, AUTHORIZATION, CONTENT_LENGTH, ORIGIN, RETRY_AFTER, WWW_AUTHENTICATE};
 use tower_http::cors::AllowOrigin;
 
 use super::*;
@@ -127,12 +127,35 @@ fn a_page_cannot_call_the_server_by_its_own_name() {
             }
         }
         assert_eq!(answer(called("http://evil.example/health", &["localhost"])).await.0, 403);
-        for hosts in [&["localhost:8000"][..], &["127.0.0.1:8000"], &["box:8000"], &[]] {
+        for hosts in [&["localhost:8000"][..], &["127.0.0.1:8000"], &["box:8000"]] {
             assert_eq!(answer(called("/v1/models", hosts)).await.0, 200, "{hosts:?}");
         }
-        let posted = posted(COMPLETIONS).header(HOST, "evil.example").body(completion(&json!({})).to_string().into());
+        let posted = Request::post(COMPLETIONS)
+            .header(CONTENT_TYPE, "application/json")
+            .header(HOST, "evil.example")
+            .body(completion(&json!({})).to_string().into());
         assert_eq!(answer(server.send(posted.expect("a request"))).await.0, 403);
         assert!(server.jobs.try_recv().is_err(), "no text was begun");
+    });
+}
+
+#[test]
+fn a_request_of_http_1_1_has_one_host() {
+    run(async {
+        let server = FakeServer::new();
+        for (version, hosts, expected) in [
+            (Version::HTTP_11, 0, 400),
+            (Version::HTTP_11, 1, 200),
+            (Version::HTTP_11, 2, 400),
+            (Version::HTTP_10, 0, 200),
+            (Version::HTTP_10, 2, 400),
+        ] {
+            let request =
+                (0..hosts).fold(Request::get("/v1/models").version(version), |request, _| request.header(HOST, "a"));
+            let request = request.body(Body::empty()).expect("a request");
+            let answer = routes(&server.service, None).oneshot(request).await.expect("an answer");
+            assert_eq!(answer.status(), expected, "{version:?}, {hosts}");
+        }
     });
 }
 
@@ -142,7 +165,7 @@ fn pages_of_one_origin_may_call_and_others_may_not() {
         let server = FakeServer::with(|service| service.keys = ApiKeys::new(["sesame"]));
         let origins = || AllowOrigin::list(["https://example.org".parse().expect("a value")]);
         let ask = async |method: Method, origin: &str| {
-            let request = Request::builder().method(method).uri(CHAT).header(ORIGIN, origin);
+            let request = Request::builder().method(method).uri(CHAT).header(ORIGIN, origin).header(HOST, "localhost");
             let request = request
                 .header("access-control-request-method", "POST")
                 .header("access-control-request-headers", "authorization,x-stainless-os")
