@@ -74,6 +74,12 @@ bounds! {
     LIST_PAGES: usize = 1000;
     /// Bytes of a JSON answer of the Hub or of a server; a page of the Hub lists a thousand files.
     RESPONSE_BYTES: u64 = 64 << 20;
+    /// Bytes of all answers of a server that are read at the same time.
+    ANSWERS_BYTES: u64 = 256 << 20;
+    /// Bytes of an answer beside those of its tokens.
+    ANSWER_BYTES: u64 = 256 << 10;
+    /// Bytes of an answer for each of its tokens and each of the prompt's.
+    ANSWER_TOKEN_BYTES: u64 = 1 << 10;
     /// Bytes that are read of an answer with an error.
     ERROR_RESPONSE_BYTES: u64 = 16 << 10;
     /// Characters of a server's or a template's message that an error quotes.

@@ -102,6 +102,24 @@ fn refused_questions_are_recorded_and_asked_once() {
 }
 
 #[test]
+fn an_answer_is_bounded_and_an_error_with_a_successs_status_is_quoted() {
+    let huge = format!("{{\"choices\": [{}[]]}}", "[],".repeat(7_000_000));
+    let wrong_usage = json!({"choices": [{"text": "a", "message": {"content": "a"}, "finish_reason": "stop"}],
+        "usage": {"completion_tokens": 1_u64 << 63}});
+    for (body, fact) in [
+        (huge, "the answer has more than "),
+        (json!({"error": {"message": "overloaded"}}).to_string(), "the answer is an error: overloaded"),
+        (wrong_usage.to_string(), "the answer's usage is 9223372036854775808 tokens"),
+        ("{\"choices\": 1}".to_owned(), "the answer is none of the API: "),
+    ] {
+        let world = World::new(2);
+        let server = TestServer::new(move |_, _| Reply::Whole(200, "", body.clone()));
+        let (status, _, said) = world.distill(&server.address, "out", &["--retries", "0"]);
+        assert!(status == Some(1) && said.contains(fact), "{fact}: {said}");
+    }
+}
+
+#[test]
 fn a_refusal_is_told_and_the_flags_say_how_many_may_be() {
     let (world, words) = (World::new(12), Words::new());
     let server = TestServer::new(move |_, request| match refusal(&words, request) {

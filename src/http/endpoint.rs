@@ -1,9 +1,11 @@
 //! An HTTP client of an OpenAI-compatible server.
 
 use std::io::{self, ErrorKind, Read};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use ureq::{Agent, OrAnyStatus, Request, Response, Transport};
 use url::Url;
@@ -11,7 +13,7 @@ use url::Url;
 use super::EndpointError;
 use super::api_key::ApiKey;
 use super::connection::{header, proxy, trusted};
-use crate::bounds::{ERROR_RESPONSE_BYTES, QUOTED_CHARACTERS, RESPONSE_BYTES};
+use crate::bounds::{ANSWERS_BYTES, ERROR_RESPONSE_BYTES, QUOTED_CHARACTERS, RESPONSE_BYTES};
 
 /// Path of a conversation's next turn.
 pub const CHAT_COMPLETIONS: &str = "chat/completions";
@@ -19,6 +21,8 @@ pub const CHAT_COMPLETIONS: &str = "chat/completions";
 pub const COMPLETIONS: &str = "completions";
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Bytes of an answer that are read at once.
+const PIECE: usize = 16 << 10;
 /// Bytes of a part of the endpoint's path that may be a key.
 const SHORTEST_SECRET: usize = 16;
 
@@ -29,6 +33,8 @@ pub struct EndpointRequest {
     pub path: &'static str,
     /// JSON.
     pub body: String,
+    /// Most bytes that an answer may have.
+    pub answer_bytes: u64,
 }
 
 /// How a client uses its connections.
@@ -66,6 +72,30 @@ pub struct EndpointClient {
     endpoint: Url,
     key: Option<ApiKey>,
     resends: u32,
+    /// Bytes of all answers that are being read.
+    in_flight: AtomicU64,
+}
+
+/// A part of an answer, counted among those in flight until it is dropped.
+struct AnswerBytes<'c> {
+    bytes: Vec<u8>,
+    in_flight: &'c AtomicU64,
+}
+
+impl AnswerBytes<'_> {
+    /// Reads the next part into `piece`; its length, 0 at the end.
+    fn extend(&mut self, reader: &mut impl Read, piece: &mut [u8]) -> io::Result<usize> {
+        let count = reader.read(piece)?;
+        self.bytes.extend_from_slice(&piece[..count]);
+        self.in_flight.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
+}
+
+impl Drop for AnswerBytes<'_> {
+    fn drop(&mut self) {
+        self.in_flight.fetch_sub(self.bytes.len() as u64, Ordering::Relaxed);
+    }
 }
 
 impl EndpointClient {
@@ -93,7 +123,7 @@ impl EndpointClient {
             }
             None => agent,
         };
-        Ok(Self { agent: agent.build(), endpoint, key, resends: limits.resends })
+        Ok(Self { agent: agent.build(), endpoint, key, resends: limits.resends, in_flight: AtomicU64::new(0) })
     }
 
     /// The endpoint for files and messages: what stands before `/v1` is left out, because some gateways have a key there.
@@ -112,8 +142,8 @@ impl EndpointClient {
             data: Vec<ListedModel>,
         }
         let sent = self.sent(self.request("GET", "models").call());
-        let body = self.body(sent.and_then(|response| self.success(response))?)?;
-        let list: ModelList = serde_json::from_slice(&body)
+        let body = self.body(sent.and_then(|response| self.success(response))?, RESPONSE_BYTES)?;
+        let list: ModelList = serde_json::from_slice(&body.bytes)
             .map_err(|_| unreadable(format!("{}/models is no list of models", self.shown_endpoint())))?;
         Ok(list.data)
     }
@@ -126,13 +156,20 @@ impl EndpointClient {
         self.connected(request).and_then(|response| self.success(response))
     }
 
-    /// Posts a request that is answered with JSON.
+    /// Posts a request that is answered with JSON. Fields that `T` does not have take no memory.
     ///
     /// # Errors
-    /// [`EndpointError`], also for an answer that breaks off or is no JSON.
-    pub fn json(&self, request: &EndpointRequest) -> Result<Value, EndpointError> {
-        let body = self.body(self.post(request)?)?;
-        serde_json::from_slice(&body).map_err(|_| unreadable("the answer is no JSON, or only a part of it".into()))
+    /// [`EndpointError`], also for an answer that breaks off, is no JSON, is too long, or is an error with the status of a success.
+    pub fn json<T: DeserializeOwned>(&self, request: &EndpointRequest) -> Result<T, EndpointError> {
+        let body = self.body(self.post(request)?, request.answer_bytes.min(RESPONSE_BYTES))?;
+        serde_json::from_slice(&body.bytes).map_err(|why| {
+            let problem = match told(&body.bytes) {
+                Some(message) => format!("the answer is an error: {message}"),
+                None if why.is_data() => format!("the answer is none of the API: {why}"),
+                None => "the answer is no JSON, or only a part of it".to_owned(),
+            };
+            unreadable(self.clean(&problem))
+        })
     }
 
     /// Text from outside: the key, the endpoint's hidden path and control characters are removed, and the length is limited.
@@ -185,22 +222,29 @@ impl EndpointClient {
         let should_retry = header(&response, "x-should-retry").and_then(|text| text.trim().parse().ok());
         let mut body = Vec::new();
         let _ = response.into_reader().take(ERROR_RESPONSE_BYTES).read_to_end(&mut body); // without it the status has to do
-        let json: Option<Value> = serde_json::from_slice(&body).ok();
-        let told = json.as_ref().and_then(|json| {
-            let messages = [&json["error"]["message"], &json["error"], &json["message"], &json["detail"]];
-            messages.into_iter().find_map(Value::as_str)
-        });
-        let message = told.map_or_else(|| String::from_utf8_lossy(&body).into_owned(), str::to_owned);
+        let message = told(&body).unwrap_or_else(|| String::from_utf8_lossy(&body).into_owned());
         let message = self.clean(message.trim());
         Err(EndpointError::Refused { status, message, retry_after: retry_after.map(Duration::from_secs), should_retry })
     }
 
-    /// The whole of it.
-    fn body(&self, response: Response) -> Result<Vec<u8>, EndpointError> {
-        let mut bytes = Vec::new();
-        match response.into_reader().take(RESPONSE_BYTES).read_to_end(&mut bytes) {
-            Ok(_) => Ok(bytes),
-            Err(why) => Err(self.unreachable(&format!("the answer broke off: {why}"))),
+    /// The whole of it, of at most so many bytes.
+    fn body(&self, response: Response, most: u64) -> Result<AnswerBytes<'_>, EndpointError> {
+        let mut reader = response.into_reader();
+        let mut body = AnswerBytes { bytes: Vec::new(), in_flight: &self.in_flight };
+        let mut piece = vec![0; PIECE];
+        loop {
+            match body.extend(&mut reader, &mut piece) {
+                Ok(0) => return Ok(body),
+                Ok(_) if body.bytes.len() as u64 > most => {
+                    return Err(unreadable(format!("the answer has more than {most} bytes")));
+                }
+                Ok(_) if self.in_flight.load(Ordering::Relaxed) > ANSWERS_BYTES => {
+                    return Err(unreadable(format!("the answers in flight have more than {ANSWERS_BYTES} bytes")));
+                }
+                Ok(_) => {}
+                Err(why) if why.kind() == ErrorKind::Interrupted => {}
+                Err(why) => return Err(self.unreachable(&format!("the answer broke off: {why}"))),
+            }
         }
     }
 
@@ -229,6 +273,14 @@ fn percent_decoded(path: &str) -> String {
     url::form_urlencoded::parse(format!("={}", literal.replace('&', "%26")).as_bytes())
         .map(|(_, value)| value.into_owned())
         .collect()
+}
+
+/// The message of an answer that is an error.
+fn told(body: &[u8]) -> Option<String> {
+    let start = &body[..body.len().min(usize::try_from(ERROR_RESPONSE_BYTES).unwrap_or(usize::MAX))];
+    let json: Value = serde_json::from_slice(start).ok()?;
+    let messages = [&json["error"]["message"], &json["error"], &json["message"], &json["detail"]];
+    messages.into_iter().find_map(Value::as_str).map(str::to_owned)
 }
 
 fn unreadable(problem: String) -> EndpointError {

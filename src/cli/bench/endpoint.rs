@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::args::BenchArgs;
 use super::load::output::LoadOutput;
+use crate::bounds::RESPONSE_BYTES;
 use crate::cli::progress::Counter;
 use crate::cli::{CommonFlags, Interrupted, api_key, interrupted, prompts};
 use crate::data::prompts::PromptInput;
@@ -100,5 +101,5 @@ fn request(input: &PromptInput, settings: &Map<String, Value>) -> EndpointReques
     let path = if input.needs_template() { CHAT_COMPLETIONS } else { COMPLETIONS };
     let mut body = settings.clone();
     body.extend(input.to_openai());
-    EndpointRequest { path, body: Value::Object(body).to_string() }
+    EndpointRequest { path, body: Value::Object(body).to_string(), answer_bytes: RESPONSE_BYTES }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::completion::{AnswerFault, Completion};
+use super::completion::{AnswerFault, Completion, WholeAnswer};
 use super::request::{ServerRequest, TokenIds};
 use super::tally::ServerTally;
 use crate::distill::error::{AnswerError, ServerError};
@@ -98,8 +98,8 @@ impl Asker {
     }
 
     fn completion(&self, request: &ServerRequest, ids: TokenIds) -> Result<Completion, AttemptError> {
-        let json = self.client.json(&request.sent(ids)).map_err(AttemptError::Failed)?;
-        let read = Completion::read(json).map(|completion| self.with_clean_model(request, completion));
+        let answer: WholeAnswer = self.client.json(&request.sent(ids)).map_err(AttemptError::Failed)?;
+        let read = Completion::read(answer).map(|completion| self.with_clean_model(request, completion));
         read.map_err(|fault| match fault {
             AnswerFault::Unreadable(problem) => {
                 AttemptError::Failed(EndpointError::Unreadable { problem: self.client.clean(&problem) })

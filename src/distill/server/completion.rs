@@ -1,7 +1,9 @@
 //! A server's answer, as it came.
 
+use std::fmt;
+
 use serde::Deserialize;
-use serde_json::Value;
+use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 
 use crate::decode::request::FinishReason;
 use crate::distill::refusal::Refusal;
@@ -31,12 +33,45 @@ pub(super) struct Completion {
     pub(super) completion_tokens: Option<usize>,
 }
 
+/// The fields of an answer that are read.
 #[derive(Debug, Deserialize)]
-struct WholeAnswer {
+pub(super) struct WholeAnswer {
     model: Option<String>,
-    choices: Vec<AnswerChoice>,
+    choices: AnswerChoices,
     usage: Option<AnswerUsage>,
     prompt_token_ids: Option<Vec<i64>>,
+}
+
+/// One choice was asked for: others are counted and take no memory.
+#[derive(Debug)]
+struct AnswerChoices {
+    first: Option<AnswerChoice>,
+    count: usize,
+}
+
+impl<'de> Deserialize<'de> for AnswerChoices {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct FirstOfList;
+
+        impl<'de> Visitor<'de> for FirstOfList {
+            type Value = AnswerChoices;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter) -> fmt::Result {
+                formatter.write_str("a list of choices")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<AnswerChoices, A::Error> {
+                let first = list.next_element()?;
+                let mut count = usize::from(first.is_some());
+                while list.next_element::<IgnoredAny>()?.is_some() {
+                    count += 1;
+                }
+                Ok(AnswerChoices { first, count })
+            }
+        }
+
+        deserializer.deserialize_seq(FirstOfList)
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -60,7 +95,10 @@ struct AnswerMessage {
     refusal: Option<String>,
 }
 
-#[derive(Debug, Deserialize)]
+/// Sums of more would be none that a server counted.
+const MOST_TOKENS: usize = 1 << 32;
+
+#[derive(Debug, Default, Deserialize)]
 struct AnswerUsage {
     prompt_tokens: Option<usize>,
     completion_tokens: Option<usize>,
@@ -69,21 +107,25 @@ struct AnswerUsage {
 impl Completion {
     /// # Errors
     /// What is wrong with the answer.
-    pub(super) fn read(json: Value) -> Result<Self, AnswerFault> {
+    pub(super) fn read(answer: WholeAnswer) -> Result<Self, AnswerFault> {
         let unreadable = AnswerFault::Unreadable;
-        let answer: WholeAnswer =
-            serde_json::from_value(json).map_err(|why| unreadable(format!("the answer is none of the API: {why}")))?;
-        let [choice]: [AnswerChoice; 1] = answer
-            .choices
-            .try_into()
-            .map_err(|choices: Vec<_>| unreadable(format!("the answer has {} choices; expected one", choices.len())))?;
+        let choice = match answer.choices {
+            AnswerChoices { first: Some(choice), count: 1 } => choice,
+            AnswerChoices { count, .. } => {
+                return Err(unreadable(format!("the answer has {count} choices; expected one")));
+            }
+        };
         let finish_reason = finish_reason(choice.finish_reason.as_deref())?;
         let (text, reasoning) = match (choice.message, choice.text) {
             (Some(message), _) => message.text()?,
             (None, Some(text)) => (text, None),
             (None, None) => return Err(unreadable("the answer has neither a message nor a text".to_owned())),
         };
-        let usage = answer.usage.as_ref();
+        let usage = answer.usage.unwrap_or_default();
+        let counts = [usage.prompt_tokens, usage.completion_tokens];
+        if let Some(count) = counts.into_iter().flatten().find(|count| *count > MOST_TOKENS) {
+            return Err(unreadable(format!("the answer's usage is {count} tokens; expected at most {MOST_TOKENS}")));
+        }
         Ok(Self {
             model: answer.model,
             text,
@@ -91,8 +133,8 @@ impl Completion {
             finish_reason,
             prompt_ids: answer.prompt_token_ids.or(choice.prompt_token_ids),
             ids: choice.token_ids,
-            prompt_tokens: usage.and_then(|usage| usage.prompt_tokens),
-            completion_tokens: usage.and_then(|usage| usage.completion_tokens),
+            prompt_tokens: usage.prompt_tokens,
+            completion_tokens: usage.completion_tokens,
         })
     }
 
@@ -136,27 +178,32 @@ fn json_of(text: Option<&str>) -> String {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
+
+    fn read(json: Value) -> Result<Completion, AnswerFault> {
+        let answer = serde_json::from_value(json).map_err(|why| AnswerFault::Unreadable(why.to_string()))?;
+        Completion::read(answer)
+    }
 
     #[test]
     fn both_endpoints_are_read_with_what_vllm_adds() {
         let chat = json!({"model": "m", "prompt_token_ids": [1, 2], "usage": {"prompt_tokens": 2, "completion_tokens": 3},
             "choices": [{"message": {"role": "assistant", "content": "a", "reasoning_content": null}, "finish_reason": "stop",
                 "token_ids": [5, 6, 7]}]});
-        let read = Completion::read(chat).unwrap();
-        assert_eq!((read.text.as_str(), read.finish_reason, &read.reasoning), ("a", FinishReason::Eos, &None));
-        assert_eq!((read.prompt_ids.as_deref(), read.ids.as_deref()), (Some(&[1, 2][..]), Some(&[5, 6, 7][..])));
-        assert_eq!(read.new_tokens(), 3);
+        let told = read(chat).unwrap();
+        assert_eq!((told.text.as_str(), told.finish_reason, &told.reasoning), ("a", FinishReason::Eos, &None));
+        assert_eq!((told.prompt_ids.as_deref(), told.ids.as_deref()), (Some(&[1, 2][..]), Some(&[5, 6, 7][..])));
+        assert_eq!(told.new_tokens(), 3);
         let raw = json!({"choices": [{"text": "b", "finish_reason": "length", "prompt_token_ids": [4]}]});
-        let read = Completion::read(raw).unwrap();
-        assert_eq!((read.text.as_str(), read.finish_reason), ("b", FinishReason::Length));
-        assert_eq!((read.prompt_ids.as_deref(), read.new_tokens()), (Some(&[4][..]), 0));
+        let told = read(raw).unwrap();
+        assert_eq!((told.text.as_str(), told.finish_reason), ("b", FinishReason::Length));
+        assert_eq!((told.prompt_ids.as_deref(), told.new_tokens()), (Some(&[4][..]), 0));
         let thinks = json!({"choices": [{"message": {"content": "so", "reasoning": "hm"}, "finish_reason": "length"}]});
-        assert_eq!(Completion::read(thinks).unwrap().reasoning.as_deref(), Some("hm"));
+        assert_eq!(read(thinks).unwrap().reasoning.as_deref(), Some("hm"));
         let silent = json!({"choices": [{"message": {"content": null, "reasoning": " "}, "finish_reason": "stop"}]});
-        assert_eq!(Completion::read(silent).unwrap().text, "", "the model ends at once");
+        assert_eq!(read(silent).unwrap().text, "", "the model ends at once");
     }
 
     #[test]
@@ -170,7 +217,7 @@ mod tests {
             (json!({"content": "\n", "reasoning_content": "", "reasoning": "hm"}), "stop", Refusal::ReasoningAlone),
         ] {
             let answer = json!({"choices": [{"message": message, "finish_reason": reason}]});
-            assert_eq!(Completion::read(answer), Err(AnswerFault::Refused(refusal)), "{message}");
+            assert_eq!(read(answer), Err(AnswerFault::Refused(refusal)), "{message}");
         }
     }
 
@@ -182,9 +229,14 @@ mod tests {
             (json!({"choices": [{"finish_reason": "stop"}]}), "neither a message nor a text"),
             (json!({"choices": [{"text": "a", "finish_reason": "abort"}]}), "\"abort\""),
             (json!({"choices": [{"text": "a", "finish_reason": null}]}), "finish_reason is null"),
-            (json!([1]), "none of the API"),
+            (json!({"choices": [{}, {}, {}]}), "3 choices"),
+            (
+                json!({"choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"completion_tokens": 1_u64 << 63}}),
+                "usage is 9223372036854775808 tokens",
+            ),
+            (json!([1]), "invalid type"),
         ] {
-            let Err(AnswerFault::Unreadable(why)) = Completion::read(json.clone()) else { panic!("{json} is read") };
+            let Err(AnswerFault::Unreadable(why)) = read(json.clone()) else { panic!("{json} is read") };
             assert!(why.contains(words), "{json}: {why}");
         }
     }

@@ -4,6 +4,7 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::settings::ServerSettings;
+use crate::bounds::{ANSWER_BYTES, ANSWER_TOKEN_BYTES};
 use crate::distill::answer::Question;
 use crate::engine::sample::Stream;
 use crate::http::endpoint::{CHAT_COMPLETIONS, COMPLETIONS, EndpointRequest};
@@ -21,21 +22,25 @@ pub(super) enum TokenIds {
 pub(super) struct ServerRequest {
     path: &'static str,
     fields: Map<String, Value>,
+    answer_bytes: u64,
 }
 
 impl ServerRequest {
     pub(super) fn new(question: &Question, settings: &ServerSettings) -> Self {
         let path = if question.input.needs_template() { CHAT_COMPLETIONS } else { COMPLETIONS };
+        let most_tokens = most_tokens(question, settings.context_now);
+        let tokens = (most_tokens as u64).saturating_add(question.prompt.ids.len() as u64);
+        let answer_bytes = ANSWER_BYTES.saturating_add(tokens.saturating_mul(ANSWER_TOKEN_BYTES));
         let draws = settings.temperature.get() > 0.0;
         let fields = [
             ("model", Some(json!(settings.model))),
-            ("max_tokens", Some(json!(most_tokens(question, settings.context_now)))),
+            ("max_tokens", Some(json!(most_tokens))),
             ("temperature", Some(json!(settings.temperature.get()))),
             ("top_p", (settings.top_p != Probability::ONE).then(|| json!(settings.top_p.get()))),
             ("seed", draws.then(|| json!(seed(question.stream)))),
         ];
         let fields = fields.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
-        Self { path, fields: question.input.to_openai().into_iter().chain(fields).collect() }
+        Self { path, fields: question.input.to_openai().into_iter().chain(fields).collect(), answer_bytes }
     }
 
     pub(super) fn model(&self) -> Option<&str> {
@@ -47,7 +52,7 @@ impl ServerRequest {
         if ids == TokenIds::Asked {
             fields.insert("return_token_ids".to_owned(), true.into());
         }
-        EndpointRequest { path: self.path, body: Value::Object(fields).to_string() }
+        EndpointRequest { path: self.path, body: Value::Object(fields).to_string(), answer_bytes: self.answer_bytes }
     }
 }
 
