@@ -232,7 +232,11 @@ impl WeightFiles {
         self.finite(name, self.mapped(name, shape)?.to_device(device))
     }
 
-    fn finite(&self, name: &str, tensor: Tensor) -> Result<Tensor, WeightsError> {
+    /// The tensor of this name, if all its numbers are finite.
+    ///
+    /// # Errors
+    /// [`WeightsError::NotFinite`].
+    pub fn finite(&self, name: &str, tensor: Tensor) -> Result<Tensor, WeightsError> {
         let Some(NonFinite { value, at }) = first_not_finite(&tensor) else { return Ok(tensor) };
         let path = self.file_of(name).unwrap_or(&self.source).to_owned();
         Err(WeightsError::NotFinite { path, name: name.to_owned(), value, at, dtype: dtype_of(tensor.kind()) })

@@ -195,7 +195,7 @@ impl Heads {
 
     /// All heads of a file, in `kind` on `device`, for a backbone.
     fn of(file: &HeadsFile, backbone: &LlamaConfig, kind: Kind, device: Device) -> Result<Self, HeadsError> {
-        let read = |place| Ok(file.tensor(place, kind)?.to_device(device));
+        let read = |place| Ok(file.finite_tensor(place, kind)?.to_device(device));
         let tensors = file.shape().places().into_iter().map(read).collect::<Result<Vec<_>, HeadsError>>()?;
         let token_map = file.token_map().map(|tokens| TokenMap::new(tokens.to_vec(), device));
         let heads = Self { token_map, ..Self::from_tensors(file.shape(), tensors, backbone.vocab_size) };
@@ -203,7 +203,7 @@ impl Heads {
             return Ok(heads);
         }
         let read =
-            |(name, size): (String, Vec<i64>)| Ok(file.prefix_tensor(&name, &size)?.to_kind(kind).to_device(device));
+            |(name, size): (String, Vec<i64>)| Ok(file.finite_prefix_tensor(&name, &size, kind)?.to_device(device));
         let tensors = PrefixLayer::tensors(backbone).into_iter().map(read).collect::<Result<_, HeadsError>>()?;
         Ok(Self { prefix: Some(PrefixLayer::from_tensors(backbone, (kind, device), tensors)), ..heads })
     }

@@ -172,9 +172,29 @@ impl HeadsFile {
     /// Reads one tensor in `kind` to the CPU. A bias that config.json declares absent is zero.
     ///
     /// # Errors
-    /// [`HeadsError`] names the tensor that is missing, wrong or not finite.
+    /// [`HeadsError`] names the tensor that is missing or wrong.
     pub fn tensor(&self, place: HeadTensor, kind: Kind) -> Result<Tensor, HeadsError> {
         Ok(self.stored(place)?.to_kind(kind))
+    }
+
+    /// As [`HeadsFile::tensor`], of finite numbers.
+    ///
+    /// # Errors
+    /// As [`HeadsFile::tensor`]; [`WeightsError::NotFinite`].
+    pub fn finite_tensor(&self, place: HeadTensor, kind: Kind) -> Result<Tensor, HeadsError> {
+        let tensor = self.tensor(place, kind)?;
+        match self.name(place)? {
+            Some(name) => Ok(self.tensors.finite(&name, tensor)?),
+            None => Ok(tensor),
+        }
+    }
+
+    /// As [`HeadsFile::prefix_tensor`], in `kind`, of finite numbers.
+    ///
+    /// # Errors
+    /// As [`HeadsFile::finite_tensor`].
+    pub fn finite_prefix_tensor(&self, ours: &str, size: &[i64], kind: Kind) -> Result<Tensor, HeadsError> {
+        Ok(self.tensors.finite(&self.prefix_name(ours)?, self.prefix_tensor(ours, size)?.to_kind(kind))?)
     }
 
     /// Like [`HeadsFile::tensor`], in the tensor's own dtype: a view of the file, or a copy if several names share the tensor.
@@ -186,10 +206,10 @@ impl HeadsFile {
         match self.name(place)? {
             Some(name) if size != self.shape.size(place) => {
                 let tokens_n = Tensor::from_slice(self.token_map.as_deref().unwrap_or_default());
-                Ok(self.tensors.stored(&name, &size, Device::Cpu)?.index_select(0, &tokens_n))
+                Ok(self.tensors.mapped(&name, &size)?.index_select(0, &tokens_n))
             }
             Some(name) => {
-                let tensor = self.tensors.stored(&name, &size, Device::Cpu)?;
+                let tensor = self.tensors.mapped(&name, &size)?;
                 let is_tied = self.names.values().any(|other| *other != name && self.tensors.same_memory(other, &name));
                 Ok(if is_tied { tensor.copy() } else { tensor })
             }
@@ -264,7 +284,7 @@ impl HeadsFile {
     /// # Errors
     /// [`HeadsError`] names the tensor that is missing or wrong.
     pub fn prefix_tensor(&self, ours: &str, size: &[i64]) -> Result<Tensor, HeadsError> {
-        Ok(self.tensors.stored(&self.prefix_name(ours)?, size, Device::Cpu)?)
+        Ok(self.tensors.mapped(&self.prefix_name(ours)?, size)?)
     }
 
     fn prefix_name(&self, ours: &str) -> Result<String, HeadsError> {
