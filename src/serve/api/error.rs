@@ -240,6 +240,11 @@ mod tests {
             assert_eq!(error.retry_after(), (status == 429).then_some(3), "{error}");
             assert_eq!(error.is_not_to_be_repeated(), status == 408, "{error}");
         }
+    }
+
+    #[test]
+    fn a_limit_and_a_queue_are_told_with_their_numbers() {
+        let limit = Duration::from_millis(1500);
         assert_eq!(ApiError::TimeLimit { limit }.to_string(), "request timed out: not finished within 1.5 s");
         let full = ApiError::QueueFull { places: 1, texts: 2, retry_after: 3 };
         let message = "the queue has 1 place left, and the request asks for 2 texts; try again in 3 s";
