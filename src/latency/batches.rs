@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use super::{LatencyError, nonsense, slowdown, steps_within, undisturbed, warm_up};
+use super::{LatencyError, nonsense, slowdown, steps_within, turns_of_round, undisturbed, warm_up};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
 use crate::decode::request::Request;
@@ -38,19 +38,21 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
     [context, sequences]: [usize; 2],
     new_engine: &NewEngine<'_, 'a, E>,
 ) -> Result<StepsOfSequences, E> {
+    steps_within(backbone, context, 0)?;
     let prompt = nonsense(context, backbone.config.vocab_size);
     let fits = |tree: &&GuessTree| sequences * (tree.nodes() + 1) <= MOST_ROWS;
     let timed: Vec<Option<&GuessTree>> = [None].into_iter().chain(trees.iter().filter(fits).map(Some)).collect();
     let mut all_ms = vec![Vec::new(); timed.len()];
     for _ in 0..ROUNDS {
-        for (tree, all_ms) in timed.iter().zip(&mut all_ms) {
+        for turn in turns_of_round(timed.len() - 1) {
+            let tree = timed[turn];
             let drafter = tree.map(|tree| Ok(HeadsDrafter::new(backbone, heads, tree)?.on_host())).transpose();
             let drafter = drafter.map_err(|error: DraftError| LatencyError::from(error))?;
             let depth = tree.map_or(0, GuessTree::depth);
             let steps = steps_within(backbone, context, depth)?;
             let request = Request { ends_at_eos: false, ..Request::greedy(&prompt, steps * (depth + 1)) };
             let ms = steps_ms(new_engine()?, drafter, &request, [sequences, steps]).map_err(LatencyError::from)?;
-            all_ms.extend(ms);
+            all_ms[turn].extend(ms);
         }
     }
     let slowdown = slowdown(&all_ms);

@@ -52,6 +52,8 @@ const UNDISTURBED: f64 = 0.1;
 const WARM_UP: usize = 4;
 /// Steps per turn, if the context has room.
 const STEPS: usize = WARM_UP + 8;
+/// Trees that are timed between two turns of plain decoding.
+const TREES_PER_PLAIN: usize = 4;
 /// The least number of steps for a useful quantile.
 const MIN_STEPS: usize = 4;
 
@@ -110,7 +112,15 @@ pub struct Times {
 
 /// How often [`measure`] calls `on_turn` for this many trees.
 pub fn turns(trees: usize, machine: MachineLoad) -> usize {
-    machine.rounds() * (trees + 1)
+    machine.rounds() * turns_of_round(trees).len()
+}
+
+/// What a round times, in order: 0 is plain decoding, n the n-th tree. Plain decoding comes again before every few trees, since each speedup is
+/// relative to it.
+fn turns_of_round(trees: usize) -> Vec<usize> {
+    let all: Vec<usize> = (1..=trees).collect();
+    let with_plain: Vec<usize> = all.chunks(TREES_PER_PLAIN).flat_map(|trees| [&[0], trees].concat()).collect();
+    if trees == 0 { vec![0] } else { with_plain }
 }
 
 /// Creates the loop that will decode, with or without a drafter.
@@ -129,15 +139,16 @@ pub fn measure<'a, E: From<LatencyError>>(
     new_loop: &NewLoop<'_, 'a, E>,
     on_turn: &mut dyn FnMut(),
 ) -> Result<Times, E> {
-    let prompt = nonsense(context, backbone.config.vocab_size);
     let mut timed = vec![(steps_within(backbone, context, 0)?, None)];
     for tree in trees {
         timed.push((steps_within(backbone, context, tree.depth())?, Some(tree)));
     }
+    let prompt = nonsense(context, backbone.config.vocab_size);
     let mut all_ms = vec![Vec::new(); timed.len()];
     let mut engine = None;
     for _ in 0..machine.rounds() {
-        for (&(steps, tree), all_ms) in timed.iter().zip(&mut all_ms) {
+        for turn in turns_of_round(trees.len()) {
+            let (steps, tree) = timed[turn];
             let drafter = tree.map(|tree| Ok((HeadsDrafter::new(backbone, heads, tree)?, tree)));
             let drafter = drafter.transpose().map_err(|error: DraftError| LatencyError::from(error))?;
             let mut decoding = new_loop(drafter)?; // one cache at a time: a GPU cannot hold those of all trees
@@ -150,7 +161,7 @@ pub fn measure<'a, E: From<LatencyError>>(
                 steps_ms(&prompt, [steps, depth], |request, on| decoding.decode(Drafting::On, request, on).map(drop));
             let ms = ms.map_err(LatencyError::from)?;
             on_turn();
-            all_ms.extend(ms);
+            all_ms[turn].extend(ms);
         }
     }
     let slowdown = slowdown(&all_ms);
@@ -166,7 +177,7 @@ pub fn measure<'a, E: From<LatencyError>>(
 /// Steps that fit after the context even if all guesses are right, at most [`STEPS`].
 fn steps_within(backbone: &Llama, context: usize, depth: usize) -> Result<usize, LatencyError> {
     let max_position = backbone.config.max_position_embeddings;
-    let room = usize::try_from(max_position).unwrap_or(0).saturating_sub(context + 1);
+    let room = usize::try_from(max_position).unwrap_or(0).saturating_sub(context.saturating_add(1));
     let steps = (room / (depth + 1)).min(STEPS);
     if context == 0 || steps < MIN_STEPS {
         return Err(LatencyError::NoRoom { context, depth, max_position });
@@ -224,6 +235,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::draft::medusa::heads::HeadsShape;
+    use crate::model::config::LlamaConfig;
 
     #[test]
     fn interrupted_steps_do_not_make_a_tree_slow() {
@@ -251,6 +264,25 @@ mod tests {
         };
         let steps_ms = steps_ms(&[1], [WARM_UP + 4, 2], decode).unwrap();
         assert_eq!((heard, steps_ms.len()), (WARM_UP + 3, 3), "stopped at the fourth commit after the warm-up");
+    }
+
+    #[test]
+    fn plain_decoding_is_timed_more_often_than_a_tree() {
+        assert_eq!(turns_of_round(6), [0, 1, 2, 3, 4, 0, 5, 6]);
+        assert_eq!(turns_of_round(0), [0]);
+        assert_eq!(turns(6, MachineLoad::Quiet), 40);
+    }
+
+    #[test]
+    fn a_context_without_room_is_refused_before_it_takes_memory() {
+        let backbone = Llama::random(LlamaConfig::tiny(), tch::Kind::Float, tch::Device::Cpu, 1);
+        let never =
+            |_: Option<(HeadsDrafter, &GuessTree)>| -> Result<Box<dyn DecodeLoop>, LatencyError> { panic!("timed") };
+        let heads = Heads::random(HeadsShape::default(), tch::Kind::Float, tch::Device::Cpu, 1);
+        for context in [u32::MAX as usize, usize::MAX] {
+            let times = measure((&backbone, &heads), &[], (context, MachineLoad::Quiet), &never, &mut || {});
+            assert!(matches!(times, Err(LatencyError::NoRoom { .. })), "{times:?}");
+        }
     }
 
     #[test]
