@@ -16,6 +16,10 @@ const USUAL: [usize; 4] = [1, 2, 4, 8];
 const EACH: usize = 4;
 /// Most clients of a server: each has a thread and a connection.
 const MOST_CLIENTS: usize = 64;
+/// Most texts that are decoded together without a server.
+const MOST_TEXTS: usize = 1024;
+/// Most requests at a level: the arrivals of every one are kept.
+const MOST_REQUESTS: usize = 100_000;
 
 /// Measuring under load.
 #[derive(Debug, Clone, Args)]
@@ -77,13 +81,23 @@ impl LoadFlags {
                     "--requests {requests} is fewer than --concurrency {concurrency}; expected at least one for each in flight"
                 )));
             }
-            if self.endpoint.is_some() && concurrency.get() > MOST_CLIENTS {
-                return Err(UsageError(format!(
-                    "--concurrency {concurrency}: --endpoint is measured with at most {MOST_CLIENTS} clients"
-                )));
-            }
+            self.check_bounds(concurrency.get(), requests)?;
         }
         Ok(())
+    }
+
+    fn check_bounds(&self, concurrency: usize, requests: usize) -> Result<(), UsageError> {
+        let problem = match self.endpoint {
+            _ if requests > MOST_REQUESTS => format!("--requests {requests}: expected at most {MOST_REQUESTS}"),
+            Some(_) if concurrency > MOST_CLIENTS => {
+                format!("--concurrency {concurrency}: --endpoint is measured with at most {MOST_CLIENTS} clients")
+            }
+            None if concurrency > MOST_TEXTS => {
+                format!("--concurrency {concurrency}: at most {MOST_TEXTS} texts are decoded together")
+            }
+            _ => return Ok(()),
+        };
+        Err(UsageError(problem))
     }
 
     /// The levels, in the order of the command line.
@@ -123,6 +137,8 @@ mod tests {
         let few = refused(flags(&[4, 8], None, Some(6)));
         assert!(few.is_err_and(|why| why.contains("fewer than --concurrency 8")));
         assert!(refused(flags(&[65], Some("http://h"), None)).is_err_and(|why| why.contains("at most 64 clients")));
+        assert!(refused(flags(&[1025], None, None)).is_err_and(|why| why.contains("at most 1024 texts")));
+        assert!(refused(flags(&[1], None, Some(usize::MAX))).is_err_and(|why| why.contains("at most 100000")));
         assert!(flags(&[1], None, None).check(0).is_err());
     }
 }
