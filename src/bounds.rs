@@ -47,6 +47,8 @@ bounds! {
     /// for each byte of the conversation.
     TEMPLATE_MADE_BYTES: usize = 96 << 20;
 
+    /// Bytes of the header of a page in a Parquet file. Two texts of the page may stand in it.
+    PARQUET_PAGE_HEADER_BYTES: u64 = 16 << 20;
     /// Bytes that the columns of a block of an Arrow file have when they are unpacked. A column of strings has at most twice as many.
     ARROW_BLOCK_BYTES: i64 = 1 << 30;
     /// Rows of a block of an Arrow file: as many as 32-bit offsets reach.

@@ -1,6 +1,6 @@
 //! Record batches of Parquet, as the Hugging Face Hub stores data sets.
 
-mod footer;
+mod thrift;
 
 use std::fs::File;
 use std::path::Path;
@@ -42,7 +42,7 @@ impl ParquetBatches {
 
     fn of(file: File, names: Option<&ColumnNames>) -> Result<Self, RowProblem> {
         let pages = Arc::new(file.try_clone().map_err(broken)?);
-        if !footer::is_bounded(&mut file.try_clone().map_err(broken)?).map_err(broken)? {
+        if !thrift::is_footer_bounded(&mut file.try_clone().map_err(broken)?).map_err(broken)? {
             return Err(broken("its footer counts more items than it has bytes"));
         }
         let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(broken)?;
@@ -50,6 +50,7 @@ impl ParquetBatches {
         let wanted = ProjectionMask::roots(builder.parquet_schema(), wanted);
         let mut at_once = ROWS_AT_ONCE;
         for group in builder.metadata().row_groups() {
+            check_page_headers(&pages, group, &wanted)?;
             at_once = at_once.min(rows_at_once(&pages, group, &wanted).map_err(broken)?);
         }
         let rows = u64::try_from(builder.metadata().file_metadata().num_rows()).unwrap_or(0);
@@ -61,6 +62,17 @@ impl ParquetBatches {
         let batch = panics::of_library(|| self.reader.next().transpose().map_err(broken));
         batch.unwrap_or_else(|panic| Err(broken(panic))).map_err(|problem| RowLocation::file(path).error(problem))
     }
+}
+
+fn check_page_headers(file: &File, group: &RowGroupMetaData, wanted: &ProjectionMask) -> Result<(), RowProblem> {
+    let mut file = file.try_clone().map_err(broken)?;
+    for (_, column) in group.columns().iter().enumerate().filter(|(leaf, _)| wanted.leaf_included(*leaf)) {
+        let (start, length) = column.byte_range();
+        if !thrift::are_page_headers_bounded(&mut file, start..start.saturating_add(length)).map_err(broken)? {
+            return Err(broken("a page header has too many bytes, or counts more items than it has bytes"));
+        }
+    }
+    Ok(())
 }
 
 /// By the wanted columns of a row group. A text of the dictionary may stand in every row: a few bytes of a file can be gigabytes of rows.
