@@ -296,6 +296,14 @@ impl Default for LogitSpec {
     }
 }
 
+impl LogitSpec {
+    /// Of a weight that is divided already, as a Medusa head's own W2 is.
+    #[must_use]
+    pub fn of_divided_weight(self) -> Self {
+        Self { divisor: 1.0, ..self }
+    }
+}
+
 impl HeadShape {
     /// Width of the query projection, Q·D.
     pub fn query_size(self) -> i64 {

@@ -25,6 +25,18 @@ pub fn logits_of(products: Tensor, spec: LogitSpec) -> Tensor {
     }
 }
 
+/// [`logits_of`], in place.
+pub fn make_logits(products: &mut [f32], spec: LogitSpec) {
+    let divisor = spec.divisor as f32;
+    if divisor != 1.0 {
+        products.iter_mut().for_each(|product| *product /= divisor);
+    }
+    if let Some(cap) = spec.softcap {
+        let cap = cap as f32;
+        products.iter_mut().for_each(|quotient| *quotient = (*quotient / cap).tanh() * cap);
+    }
+}
+
 /// The derivatives of `logits` `[…, V]`, which [`logits_of`] made.
 pub fn slope_of(logits: &Tensor, spec: LogitSpec) -> Slope {
     let LogitSpec { divisor, softcap } = spec;

@@ -346,7 +346,7 @@ impl MetricSums {
     ) -> Vec<Tensor> {
         let add = |k: usize| {
             let (head, hidden_nh) = (pass.of_head(heads, k), inputs.hidden_nh(pass));
-            let output = OutputLayer::of_head(head.head).unwrap_or(pass.lm_head);
+            let output = OutputLayer::of_head(head.head, head.backbone).unwrap_or(pass.lm_head);
             let into = training.map(|(state, lambda0)| {
                 (state.gradients_of(k, inputs.dhidden_nh(pass)), lambda0 * self.config.weight(k))
             });

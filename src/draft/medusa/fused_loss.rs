@@ -110,8 +110,8 @@ impl<'m> OutputLayer<'m> {
     }
 
     /// The head's own W2, with its bias if it has one; `None` if the head uses the backbone's lm_head.
-    pub fn of_head(head: &'m Head) -> Option<Self> {
-        Some(Self { bias_v: head.w2_bias(), ..Self::plain(head.w2()?) })
+    pub fn of_head(head: &'m Head, backbone: &Llama) -> Option<Self> {
+        Some(Self { bias_v: head.w2_bias(), logits: head.logit_spec(backbone), ..Self::plain(head.w2()?) })
     }
 
     /// The LM head, with or without its adapter.

@@ -14,6 +14,7 @@ use crate::cpu::arena::Arena;
 use crate::engine::cuda::draft::{DeviceDraft, DraftInput, DraftShape, HeadMatrices, OutputMatrix};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
+use crate::model::logits::logits_of;
 use crate::model::lora::Adapters;
 use crate::model::prefix_layer::PrefixLayer;
 use crate::model::weights::{WeightsError, save};
@@ -311,7 +312,8 @@ impl Heads {
     pub fn logits(&self, head: usize, input: &HeadInput, backbone: &Llama) -> Tensor {
         let output = self.output_of(head);
         let x_nh = output.through_down(self.heads[head].residual(&input.rows(backbone)));
-        output.w2.as_ref().map_or_else(|| backbone.logits(&x_nh, Adapters::Off), |w2| w2.forward(&x_nh, Adapters::Off))
+        let w2 = output.w2.as_ref().unwrap_or(backbone.lm_head());
+        logits_of(w2.forward(&x_nh, Adapters::Off), output.logit_spec(backbone))
     }
 
     /// The head whose output layer head `head` uses: packed heads keep a shared one once.

@@ -42,7 +42,7 @@ fn heads(layers: usize, shared_lm_head: bool, backbone: &Llama) -> Heads {
 }
 
 /// With a truncated vocabulary of every second token, if its size is given.
-fn heads_with(layers: usize, shared_lm_head: bool, truncated: Option<usize>, backbone: &Llama) -> Heads {
+fn untrained(layers: usize, shared_lm_head: bool, truncated: Option<usize>, backbone: &Llama) -> Heads {
     let number = |n| NonZeroUsize::new(n).unwrap();
     let (medusa_num_heads, medusa_num_layers) = (number(2), number(layers));
     let architecture = HeadsArchitecture::Medusa;
@@ -58,7 +58,12 @@ fn heads_with(layers: usize, shared_lm_head: bool, truncated: Option<usize>, bac
         dropout: Fraction::ZERO,
     };
     let map = truncated.map(|size| TokenMap::new((0..size as i64).map(|at| 2 * at).collect(), Device::Cpu));
-    let heads = Heads::new(&config, backbone.lm_head_weight(), map);
+    Heads::new(&config, &backbone.logit_weight(), map)
+}
+
+/// [`untrained`] heads, moved away from their start.
+fn heads_with(layers: usize, shared_lm_head: bool, truncated: Option<usize>, backbone: &Llama) -> Heads {
+    let heads = untrained(layers, shared_lm_head, truncated, backbone);
     let mut generator = Generator::seeded(1);
     for (_, tensor) in heads.parameters() {
         let noise = generator.normal_like(tensor) * 0.05;
@@ -86,12 +91,28 @@ fn chunks_have_rows_enough_on_the_cpu_and_a_gibibyte_of_logits_on_a_gpu() {
 
 #[test]
 fn the_fused_loss_and_its_gradients_equal_the_plain_ones() {
-    let of_shared = LOGITS[1..].iter().map(|&logits| (Kind::Float, 1, true, logits));
+    let of_families =
+        [true, false].map(|shared| LOGITS[1..].iter().map(move |&logits| (Kind::Float, 1, shared, logits)));
     let cases = [(1, false), (2, false), (1, true)].map(|(layers, shared)| (Kind::Float, layers, shared, LOGITS[0]));
     let in_float64 = [(Kind::Double, 2, false, LOGITS[0]), (Kind::Double, 1, true, LOGITS[2])];
-    for (kind, layers, shared, logits) in cases.into_iter().chain(of_shared).chain(in_float64) {
+    for (kind, layers, shared, logits) in cases.into_iter().chain(of_families.into_iter().flatten()).chain(in_float64) {
         let backbone = backbone_in(kind, logits);
         losses_of_a_head_equal_the_plain_ones(&heads(layers, shared, &backbone), &targets(), &backbone);
+    }
+}
+
+/// Granite divides the products and Gemma 2 caps the logits: of heads as of the LM head.
+#[test]
+fn untrained_heads_have_the_logits_of_the_lm_head() {
+    let hidden = Generator::seeded(3).normal(&[7, 24], (Kind::Float, Device::Cpu));
+    for logits in LOGITS {
+        let backbone = backbone_in(Kind::Float, logits);
+        let expected = backbone.logits(&hidden, Adapters::Off);
+        for shared_lm_head in [false, true] {
+            let heads = untrained(1, shared_lm_head, None, &backbone);
+            let got = heads.logits(1, &HeadInput::alone(&hidden), &backbone);
+            assert!(got.allclose(&expected, 1e-5, 1e-6, false), "{logits:?}, shared: {shared_lm_head}");
+        }
     }
 }
 
@@ -149,7 +170,7 @@ fn gradients_of_a_shared_w2_are_summed_over_the_heads() {
                 output: OutputGradients { weight_vh: w2.first(), ..OutputGradients::default() },
                 hidden_nh: None,
             };
-            let output = OutputLayer::of_head(head).unwrap();
+            let output = OutputLayer::of_head(head, &backbone).unwrap();
             let _ = head_loss(Some(HeadPass::new(head, &backbone)), output, &hidden, &targets, Some((&into, 0.01)));
         }
         for (expected, got) in expected.iter().zip(&got) {
@@ -180,7 +201,7 @@ fn losses_of_a_head_equal_the_plain_ones(heads: &Heads, targets: &Targets, backb
         output: OutputGradients { weight_vh: own.first(), bias_v: own.get(1), adapter: None },
         hidden_nh: Some(dhidden_nh),
     };
-    let output = OutputLayer::of_head(head).unwrap_or_else(|| OutputLayer::lm_head(backbone, Adapters::Off));
+    let output = OutputLayer::of_head(head, backbone).unwrap_or_else(|| OutputLayer::lm_head(backbone, Adapters::Off));
     let sums = head_loss(Some(HeadPass::new(head, backbone)), output, &hidden, targets, Some((&into, 0.01)));
     let (loss, oracle) = (sums.loss.double_value(&[]), plain.double_value(&[]));
     assert!((loss - oracle).abs() / oracle < rounding(kind, 1e-6), "{kind:?}: {loss} {oracle}");
@@ -427,7 +448,8 @@ fn soft_losses_equal_the_plain_ones(pass: HeadPass, ab: [&Tensor; 2], hidden: &T
         let _ = parameter.set_requires_grad(true);
     }
     let x_mh = head.hidden(&hidden.index_select(0, &soft.targets.positions_m));
-    let student_mv = head.w2().map_or_else(|| backbone.logits(&x_mh, Adapters::On), |w2| x_mh.matmul(&w2.tr()));
+    let of_w2 = |w2: &Tensor| logits_of(x_mh.matmul(&w2.tr()), head.logit_spec(backbone));
+    let student_mv = head.w2().map_or_else(|| backbone.logits(&x_mh, Adapters::On), of_w2);
     let [cross_entropy, divergence] = soft_loss_sums(&student_mv, hidden, &soft, backbone, tokens_n);
     let plain = &cross_entropy * objective.labels + &divergence * objective.backbone;
     let expected = Tensor::run_backward(&[plain * 0.01], &parameters, false, false);
@@ -440,7 +462,7 @@ fn soft_losses_equal_the_plain_ones(pass: HeadPass, ab: [&Tensor; 2], hidden: &T
         _ => panic!("W2, or A and B"),
     };
     let into = HeadGradients { blocks: blocks.iter().collect(), output, hidden_nh: Some(dhidden) };
-    let output = OutputLayer::of_head(head).unwrap_or(objective.lm_head);
+    let output = OutputLayer::of_head(head, backbone).unwrap_or(objective.lm_head);
     let sums = soft_head_loss(pass, output, &hidden.detach(), &soft, objective, Some((&into, 0.01)));
     for (got, expected) in [(&sums.loss, &cross_entropy), (&sums.divergence, &divergence)] {
         let (got, expected) = (got.double_value(&[]), expected.double_value(&[]));
@@ -503,7 +525,8 @@ fn hits_of_soft_targets_are_those_of_the_labels() {
     let soft = SoftTargets { targets: Targets { tokens_m, ..targets }, teacher_m };
     let lm_head = OutputLayer::lm_head(&backbone, Adapters::Off);
     let objective = SoftObjective { lm_head, teacher_nh: &hidden, labels: 0.0, backbone: 1.0 };
-    let (head, output) = (HeadPass::new(heads.head(0), &backbone), OutputLayer::of_head(heads.head(0)).unwrap());
+    let (head, output) =
+        (HeadPass::new(heads.head(0), &backbone), OutputLayer::of_head(heads.head(0), &backbone).unwrap());
     let sums = soft_head_loss(head, output, &hidden, &soft, objective, None);
     assert_eq!(Vec::<i64>::try_from(&sums.hits).unwrap(), [333; TOP]);
 }

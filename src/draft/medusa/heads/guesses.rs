@@ -8,6 +8,7 @@ use super::{Head, HeadInput, Heads};
 use crate::cpu::rows::{self, add_silu, add_to_each, largest};
 use crate::cpu::team::Team;
 use crate::model::llama::Llama;
+use crate::model::logits::make_logits;
 use crate::torch::bytes;
 use crate::tree::dynamic::LikelyToken;
 
@@ -99,6 +100,7 @@ impl Heads {
     /// A head's output layer: `[N, H]` to logits `[N, V]`.
     pub(super) fn output_on_cpu(&self, head: usize, x_nh: &[f32], backbone: &Llama, team: &Team) -> Option<Vec<f32>> {
         let head = self.output_of(head);
+        let spec = head.logit_spec(backbone);
         let w2 = head.w2.as_ref().unwrap_or(backbone.lm_head()).matrix()?;
         let rows = x_nh.len() / usize::try_from(self.hidden_size()).ok()?;
         let down_nr = match &head.down {
@@ -116,6 +118,7 @@ impl Heads {
         if let Some(bias_v) = head.w2_bias() {
             add_to_each(&mut logits_nv, bytes::numbers(&bias_v.to_kind(Kind::Float)));
         }
+        make_logits(&mut logits_nv, spec);
         Some(logits_nv)
     }
 }
@@ -179,12 +182,22 @@ mod tests {
     use super::super::HeadsShape;
     use super::super::token_map::TokenMap;
     use super::*;
-    use crate::model::config::LlamaConfig;
+    use crate::model::block_spec::LogitSpec;
+    use crate::model::config::{FamilyTraits, LlamaConfig};
     use crate::torch::Generator;
 
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn guesses_of_own_kernels_are_those_of_libtorch() {
+        let of_gemma = LogitSpec { divisor: 2.0, softcap: Some(1.5) };
+        for logits in [LogitSpec::default(), of_gemma] {
+            kernels_guess_as_libtorch(logits);
+        }
+    }
+
+    fn kernels_guess_as_libtorch(logits: LogitSpec) {
+        let config = LlamaConfig::tiny();
+        let config = LlamaConfig { family: FamilyTraits { logits, ..config.family }, ..config };
         for (vocab_size, medusa_num_layers, w2_bias, w2_rank, shared_w2) in [
             (50, 2, false, 0, false),
             (50, 1, true, 0, false),
@@ -196,7 +209,6 @@ mod tests {
             (30, 1, true, 0, false),
             (30, 1, false, 5, true),
         ] {
-            let config = LlamaConfig::tiny();
             let shape = HeadsShape {
                 medusa_num_heads: 3,
                 medusa_num_layers,

@@ -7,6 +7,7 @@ use super::layout::HeadPart;
 use crate::cpu::arena::Arena;
 use crate::engine::cuda::draft::{BlockMatrices, LayerMatrices, OutputMatrix};
 use crate::fused::dropout::dropout;
+use crate::model::block_spec::LogitSpec;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
@@ -150,6 +151,12 @@ impl Head {
     /// The bias of W2, `[V]`.
     pub fn w2_bias(&self) -> Option<&Tensor> {
         self.w2.as_ref().and_then(Linear::bias)
+    }
+
+    /// How the products of the output layer become logits: as the LM head's do. An own W2 starts as the LM head's weight, divided already.
+    pub fn logit_spec(&self, backbone: &Llama) -> LogitSpec {
+        let of_lm_head = backbone.config.family.logits;
+        if self.w2.is_some() { of_lm_head.of_divided_weight() } else { of_lm_head }
     }
 
     /// Weights and biases of every block, block after block, and A of a low-rank W2: all before [`Head::w2`], in the order of
