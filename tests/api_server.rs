@@ -24,6 +24,8 @@ pub(crate) enum Reply {
     Whole(u16, &'static str, String),
     /// A success with JSON, after so many milliseconds.
     Slow(u64, String),
+    /// Status 100 and, after so many milliseconds, 103, both of which nobody asked for; then a success with JSON.
+    Interim(u64, String),
     /// The headers of an answer, and the first half of its body; then the connection ends.
     Half(String),
     /// Events, each after so many milliseconds.
@@ -41,6 +43,7 @@ type Answers = dyn Fn(usize, &SeenRequest) -> Reply + Send + Sync;
 /// A server on a port of its own, which ends with the test.
 pub(crate) struct TestServer {
     pub(crate) address: String,
+    pub(crate) connections: Arc<AtomicUsize>,
     seen: Arc<Mutex<Vec<SeenRequest>>>,
     pub(crate) most_at_once: Arc<AtomicUsize>,
     /// How often the models are not listed yet.
@@ -56,6 +59,7 @@ impl TestServer {
         let address = format!("http://{}", listener.local_addr().expect("an address"));
         let server = Self {
             address,
+            connections: Arc::default(),
             seen: Arc::default(),
             most_at_once: Arc::default(),
             loading: Arc::default(),
@@ -64,9 +68,10 @@ impl TestServer {
         let (loading, context) = (Arc::clone(&server.loading), Arc::clone(&server.context));
         let (seen, most, answer): (_, _, Arc<Answers>) =
             (Arc::clone(&server.seen), Arc::clone(&server.most_at_once), Arc::new(answer));
-        let now = Arc::new(AtomicUsize::new(0));
+        let (now, connections) = (Arc::new(AtomicUsize::new(0)), Arc::clone(&server.connections));
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
+                connections.fetch_add(1, Ordering::SeqCst);
                 let (seen, most, now, answer) =
                     (Arc::clone(&seen), Arc::clone(&most), Arc::clone(&now), Arc::clone(&answer));
                 let (loading, context) = (Arc::clone(&loading), Arc::clone(&context));
@@ -79,7 +84,7 @@ impl TestServer {
                             seen.push(request.clone());
                             seen.iter().filter(|request| request.line.starts_with("POST")).count()
                         };
-                        let lists_models = request.line.starts_with("GET /") && request.line.ends_with("/v1/models");
+                        let lists_models = request.line.starts_with("GET ") && request.line.ends_with("/v1/models");
                         let reply = match lists_models {
                             true if loading.load(Ordering::SeqCst) > 0 => {
                                 loading.fetch_sub(1, Ordering::SeqCst);
@@ -151,6 +156,12 @@ fn send(mut stream: &TcpStream, reply: &Reply, now: &AtomicUsize) -> bool {
         }
         Reply::Slow(wait, body) => {
             thread::sleep(Duration::from_millis(*wait));
+            return send(stream, &Reply::Whole(200, "", body.clone()), now);
+        }
+        Reply::Interim(wait, body) => {
+            let _ = stream.write_all(b"HTTP/1.1 100 Continue\r\n\r\n"); // the answer finds out whether the client is there
+            thread::sleep(Duration::from_millis(*wait));
+            let _ = stream.write_all(b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n\r\n");
             return send(stream, &Reply::Whole(200, "", body.clone()), now);
         }
         Reply::Half(body) => {

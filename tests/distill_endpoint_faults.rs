@@ -195,6 +195,42 @@ fn answers_under_way_are_kept_when_a_run_ends_with_an_error() {
     assert!(kept(&world.path("out")) == posts - 1 && posts >= 4, "{posts} asked, {} kept", kept(&world.path("out")));
 }
 
+/// Whoever takes status 100 for the answer reads the real one as that of the next question on this connection.
+#[test]
+fn interim_answers_that_nobody_asked_for_are_skipped() {
+    let (world, words) = (World::new(60), Words::new());
+    let server =
+        TestServer::new(move |number, request| Reply::Interim(number as u64 % 3, words.answer(request).2.to_string()));
+    let (told, said) = world.summary(&server.address, "out", &["--concurrency", "4", "--strict"]);
+    assert_eq!((&told["retries"], &told["refused"]), (&json!(0), &json!(0)), "{said}");
+    assert_eq!(rows(&world.path("out")), world.expected(&Words::new()));
+    let connections = server.connections.load(Ordering::SeqCst);
+    assert!(connections <= 5, "{connections} connections for {} questions", server.posts().len());
+}
+
+#[test]
+fn a_proxy_is_asked_for_whole_addresses() {
+    let (world, words) = (World::new(6), Words::new());
+    let proxy = TestServer::new(move |_, request| whole(&words.answer(request).2));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_medusa"));
+    let command = on_the_cpu(&mut command).args(world.arguments("http://gpu.test:8000/v1", "out", &[]));
+    let command = command.current_dir(world.0.path()).env("HTTP_PROXY", &proxy.address).env_remove("NO_PROXY");
+    let output = command.env_remove("no_proxy").output().expect("it runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(rows(&world.path("out")), world.expected(&Words::new()));
+    assert!(proxy.posts().iter().all(|post| post.line == "POST http://gpu.test:8000/v1/chat/completions"));
+}
+
+#[test]
+fn a_header_without_a_colon_is_no_answer() {
+    for (status, header) in [(200, "X-Header\r\n"), (503, "Retry-After\r\n"), (400, "x-should-retry\r\n")] {
+        let world = World::new(1);
+        let server = TestServer::new(move |_, _| Reply::Whole(status, header, "{}".into()));
+        let (ended, _, said) = world.distill(&server.address, "out", &["--retries", "0"]);
+        assert!(ended == Some(1) && said.contains("no answer from ") && !said.contains("panic"), "{said}");
+    }
+}
+
 #[test]
 fn a_question_is_sent_as_often_as_the_retries_say() {
     for (retries, posts) in [("0", 1), ("2", 3)] {

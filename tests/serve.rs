@@ -14,6 +14,11 @@ use crate::program::{medusa, on_the_cpu};
 /// For an answer, on a machine that is busy with other tests.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+fn client() -> ureq::Agent {
+    let settings = ureq::Agent::config_builder().proxy(None).http_status_as_error(false);
+    settings.timeout_global(Some(PATIENCE)).build().into()
+}
+
 /// A server of the embedded backbone on a port of its own.
 struct Server {
     child: Child,
@@ -72,13 +77,11 @@ impl Server {
     }
 
     fn send(&self, path: &str, body: &Value, key: Option<&str>) -> (u16, String) {
-        let request = ureq::post(&format!("http://{}{path}", self.address)).timeout(PATIENCE);
-        let request = request.set("Content-Type", "application/json");
-        let request = key.iter().fold(request, |request, key| request.set("Authorization", &format!("Bearer {key}")));
-        match request.send_string(&body.to_string()) {
-            Ok(answer) | Err(ureq::Error::Status(_, answer)) => (answer.status(), answer.into_string().expect("UTF-8")),
-            Err(error) => panic!("{error}"),
-        }
+        let request =
+            client().post(format!("http://{}{path}", self.address)).header("Content-Type", "application/json");
+        let request = key.iter().fold(request, |request, key| request.header("Authorization", format!("Bearer {key}")));
+        let mut answer = request.send(body.to_string()).expect("an answer");
+        (answer.status().as_u16(), answer.body_mut().read_to_string().expect("UTF-8"))
     }
 
     fn completion(&self, more: &Value) -> Value {
@@ -90,8 +93,8 @@ impl Server {
     }
 
     fn metric(&self, name: &str) -> f64 {
-        let page = ureq::get(&format!("http://{}/metrics", self.address)).call().expect("metrics");
-        let page = page.into_string().expect("UTF-8");
+        let mut page = client().get(format!("http://{}/metrics", self.address)).call().expect("metrics");
+        let page = page.body_mut().read_to_string().expect("UTF-8");
         let line = page.lines().find(|line| line.split(' ').next() == Some(name));
         line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or_else(|| panic!("no {name}: {page}"))
     }

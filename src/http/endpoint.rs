@@ -7,12 +7,15 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use ureq::{Agent, OrAnyStatus, Request, Response, Transport};
+use ureq::http::Request;
+use ureq::http::request::Builder;
+use ureq::{Agent, Error};
 use url::Url;
 
 use super::EndpointError;
 use super::api_key::ApiKey;
-use super::connection::{header, proxy, trusted};
+use super::connection::{self, HttpAnswer, header, proxy};
+use super::connector::{reason, was_closed};
 use crate::bounds::{ANSWERS_BYTES, ERROR_RESPONSE_BYTES, QUOTED_CHARACTERS, RESPONSE_BYTES};
 
 /// Path of a conversation's next turn.
@@ -20,9 +23,10 @@ pub const CHAT_COMPLETIONS: &str = "chat/completions";
 /// Path of a text's continuation.
 pub const COMPLETIONS: &str = "completions";
 
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bytes of an answer that are read at once.
 const PIECE: usize = 16 << 10;
+/// Bytes of a connection's two buffers, each. There may be a thousand connections.
+const BUFFER: usize = 32 << 10;
 /// Bytes of a part of the endpoint's path that may be a key.
 const SHORTEST_SECRET: usize = 16;
 
@@ -105,25 +109,19 @@ impl EndpointClient {
     /// A proxy that is no address.
     pub fn new(endpoint: Url, key: Option<ApiKey>, limits: ClientLimits) -> Result<Self, EndpointError> {
         let setting = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
-        let agent = ureq::AgentBuilder::new()
-            .redirects(0) // a POST that is redirected would be sent without its body
-            .tls_config(trusted())
-            .timeout_connect(CONNECT_TIMEOUT)
+        let proxy = proxy(&endpoint, &setting).map_err(|variable| EndpointError::Proxy { variable })?;
+        let settings = connection::settings(proxy)
+            .input_buffer_size(BUFFER)
+            .output_buffer_size(BUFFER)
+            .max_response_header_size(BUFFER / 2)
             .max_idle_connections(limits.idle)
-            .max_idle_connections_per_host(limits.idle)
-            .user_agent(concat!("medusa-train/", env!("CARGO_PKG_VERSION")));
-        let agent = match limits.wait {
-            AnswerWait::Whole(time) => agent.timeout(time),
-            AnswerWait::NextBytes(time) => agent.timeout_read(time),
+            .max_idle_connections_per_host(limits.idle);
+        let settings = match limits.wait {
+            AnswerWait::Whole(time) => settings.timeout_global(Some(time)),
+            AnswerWait::NextBytes(time) => settings.timeout_per_read(Some(time)),
         };
-        let agent = match proxy(&endpoint, &setting) {
-            Some((variable, address)) => {
-                let proxy = ureq::Proxy::new(address).map_err(|_| EndpointError::Proxy { variable })?; // it would quote a password
-                agent.proxy(proxy)
-            }
-            None => agent,
-        };
-        Ok(Self { agent: agent.build(), endpoint, key, resends: limits.resends, in_flight: AtomicU64::new(0) })
+        let agent = connection::agent(settings);
+        Ok(Self { agent, endpoint, key, resends: limits.resends, in_flight: AtomicU64::new(0) })
     }
 
     /// The endpoint for files and messages: what stands before `/v1` is left out, because some gateways have a key there.
@@ -141,8 +139,8 @@ impl EndpointClient {
         struct ModelList {
             data: Vec<ListedModel>,
         }
-        let sent = self.sent(self.request("GET", "models").call());
-        let body = self.body(sent.and_then(|response| self.success(response))?, RESPONSE_BYTES)?;
+        let sent = self.answered(connection::send(&self.agent, self.request("GET", "models"), ()));
+        let body = self.body(sent.and_then(|answer| self.success(answer))?, RESPONSE_BYTES)?;
         let list: ModelList = serde_json::from_slice(&body.bytes)
             .map_err(|_| unreadable(format!("{}/models is no list of models", self.shown_endpoint())))?;
         Ok(list.data)
@@ -152,8 +150,8 @@ impl EndpointClient {
     ///
     /// # Errors
     /// [`EndpointError`].
-    pub fn post(&self, request: &EndpointRequest) -> Result<Response, EndpointError> {
-        self.connected(request).and_then(|response| self.success(response))
+    pub fn post(&self, request: &EndpointRequest) -> Result<HttpAnswer, EndpointError> {
+        self.connected(request).and_then(|answer| self.success(answer))
     }
 
     /// Posts a request that is answered with JSON. Fields that `T` does not have take no memory.
@@ -180,56 +178,49 @@ impl EndpointClient {
     }
 
     /// A server may close an idle connection just when the next request is sent.
-    fn connected(&self, request: &EndpointRequest) -> Result<Response, EndpointError> {
+    fn connected(&self, request: &EndpointRequest) -> Result<HttpAnswer, EndpointError> {
         let mut resends = 0;
         loop {
-            let sent = self
-                .request("POST", request.path)
-                .set("Content-Type", "application/json")
-                .send_bytes(request.body.as_bytes());
-            let is_closed = matches!(&sent, Err(ureq::Error::Transport(transport)) if was_closed(transport));
-            if !is_closed || resends == self.resends {
-                return self.sent(sent);
+            let post = self.request("POST", request.path).header("Content-Type", "application/json");
+            let sent = connection::send(&self.agent, post, request.body.as_str());
+            if resends == self.resends || !sent.as_ref().is_err_and(was_closed) {
+                return self.answered(sent);
             }
             resends += 1;
         }
     }
 
-    fn request(&self, method: &str, path: &str) -> Request {
-        let request = self.agent.request(method, &format!("{}/{path}", self.endpoint));
+    fn request(&self, method: &str, path: &str) -> Builder {
+        let request = Request::builder().method(method).uri(format!("{}/{path}", self.endpoint));
         match &self.key {
-            Some(key) => request.set("Authorization", &key.header()),
+            Some(key) => request.header("Authorization", key.header()),
             None => request,
         }
     }
 
-    /// A response of any status.
-    fn sent(&self, sent: Result<Response, ureq::Error>) -> Result<Response, EndpointError> {
-        let reason = |transport: Transport| {
-            let source = std::error::Error::source(&transport).map(|source| format!(": {source}"));
-            format!("{}{}", transport.kind(), source.unwrap_or_default())
-        };
-        sent.or_any_status().map_err(|transport| self.unreachable(&reason(transport)))
+    /// An answer of any status.
+    fn answered(&self, sent: Result<HttpAnswer, Error>) -> Result<HttpAnswer, EndpointError> {
+        sent.map_err(|why| self.unreachable(&reason(&why)))
     }
 
     /// Only a success; others are errors with the server's message.
-    fn success(&self, response: Response) -> Result<Response, EndpointError> {
-        let status = response.status();
-        if (200..300).contains(&status) {
-            return Ok(response);
+    fn success(&self, answer: HttpAnswer) -> Result<HttpAnswer, EndpointError> {
+        if answer.status().is_success() {
+            return Ok(answer);
         }
-        let retry_after = header(&response, "retry-after").and_then(|text| text.trim().parse().ok()); // a date is not read
-        let should_retry = header(&response, "x-should-retry").and_then(|text| text.trim().parse().ok());
+        let status = answer.status().as_u16();
+        let retry_after = header(&answer, "retry-after").and_then(|text| text.trim().parse().ok()); // a date is not read
+        let should_retry = header(&answer, "x-should-retry").and_then(|text| text.trim().parse().ok());
         let mut body = Vec::new();
-        let _ = response.into_reader().take(ERROR_RESPONSE_BYTES).read_to_end(&mut body); // without it the status has to do
+        let _ = answer.into_body().into_reader().take(ERROR_RESPONSE_BYTES).read_to_end(&mut body); // without it the status has to do
         let message = told(&body).unwrap_or_else(|| String::from_utf8_lossy(&body).into_owned());
         let message = self.clean(message.trim());
         Err(EndpointError::Refused { status, message, retry_after: retry_after.map(Duration::from_secs), should_retry })
     }
 
     /// The whole of it, of at most so many bytes.
-    fn body(&self, response: Response, most: u64) -> Result<AnswerBytes<'_>, EndpointError> {
-        let mut reader = response.into_reader();
+    fn body(&self, answer: HttpAnswer, most: u64) -> Result<AnswerBytes<'_>, EndpointError> {
+        let mut reader = answer.into_body().into_reader();
         let mut body = AnswerBytes { bytes: Vec::new(), in_flight: &self.in_flight };
         let mut piece = vec![0; PIECE];
         loop {
@@ -243,7 +234,7 @@ impl EndpointClient {
                 }
                 Ok(_) => {}
                 Err(why) if why.kind() == ErrorKind::Interrupted => {}
-                Err(why) => return Err(self.unreachable(&format!("the answer broke off: {why}"))),
+                Err(why) => return Err(self.unreachable(&format!("the answer broke off: {}", reason(&why.into())))),
             }
         }
     }
@@ -287,14 +278,6 @@ fn unreadable(problem: String) -> EndpointError {
     EndpointError::Unreadable { problem }
 }
 
-/// Whether the connection ended before an answer began.
-fn was_closed(transport: &Transport) -> bool {
-    let source = std::error::Error::source(transport).and_then(|source| source.downcast_ref::<io::Error>());
-    let kinds =
-        [ErrorKind::ConnectionAborted, ErrorKind::ConnectionReset, ErrorKind::BrokenPipe, ErrorKind::UnexpectedEof];
-    source.is_some_and(|error| kinds.contains(&error.kind()))
-}
-
 /// The address of a server, completed to `/v1`.
 ///
 /// # Errors
@@ -317,6 +300,11 @@ pub fn parse_endpoint(text: &str) -> Result<Url, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+    use std::net::TcpListener;
+    use std::thread;
+    use std::time::Instant;
+
     use super::*;
 
     #[test]
@@ -360,5 +348,36 @@ mod tests {
         }
         assert_eq!(gateway.clean("no POST /api/v1/completions"), "no POST /…/v1/completions");
         assert_eq!(client("http://h//v1").clean("GET //v1/models of a/b"), "GET /…/v1/models of a/b");
+    }
+
+    /// Sends the head of an answer of ten bytes, the first five of them each after `pause`, and then nothing more.
+    fn halting_server(pause: Duration) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n").unwrap();
+            for _ in 0..5 {
+                thread::sleep(pause);
+                stream.write_all(b" ").unwrap();
+            }
+            let _ = stream.read_to_end(&mut Vec::new()); // until the client leaves
+        });
+        address
+    }
+
+    #[test]
+    fn a_wait_is_for_the_next_bytes_or_for_the_whole_answer() {
+        let request = EndpointRequest { path: COMPLETIONS, body: "{}".into(), answer_bytes: 99 };
+        let limit = Duration::from_secs(1);
+        for (wait, least, most) in [(AnswerWait::NextBytes(limit), 2.4, 9.0), (AnswerWait::Whole(limit), 0.9, 2.4)] {
+            let endpoint = parse_endpoint(&halting_server(limit * 3 / 10)).unwrap();
+            let client = EndpointClient::new(endpoint, None, ClientLimits { idle: 1, wait, resends: 0 }).unwrap();
+            let began = Instant::now();
+            let why = client.json::<Value>(&request).unwrap_err().to_string();
+            assert!(why.ends_with("the answer broke off: timed out"), "{why}");
+            let seconds = began.elapsed().as_secs_f64();
+            assert!((least..most).contains(&seconds), "{wait:?}: {seconds}");
+        }
     }
 }

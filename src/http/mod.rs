@@ -1,8 +1,9 @@
-//! HTTP clients: which certificates and proxies they use, and a client of OpenAI-compatible servers with its key.
+//! HTTP clients: which certificates, proxies and connections they use, and a client of OpenAI-compatible servers with its key.
 
 pub mod api_key;
 pub mod backoff;
 pub mod connection;
+pub mod connector;
 pub mod endpoint;
 mod error;
 

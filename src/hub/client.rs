@@ -10,7 +10,10 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use ureq::{Agent, ErrorKind, OrAnyStatus, Response, Transport};
+use ureq::http::Request;
+use ureq::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use ureq::http::request::Builder;
+use ureq::{Agent, Error, ResponseExt, SendBody};
 use url::Url;
 
 use super::id::{Repo, RepoKind};
@@ -18,8 +21,8 @@ use super::token::Token;
 use super::{HubError, Observer, TransferEvent};
 use crate::bounds::{QUOTED_CHARACTERS, RESPONSE_BYTES};
 use crate::files;
-use crate::http::connection::{header, proxy, trusted};
-use crate::panics;
+use crate::http::connection::{self, HttpAnswer, header, proxy};
+use crate::http::connector::{is_unconnected, reason};
 
 const TRIES: u32 = 5;
 /// Tries of a host that cannot be reached: an unknown name will still be unknown in a minute.
@@ -27,9 +30,11 @@ const CONNECTION_TRIES: u32 = 3;
 /// Longest wait that is accepted, in seconds.
 const LONGEST_WAIT: u64 = 300;
 const REDIRECTS: u32 = 5;
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Timeout between two reads, not of the whole response.
-const READ_TIMEOUT: Duration = Duration::from_secs(60);
+/// Timeout of each read and write, not of the whole response.
+const IO_TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes of a redirection's body that are read, so that its connection can be used again.
+const REDIRECTION_BYTES: u64 = 1 << 16;
+
 pub(super) struct Client<'o> {
     agent: Agent,
     pub(super) endpoint: Url,
@@ -85,21 +90,10 @@ impl<'o> Client<'o> {
         setting: &dyn Fn(&str) -> Option<String>,
         tell: Observer<'o>,
     ) -> Result<Self, HubError> {
-        let agent = ureq::AgentBuilder::new()
-            .redirects(0) // followed here, so that the token is not sent along
-            .tls_config(trusted())
-            .timeout_connect(CONNECT_TIMEOUT)
-            .timeout_read(READ_TIMEOUT)
-            .timeout_write(READ_TIMEOUT)
-            .user_agent(concat!("medusa-train/", env!("CARGO_PKG_VERSION")));
-        let agent = match proxy(&endpoint, setting) {
-            Some((name, address)) => {
-                let address = ureq::Proxy::new(address); // its error would quote a password
-                agent.proxy(address.map_err(|_| HubError::setting(name, "http://host:port"))?)
-            }
-            None => agent,
-        };
-        Ok(Self { agent: agent.build(), endpoint, token, tell })
+        let proxy = proxy(&endpoint, setting).map_err(|name| HubError::setting(name, "http://host:port"))?;
+        let settings = connection::settings(proxy);
+        let settings = settings.timeout_per_read(Some(IO_TIMEOUT)).timeout_per_write(Some(IO_TIMEOUT));
+        Ok(Self { agent: connection::agent(settings), endpoint, token, tell })
     }
 
     /// A URL of the Hub; every part becomes one escaped path segment.
@@ -126,28 +120,27 @@ impl<'o> Client<'o> {
     }
 
     /// Sends a request; retries a few times with pauses on server and network trouble.
-    pub(super) fn send(&self, ask: &Ask<'_>) -> Result<Response, HubError> {
+    pub(super) fn send(&self, ask: &Ask<'_>) -> Result<HttpAnswer, HubError> {
         let mut tries = 0;
         loop {
             tries += 1;
             let pause = match self.follow(ask)? {
-                Ok(response) if response.status() < 400 => return Ok(response),
-                Ok(response) if is_trouble(response.status()) => {
-                    let host = self.host_of(response.get_url());
+                Ok(response) if response.status().as_u16() < 400 => return Ok(response),
+                Ok(response) if is_trouble(response.status().as_u16()) => {
+                    let host = self.host_of(&address(&response));
                     let asked = retry_after(&response);
                     if tries == TRIES || asked.is_some_and(|seconds| seconds > LONGEST_WAIT) {
                         return Err(self.busy(ask, response, tries));
                     }
-                    let why = format!("{host} answered {}", response.status());
+                    let why = format!("{host} answered {}", response.status().as_u16());
                     (asked.unwrap_or(1 << (tries - 1)), why)
                 }
                 Ok(response) => return Err(self.refusal(ask, response)),
-                Err(transport) => {
-                    let reason = reason(&transport);
-                    let limit = if is_connection(&transport) { CONNECTION_TRIES } else { TRIES };
+                Err((url, why)) => {
+                    let limit = if is_unconnected(&why) { CONNECTION_TRIES } else { TRIES };
+                    let reason = reason(&why);
                     if tries == limit {
-                        let doing = ask.about.doing.to_owned();
-                        let endpoint = self.host_of(transport.url().unwrap_or(&ask.url).as_str());
+                        let (endpoint, doing) = (self.host_of(url.as_str()), ask.about.doing.to_owned());
                         return Err(HubError::Unreachable { endpoint, reason, doing });
                     }
                     (1 << (tries - 1), reason)
@@ -164,14 +157,15 @@ impl<'o> Client<'o> {
         self.read_json(ask, self.send(ask)?)
     }
 
-    pub(super) fn read_json<T: DeserializeOwned>(&self, ask: &Ask<'_>, response: Response) -> Result<T, HubError> {
-        let endpoint = self.host_of(response.get_url());
+    pub(super) fn read_json<T: DeserializeOwned>(&self, ask: &Ask<'_>, response: HttpAnswer) -> Result<T, HubError> {
+        let endpoint = self.host_of(&address(&response));
         let bad = |reason: String| {
             let (endpoint, doing) = (endpoint.clone(), ask.about.doing.to_owned());
             HubError::BadAnswer { endpoint, doing, reason: self.clean(&reason) }
         };
         let mut bytes = Vec::new();
-        response.into_reader().take(RESPONSE_BYTES).read_to_end(&mut bytes).map_err(|error| bad(error.to_string()))?;
+        let mut body = response.into_body().into_reader().take(RESPONSE_BYTES);
+        body.read_to_end(&mut bytes).map_err(|error| bad(reason(&error.into())))?;
         serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))
     }
 
@@ -184,58 +178,61 @@ impl<'o> Client<'o> {
         HubError::BadAnswer { endpoint: self.host_of(address), doing: doing.into(), reason: reason.into() }
     }
 
-    /// Sends once and follows redirects.
-    fn follow(&self, ask: &Ask<'_>) -> Result<Result<Response, Transport>, HubError> {
+    /// Sends once and follows redirects. Without an answer, where none came from and why.
+    fn follow(&self, ask: &Ask<'_>) -> Result<Result<HttpAnswer, (Url, Error)>, HubError> {
         let mut url = ask.url.clone();
         for _ in 0..=REDIRECTS {
             let response = match self.once(ask, &url)? {
                 Ok(response) => response,
-                Err(transport) => return Ok(Err(transport)),
+                Err(why) => return Ok(Err((url, why))),
             };
-            if !matches!(response.status(), 301 | 302 | 303 | 307 | 308) {
+            if !matches!(response.status().as_u16(), 301 | 302 | 303 | 307 | 308) {
                 return Ok(Ok(response));
             }
             let next = header(&response, "location").and_then(|to| url.join(to).ok());
             url = next
                 .filter(|next| may_follow(&url, next))
                 .ok_or_else(|| self.bad_answer_of(url.as_str(), ask.about.doing, "a redirection to nowhere"))?;
+            let mut body = response.into_body().into_reader().take(REDIRECTION_BYTES);
+            let _ = io::copy(&mut body, &mut io::sink()); // it says no more than the header
         }
         Err(self.bad_answer(ask.about.doing, "too many redirections"))
     }
 
-    fn once(&self, ask: &Ask<'_>, url: &Url) -> Result<Result<Response, Transport>, HubError> {
-        let mut request = self.agent.request_url(ask.method, url).set("Accept-Encoding", "identity");
+    fn once(&self, ask: &Ask<'_>, url: &Url) -> Result<Result<HttpAnswer, Error>, HubError> {
+        let mut request = Request::builder().method(ask.method).uri(url.as_str()).header("Accept-Encoding", "identity");
         if let Some(token) = self.token.as_ref().filter(|_| url.origin() == self.endpoint.origin()) {
-            request = request.set("Authorization", &token.header());
+            request = request.header("Authorization", token.header());
         }
         for (name, value) in &ask.headers {
-            request = request.set(name, value);
+            request = request.header(*name, value);
         }
         let moved = AtomicU64::new(0);
-        // ureq panics on a header without a colon.
-        let sent = panics::of_library(|| self.sent(request, ask, &moved));
-        let answer = sent.map_err(|panic| self.bad_answer_of(url.as_str(), ask.about.doing, panic))??;
-        if !answer.as_ref().is_ok_and(|answer| answer.status() < 300) {
+        let answer = self.sent(request, ask, &moved)?;
+        if !answer.as_ref().is_ok_and(|answer| answer.status().is_success()) {
             (self.tell)(TransferEvent::Lost(moved.into_inner())); // the bytes counted so far have to be sent again
         }
-        Ok(answer)
+        match answer {
+            // No other try changes a head that is not one of HTTP, or an address that is none.
+            Err(why @ (Error::Protocol(_) | Error::LargeResponseHeader(..) | Error::Http(_))) => {
+                Err(self.bad_answer_of(url.as_str(), ask.about.doing, reason(&why)))
+            }
+            answer => Ok(answer),
+        }
     }
 
     /// The answer, or why there is none; fails if a file that is to be sent cannot be read.
-    fn sent(
-        &self,
-        request: ureq::Request,
-        ask: &Ask<'_>,
-        moved: &AtomicU64,
-    ) -> Result<Result<Response, Transport>, HubError> {
-        let sent = match ask.body {
-            Body::Nothing => request.call(),
+    fn sent(&self, request: Builder, ask: &Ask<'_>, moved: &AtomicU64) -> Result<Result<HttpAnswer, Error>, HubError> {
+        Ok(match ask.body {
+            Body::Nothing => connection::send(&self.agent, request, ()),
             Body::Json(value) => {
-                let request =
-                    if request.has("Content-Type") { request } else { request.set("Content-Type", "application/json") };
-                request.send_bytes(value.to_string().as_bytes())
+                let has_type = request.headers_ref().is_some_and(|headers| headers.contains_key(CONTENT_TYPE));
+                let request = if has_type { request } else { request.header(CONTENT_TYPE, "application/json") };
+                connection::send(&self.agent, request, value.to_string())
             }
-            Body::Lines(bytes) => request.set("Content-Type", "application/x-ndjson").send_bytes(bytes),
+            Body::Lines(bytes) => {
+                connection::send(&self.agent, request.header(CONTENT_TYPE, "application/x-ndjson"), bytes)
+            }
             Body::Part { path, offset, length } => {
                 let part = || -> io::Result<File> {
                     let mut file = files::open_regular(path)?;
@@ -243,11 +240,11 @@ impl<'o> Client<'o> {
                     Ok(file)
                 };
                 let file = part().map_err(HubError::io("read", path))?;
-                let counted = CountedUpload { inner: file.take(length), moved, tell: self.tell };
-                request.set("Content-Length", &length.to_string()).send(counted)
+                let mut counted = CountedUpload { inner: file.take(length), moved, tell: self.tell };
+                let request = request.header(CONTENT_LENGTH, length);
+                connection::send(&self.agent, request, SendBody::from_reader(&mut counted))
             }
-        };
-        Ok(sent.or_any_status())
+        })
     }
 
     /// The host that answered, which may be one that the Hub redirected to. Never the whole URL: a signed one grants
@@ -274,10 +271,18 @@ struct CountedUpload<'o, R> {
 impl<R: Read> Read for CountedUpload<'_, R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = self.inner.read(buffer)?;
+        if count == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into()); // a file that became shorter: ureq would ask for the rest for ever
+        }
         self.moved.fetch_add(count as u64, Ordering::Relaxed);
         (self.tell)(TransferEvent::Moved(count as u64));
         Ok(count)
     }
+}
+
+/// Where a response came from.
+pub(super) fn address(response: &HttpAnswer) -> String {
+    response.get_uri().to_string()
 }
 
 /// Whether a redirect from one URL to another is allowed: never from https to http.
@@ -291,7 +296,7 @@ fn is_trouble(status: u16) -> bool {
 
 /// How long the Hub asks to wait, in seconds: `Retry-After` (the Hub never sends a date), or the end of the rate-limit
 /// window.
-fn retry_after(response: &Response) -> Option<u64> {
+fn retry_after(response: &HttpAnswer) -> Option<u64> {
     let told = || header(response, "retry-after")?.trim().parse().ok();
     told().or_else(|| window_end(header(response, "ratelimit")?))
 }
@@ -301,19 +306,6 @@ fn retry_after(response: &Response) -> Option<u64> {
 fn window_end(header: &str) -> Option<u64> {
     let value = |key: &str| header.split(';').find_map(|part| part.trim().strip_prefix(key)?.parse::<u64>().ok());
     value("t=").filter(|_| value("r=") == Some(0)).map(|seconds| seconds + 1)
-}
-
-fn is_connection(transport: &Transport) -> bool {
-    matches!(
-        transport.kind(),
-        ErrorKind::Dns | ErrorKind::ConnectionFailed | ErrorKind::ProxyConnect | ErrorKind::ProxyUnauthorized
-    )
-}
-
-/// The reason without the URL, which may be signed.
-fn reason(transport: &Transport) -> String {
-    let source = std::error::Error::source(transport).map(|source| format!(": {source}"));
-    format!("{}{}", transport.kind(), source.unwrap_or_default())
 }
 
 #[cfg(test)]

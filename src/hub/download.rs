@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use sha1::Sha1;
 use sha2::Digest;
-use ureq::Response;
 
 use super::cache::make_parent;
 use super::client::{About, Ask};
@@ -19,7 +18,7 @@ use super::id::{Id, Repo};
 use super::listing::{self, Entry};
 use super::{Hub, HubError, TransferEvent, Wanted};
 use crate::files;
-use crate::http::connection::header;
+use crate::http::connection::{HttpAnswer, header};
 
 /// Parallel downloads. One connection seldom uses the whole bandwidth; many make the Hub ask to wait.
 const TOGETHER: usize = 4;
@@ -182,10 +181,10 @@ impl FileTransfer<'_> {
         if response.status() == 206 && !goes_on {
             return Ok(()); // the server sent another range: start again
         }
-        self.take(response.into_reader())
+        self.take(response.into_body().into_reader())
     }
 
-    fn ask(&self, have: u64) -> Result<Response, HubError> {
+    fn ask(&self, have: u64) -> Result<HttpAnswer, HubError> {
         let (SnapshotOf { repo, commit }, path) = (self.from, &self.file.path);
         let parts: Vec<&str> = ["resolve", commit].into_iter().chain(path.split('/')).collect();
         let doing = format!("downloading {path} of {repo}");

@@ -3,15 +3,14 @@
 use std::collections::HashSet;
 
 use serde::Deserialize;
-use ureq::Response;
 use url::Url;
 
 use super::HubError;
 use super::cache::{is_commit, is_hash};
-use super::client::{About, Ask, Client, may_follow};
+use super::client::{About, Ask, Client, address, may_follow};
 use super::id::{self, Repo};
 use crate::bounds::LIST_PAGES;
-use crate::panics;
+use crate::http::connection::HttpAnswer;
 
 #[derive(Debug, Deserialize)]
 pub(super) struct BranchHead {
@@ -66,7 +65,7 @@ pub(super) fn tree(client: &Client<'_>, repo: &Repo, commit: &str) -> Result<Vec
         asked.insert(url.clone());
         let ask = Ask::get(url, about);
         let response = client.send(&ask)?;
-        let address = response.get_url().to_owned();
+        let address = address(&response);
         let bad = |reason| client.bad_answer_of(&address, &doing, reason);
         next = next_page(&response).map_err(bad)?;
         if next.as_ref().is_some_and(|next| asked.contains(next)) {
@@ -101,11 +100,12 @@ fn entry(repo: &Repo, listed: ListedFile, bad: &dyn Fn(String) -> HubError) -> R
 /// Parses `Link: <…>; rel="next"`. The next page may be on another host, as behind a mirror; like a redirect, it is
 /// requested without the token and never over http after https. A link that cannot be followed is an error, since a
 /// truncated list would pass for a complete one. The error names only the host, since the URL may be signed.
-fn next_page(response: &Response) -> Result<Option<Url>, String> {
-    let header = panics::of_library(|| response.all("link").join(", "))?;
-    let Some(address) = next_link(&header) else { return Ok(None) };
-    let here = Url::parse(response.get_url()).expect("it was asked there");
-    let next = here.join(address).map_err(|error| format!("a next page whose address is none ({error})"))?;
+fn next_page(response: &HttpAnswer) -> Result<Option<Url>, String> {
+    let links = response.headers().get_all("link").iter().map(|link| String::from_utf8_lossy(link.as_bytes()));
+    let links = links.collect::<Vec<_>>().join(", ");
+    let Some(next) = next_link(&links) else { return Ok(None) };
+    let here = Url::parse(&address(response)).expect("it was asked there");
+    let next = here.join(next).map_err(|error| format!("a next page whose address is none ({error})"))?;
     if may_follow(&here, &next) {
         return Ok(Some(next));
     }

@@ -3,18 +3,18 @@
 use std::io::Read;
 
 use serde_json::Value;
-use ureq::Response;
 
 use super::super::HubError;
 use super::super::id::RepoKind;
-use super::{About, Ask, Client, LONGEST_WAIT, retry_after};
-use crate::http::connection::header;
+use super::{About, Ask, Client, LONGEST_WAIT, address, retry_after};
+use crate::http::connection::{HttpAnswer, header};
 
 impl Client<'_> {
-    pub(super) fn refusal(&self, ask: &Ask<'_>, response: Response) -> HubError {
+    pub(super) fn refusal(&self, ask: &Ask<'_>, response: HttpAnswer) -> HubError {
         let About { repo, revision, file, doing } = ask.about;
-        let (status, code) = (response.status(), header(&response, "x-error-code").unwrap_or_default().to_owned());
-        let endpoint = self.host_of(response.get_url());
+        let (status, code) =
+            (response.status().as_u16(), header(&response, "x-error-code").unwrap_or_default().to_owned());
+        let endpoint = self.host_of(&address(&response));
         if endpoint != self.name() && code.is_empty() {
             // An object store, which knows neither repositories nor tokens. A mirror sends the Hub's error codes.
             let message = self.message(response);
@@ -51,9 +51,9 @@ impl Client<'_> {
         }
     }
 
-    pub(super) fn busy(&self, ask: &Ask<'_>, response: Response, tries: u32) -> HubError {
-        let (status, wait) = (response.status(), retry_after(&response));
-        let endpoint = self.host_of(response.get_url());
+    pub(super) fn busy(&self, ask: &Ask<'_>, response: HttpAnswer, tries: u32) -> HubError {
+        let (status, wait) = (response.status().as_u16(), retry_after(&response));
+        let endpoint = self.host_of(&address(&response));
         let message = match wait.filter(|seconds| *seconds > LONGEST_WAIT) {
             Some(seconds) => format!("it asks to wait {seconds} seconds"),
             None => self.message(response),
@@ -68,12 +68,12 @@ impl Client<'_> {
     }
 
     /// The server's error message, from the header or the JSON body.
-    fn message(&self, response: Response) -> String {
+    fn message(&self, response: HttpAnswer) -> String {
         if let Some(message) = header(&response, "x-error-message") {
             return self.clean(message);
         }
         let mut bytes = Vec::new();
-        let _ = response.into_reader().take(1 << 16).read_to_end(&mut bytes); // without a body the status has to do
+        let _ = response.into_body().into_reader().take(1 << 16).read_to_end(&mut bytes); // without a body the status has to do
         let json: Option<Value> = serde_json::from_slice(&bytes).ok();
         let error = json.as_ref().and_then(|json| json.get("error")).and_then(Value::as_str);
         self.clean(error.unwrap_or_default())

@@ -7,6 +7,7 @@ use url::Url;
 use super::super::client::{About, Ask, Body};
 use super::super::{Hub, HubError, TransferEvent};
 use super::{Addition, BATCH, Local, Push};
+use crate::http::connection::{HttpAnswer, header};
 
 /// Response of the LFS batch API (<https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md>).
 #[derive(Deserialize)]
@@ -133,7 +134,7 @@ impl Hub<'_> {
             let length = chunk.min(file.size - at * chunk);
             let response = self.put(file, address, (at * chunk, length), about)?;
             let etag =
-                response.header("etag").filter(|etag| !etag.is_empty()).ok_or_else(|| bad("a part without ETag"))?;
+                header(&response, "etag").filter(|etag| !etag.is_empty()).ok_or_else(|| bad("a part without ETag"))?;
             parts.push(json!({"partNumber": at + 1, "etag": etag}));
         }
         let body = json!({"oid": object.oid, "parts": parts});
@@ -148,7 +149,7 @@ impl Hub<'_> {
         address: &str,
         (offset, length): (u64, u64),
         about: About<'_>,
-    ) -> Result<ureq::Response, HubError> {
+    ) -> Result<HttpAnswer, HubError> {
         let body = Body::Part { path: &file.path, offset, length };
         let url = self.address(address, about.doing)?;
         self.client.send(&Ask { method: "PUT", url, headers: Vec::new(), body, about })

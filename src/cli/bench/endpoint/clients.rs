@@ -6,14 +6,13 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ureq::Response;
-
 use super::super::load::flags::LoadLevel;
 use super::super::load::timeline::{AnsweredRequest, LevelRun, RequestTimeline};
 use super::stream;
 use crate::bounds::STREAM_BYTES;
 use crate::http::EndpointError;
 use crate::http::backoff::pause;
+use crate::http::connection::HttpAnswer;
 use crate::http::endpoint::{EndpointClient, EndpointRequest};
 
 /// Answers of status 429 until a request has failed.
@@ -96,17 +95,17 @@ pub(super) fn answer(client: &EndpointClient, request: &EndpointRequest, stop: &
 
 fn streamed(
     client: &EndpointClient,
-    response: Response,
+    response: HttpAnswer,
     timeline: RequestTimeline,
     stop: &AtomicBool,
 ) -> anyhow::Result<AnsweredRequest> {
-    let kind = response.content_type().to_owned();
+    let kind = response.body().mime_type().unwrap_or("no content type").trim().to_owned();
     anyhow::ensure!(
         kind == "text/event-stream",
         "the server answered with {}, not with a stream (text/event-stream)",
         client.clean(&kind)
     );
-    let answer = stream::read(&mut BufReader::new(response.into_reader()), STREAM_BYTES, timeline, stop);
+    let answer = stream::read(&mut BufReader::new(response.into_body().into_reader()), STREAM_BYTES, timeline, stop);
     answer.map_err(|why| anyhow::anyhow!("{}", client.clean(&format!("{why:#}"))))
 }
 

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::super::load::timeline::{AnsweredRequest, RequestTimeline, TokenCounts};
+use crate::http::connector::reason;
 
 const DONE: &[u8] = b"[DONE]";
 #[derive(Debug, Deserialize)]
@@ -86,7 +87,8 @@ pub(super) fn read(
     let mut stream = stream.take(longest);
     loop {
         line.clear();
-        let length = stream.read_until(b'\n', &mut line).context("the stream broke off")?;
+        let read = stream.read_until(b'\n', &mut line).map_err(|why| anyhow::Error::msg(reason(&why.into())));
+        let length = read.context("the stream broke off")?;
         let now = Instant::now();
         anyhow::ensure!(stream.limit() > 0, "the stream has more than {longest} bytes");
         anyhow::ensure!(length > 0, "the stream ended without data: [DONE]");
