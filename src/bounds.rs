@@ -54,6 +54,9 @@ bounds! {
     /// Rows of a block of an Arrow file: as many as 32-bit offsets reach.
     ARROW_BLOCK_ROWS: i64 = i32::MAX as i64;
 
+    /// Bytes of a JSON file of a model or a data set other than tokenizer.json: the longest index of weights has 9 MB.
+    JSON_FILE_BYTES: u64 = 16 << 20;
+
     /// `hidden_size`, `intermediate_size` and `vocab_size` of a backbone: far above every published one, and small enough that weights can be
     /// counted in 64 bits.
     BACKBONE_SIZE: i64 = 1 << 24;

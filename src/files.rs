@@ -347,6 +347,20 @@ pub fn read_any(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// As [`read`], of a file of at most `most` bytes.
+///
+/// # Errors
+/// As [`read`]; that it is longer.
+pub fn read_at_most(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_regular(path)?.take(most + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > most {
+        let why = format!("it has more than {most} bytes, which no such file has");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, why));
+    }
+    WrongContent::of_text(&bytes).map_or(Ok(bytes), |wrong| Err(wrong.into()))
+}
+
 /// As [`read`], of a text.
 ///
 /// # Errors
@@ -650,6 +664,16 @@ mod tests {
         assert!(failed.is_err());
         assert_eq!(fs::read(&path).unwrap(), b"old");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_file_that_is_too_long_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        write_atomic(&path, |out| out.write_all(b"{}")).unwrap();
+        assert_eq!(read_at_most(&path, 2).unwrap(), b"{}");
+        let why = read_at_most(&path, 1).unwrap_err();
+        assert_eq!((why.kind(), why.to_string().contains("more than 1 bytes")), (io::ErrorKind::FileTooLarge, true));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use saphyr::{LoadableYamlNode, Yaml};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::bounds::JSON_FILE_BYTES;
 use crate::files::{self, FileError, failed};
 
 /// Why the files of a folder are not known.
@@ -197,8 +198,8 @@ fn written_by_datasets<T: for<'de> Deserialize<'de>>(path: &Path, key: &str) -> 
 
 /// `None` for a file that does not exist, and for one that is no text.
 fn text(path: &Path) -> Result<Option<String>, DescriptionError> {
-    match files::read_text(path) {
-        Ok(text) => Ok(Some(text)),
+    match files::read_at_most(path, JSON_FILE_BYTES) {
+        Ok(text) => Ok(String::from_utf8(text).ok()),
         Err(error) if [io::ErrorKind::NotFound, io::ErrorKind::InvalidData].contains(&error.kind()) => Ok(None),
         Err(error) => Err(failed("read", path)(error).into()),
     }

@@ -10,6 +10,7 @@ use super::error::ExportError;
 use super::recorded;
 use super::request::ExportFormat;
 use super::trained::Trained;
+use crate::bounds::JSON_FILE_BYTES;
 use crate::draft::medusa::heads::import::{HYDRA_LM_HEAD_PT, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
 use crate::draft::medusa::heads::token_map::TOKEN_MAP;
@@ -92,7 +93,7 @@ pub(super) fn adapter_config(adapter: &Path, trained: &Trained) -> Result<Map<St
 
 /// Reads a JSON file that holds an object.
 pub(super) fn read_object(path: &Path) -> Result<Map<String, Value>, ExportError> {
-    let read = files::read(path).and_then(|text| Ok(serde_json::from_slice(&text)?));
+    let read = files::read_at_most(path, JSON_FILE_BYTES).and_then(|text| Ok(serde_json::from_slice(&text)?));
     read.map_err(|source| ExportError::Io { path: path.into(), source })
 }
 

@@ -8,6 +8,7 @@ use serde::Deserialize;
 
 use super::HubError;
 use super::id::{DataPart, Id, is_safe};
+use crate::bounds::JSON_FILE_BYTES;
 use crate::data::source;
 use crate::files;
 use crate::model::config::LlamaConfig;
@@ -139,7 +140,7 @@ fn of_backbone(name: &str) -> bool {
 
 fn shards(id: &Id, folder: &Path, index: &str, names: &[String], tensors: &[&str]) -> Result<Vec<String>, HubError> {
     let path = folder.join(index);
-    let bytes = files::read(&path).map_err(HubError::io("read", &path))?;
+    let bytes = files::read_at_most(&path, JSON_FILE_BYTES).map_err(HubError::io("read", &path))?;
     let read: WeightsIndex =
         serde_json::from_slice(&bytes).map_err(|error| HubError::io("read", &path)(error.into()))?;
     let is_needed = |tensor: &String| tensors.is_empty() || tensors.contains(&tensor.as_str());

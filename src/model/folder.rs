@@ -7,6 +7,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 use tch::Tensor;
 
+use crate::bounds::JSON_FILE_BYTES;
 use crate::dtype::Dtype;
 use crate::files::{self, FileError, failed, is_file, sync_folder, write_json, write_synced};
 use crate::model::llama::Llama;
@@ -96,7 +97,7 @@ fn write_weights(folder: &Path, backbone: &Llama, additions: &Additions<'_>) -> 
 /// The base's config.json with what the new weights changed.
 fn write_config(folder: &Path, backbone: &Llama, from: &Path, more: &Map<String, Value>) -> Result<(), FileError> {
     let path = from.join("config.json");
-    let text = files::read(&path).map_err(failed("read", &path))?;
+    let text = files::read_at_most(&path, JSON_FILE_BYTES).map_err(failed("read", &path))?;
     let mut config: Value = serde_json::from_slice(&text).map_err(|e| failed("read", &path)(e.into()))?;
     config["tie_word_embeddings"] = backbone.config.tie_word_embeddings.into();
     let key = if config.get("dtype").is_some() { "dtype" } else { "torch_dtype" };

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
+use crate::bounds::JSON_FILE_BYTES;
 use crate::files::{self, FileError, failed, write_json};
 use crate::json;
 use crate::model::block_spec::names;
@@ -74,7 +75,7 @@ struct PeftConfig {
 
 impl PeftConfig {
     fn read(path: &Path) -> Result<Self, PeftError> {
-        let text = files::read(path).map_err(failed("read", path))?;
+        let text = files::read_at_most(path, JSON_FILE_BYTES).map_err(failed("read", path))?;
         let not_pefts = |source| PeftError::Json { path: path.into(), source };
         let written: Map<String, Value> = json::from_slice(&text).map_err(not_pefts)?;
         let unsupported = |(key, got, expected): (&str, &Value, String)| PeftError::Unsupported {

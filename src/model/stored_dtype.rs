@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use crate::bounds::JSON_FILE_BYTES;
 use crate::dtype::Dtype;
 use crate::files;
 use crate::model::block_spec::names;
@@ -19,7 +20,8 @@ pub fn stored_dtype(folder: &Path) -> Result<Option<Dtype>, WeightsError> {
 }
 
 fn of_config(folder: &Path) -> Option<Dtype> {
-    let config: Value = serde_json::from_slice(&files::read(&folder.join("config.json")).ok()?).ok()?;
+    let config: Value =
+        serde_json::from_slice(&files::read_at_most(&folder.join("config.json"), JSON_FILE_BYTES).ok()?).ok()?;
     ["dtype", "torch_dtype"].iter().find_map(|key| config[key].as_str())?.parse().ok()
 }
 

@@ -8,6 +8,7 @@ use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};
 
 use super::error::ConfigError;
+use crate::bounds::JSON_FILE_BYTES;
 use crate::{files, json};
 
 /// The architecture that `config.json` names.
@@ -170,6 +171,7 @@ pub(super) struct GenerationKeys {
 }
 
 pub(super) fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
-    let text = files::read_text(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
-    json::from_str(&text).map_err(|source| ConfigError::Json { path: path.into(), source })
+    let text =
+        files::read_at_most(path, JSON_FILE_BYTES).map_err(|source| ConfigError::Read { path: path.into(), source })?;
+    json::from_slice(&text).map_err(|source| ConfigError::Json { path: path.into(), source })
 }

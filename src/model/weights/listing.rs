@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::error::WeightsError;
+use crate::bounds::JSON_FILE_BYTES;
 use crate::files::{self, failed, is_file};
 
 /// The weights file of a Hugging Face folder.
@@ -77,9 +78,9 @@ impl WeightListing {
     }
 
     fn named_by(index: PathBuf) -> Result<Self, WeightsError> {
-        let text = files::read_text(&index).map_err(failed("read", &index))?;
+        let text = files::read_at_most(&index, JSON_FILE_BYTES).map_err(failed("read", &index))?;
         let ShardIndex { weight_map } =
-            serde_json::from_str(&text).map_err(|source| WeightsError::Index { path: index.clone(), source })?;
+            serde_json::from_slice(&text).map_err(|source| WeightsError::Index { path: index.clone(), source })?;
         if let Some(name) = weight_map.values().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
             return Err(WeightsError::ShardName { index, name: name.clone() });
         }
