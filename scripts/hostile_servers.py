@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MIB = 1 << 20
 MOST_MIB = 512
 SECONDS = 120
 PROMPTS = 256
@@ -98,6 +97,15 @@ def started(answer):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
+def peak_mib(pid):
+    """The peak so far. The one that the kernel reports at the end begins with that of this script, of which the process is a copy."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0.0)
+
+
 def measured(args, folder, name, answer):
     """Seconds, peak MiB, exit status and last line."""
     server = started(answer)
@@ -108,15 +116,16 @@ def measured(args, folder, name, answer):
     began = time.monotonic()
     with open(folder / "log", "w+") as log:
         process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env={**os.environ, "MEDUSA_API_KEY": ""})
-        timer = threading.Timer(SECONDS, process.kill)
-        timer.start()
-        _, status, usage = os.wait4(process.pid, 0)
-        timer.cancel()
+        peak = 0.0
+        while process.poll() is None:
+            peak = max(peak, peak_mib(process.pid))
+            if time.monotonic() - began > SECONDS:
+                process.kill()
+            time.sleep(0.01)
         log.seek(0)
         lines = [line for line in log.read().splitlines() if line.strip()]
     server.shutdown()
-    code = os.waitstatus_to_exitcode(status)
-    return time.monotonic() - began, usage.ru_maxrss * 1024 / MIB, code, (lines or [""])[-1]
+    return time.monotonic() - began, peak, process.returncode, (lines or [""])[-1]
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
