@@ -7,6 +7,7 @@
 
 - `keys.json`: by family the fields of its configuration class with their defaults, and the other names that the class, its modelling code or the
   code for masks, caches and rotary embeddings looks up in a config. src/model/config/key_table.rs has to know each of them.
+- `other_keys.json`: the keys of `GenerationConfig`, and those that the tokenizers' code looks up in tokenizer_config.json.
 - `two_sources.json`: small folders in which two places state one fact, with the logits that transformers computes, or its error.
 
 Weights are made from their names by `weight`, which tests/two_sources.rs repeats, so only configs and logits are stored.
@@ -25,7 +26,7 @@ import tempfile
 import safetensors.torch
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, cache_utils, masking_utils, modeling_rope_utils
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel, cache_utils, masking_utils, modeling_rope_utils
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "configs"
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]
@@ -247,6 +248,16 @@ def two_sources():
     return {"transformers": transformers.__version__, "ids": IDS, "tensors": models, "cases": cases}
 
 
+def other_keys():
+    from transformers import tokenization_utils_base as base, tokenization_utils_tokenizers as backend
+
+    of = base.PreTrainedTokenizerBase
+    code = [of.__init__, of._from_pretrained, of.save_pretrained, backend.TokenizersBackend.__init__]
+    looked_up = re.compile(r"""(?:kwargs|config)(?:\.(?:pop|get)\(\s*|\[)"(\w+)\"""")
+    tokenizer = {key for function in code for key in looked_up.findall(inspect.getsource(function))}
+    return {"transformers": transformers.__version__, "generation": sorted(GenerationConfig().to_dict()), "tokenizer": sorted(tokenizer)}
+
+
 def main():
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -257,7 +268,7 @@ def main():
             print(family, *(f"    {name} = {json.dumps(default)}" for name, default in found["fields"].items()), sep="\n")
             print("    looked up:", ", ".join(found["looked_up"]))
         return
-    for file, made in [("keys.json", keys), ("two_sources.json", two_sources())]:
+    for file, made in [("keys.json", keys), ("other_keys.json", other_keys()), ("two_sources.json", two_sources())]:
         text = lines(made) + "\n"
         if sys.argv[1:] == ["--check"]:
             compare(file, json.loads((FOLDER / file).read_text()), json.loads(text))

@@ -28,7 +28,7 @@
 //! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries, and kernels
 //! L2  torch             devices, optimizers, everything that uses libtorch's handles
 //! L1  formats http      files that pass between commands; HTTP clients
-//! L0  bounds files json numbers dtype panics plural  bounds of input; atomic files; JSON; range-checked numbers; dtypes; panics; "1 row", "2 rows"
+//! L0  bounds files json key_use numbers dtype panics plural  bounds of input; atomic files; JSON; keys of others' files; range-checked numbers; dtypes; panics; "1 row", "2 rows"
 //! ```
 //!
 //! # Unsafe code
@@ -63,6 +63,7 @@ pub mod fused;
 pub mod http;
 pub mod hub;
 pub mod json;
+pub mod key_use;
 pub mod latency;
 pub mod model;
 pub mod numbers;

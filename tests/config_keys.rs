@@ -81,6 +81,30 @@ fn a_key_that_nobody_knows_is_accepted_and_reported() {
 }
 
 #[test]
+fn a_key_that_nobody_knows_is_reported_by_what_loads_the_backbone() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone");
+    for entry in std::fs::read_dir(&tiny).expect("the embedded model") {
+        let path = entry.expect("a file").path();
+        let mut bytes = std::fs::read(&path).expect("its bytes");
+        if path.ends_with("config.json") {
+            let mut config: Value = serde_json::from_slice(&bytes).expect("JSON");
+            config["layer_skip_factor"] = json!(2);
+            bytes = config.to_string().into_bytes();
+        } else if path.ends_with("generation_config.json") {
+            bytes = json!({"eos_token_id": 2, "temperature": 0.7, "repetition_penalty": 1.1}).to_string().into_bytes();
+        }
+        write(&folder.path().join(path.file_name().expect("a name")), &bytes);
+    }
+    let mut generate = medusa(&["generate", "--prompt", "hello", "--max-new-tokens", "1", "--backbone"]);
+    let generated = generate.arg(folder.path()).output().expect("it runs");
+    let told = String::from_utf8_lossy(&generated.stderr).into_owned();
+    assert!(generated.status.success(), "{told}");
+    assert!(told.contains("generation_config.json: keys without effect here: repetition_penalty (1.1)\n"), "{told}");
+    assert!(told.contains("/config.json: keys without effect here: layer_skip_factor (2)\n"), "{told}");
+}
+
+#[test]
 fn every_key_of_published_configs_is_known() {
     for (name, config) in published("served") {
         let family = config["model_type"].as_str().expect("a name");

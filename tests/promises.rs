@@ -16,6 +16,7 @@ mod chat;
 mod chat_command;
 mod checksums;
 mod command_line;
+mod compatibility;
 mod config_keys;
 mod containers;
 mod conversations;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::backbone::backbone_config;
+use super::backbone::{backbone_config, report_keys_without_effect};
 use super::progress::Progress;
 use super::served::Served;
 use super::{CommonFlags, UsageError};
@@ -39,6 +39,7 @@ pub fn load_backbone(
     purpose: Purpose,
 ) -> anyhow::Result<Llama> {
     let config = backbone_config(folder)?;
+    report_keys_without_effect(folder, common)?;
     let device = common.device.resolve()?;
     let dtype = match common.dtype {
         Some(dtype) => dtype,

@@ -10,6 +10,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
+use super::backbone::report_keys_without_effect;
 use super::downloads::told;
 use super::reading::watched;
 use super::{CommonFlags, Interrupted, UsageError, interrupted_to_save, print_json, print_line, print_text};
@@ -247,6 +248,7 @@ fn load(loaded: &LoadedRecipe, place: &RunPlace, args: &TrainArgs, common: &Comm
     same_run::check_micro_batches(&plan.train, plan.world_size)?;
     let heads = plan.heads.init_from.clone();
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
+    report_keys_without_effect(Path::new(&checked.plan.backbone.path), common)?;
     if let Some(heads) = heads {
         let (notices, quantization) = (HeadsFile::open(&heads)?.notices()?, checked.plan.backbone.quantization);
         let is_same = |notice: &Notice| matches!((notice, quantization), (Notice::Quantized { quantization, .. }, Some(ours)) if *quantization == ours.to_string());

@@ -3,10 +3,11 @@
 use std::path::Path;
 
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::bounds::{BACKBONE_HEADS, BACKBONE_LAYERS, BACKBONE_SIZE};
 use crate::files::is_file;
+use crate::key_use::reported;
 pub use crate::model::block_spec::{Biases, RopeScaling};
 use crate::model::block_spec::{
     BlockSpec, HeadShape, LayerKind, LayerKinds, LinearSpec, MlpSpec, NormSpec, RotarySpec, names,
@@ -14,6 +15,7 @@ use crate::model::block_spec::{
 
 mod error;
 mod family;
+pub mod generation_keys;
 pub mod key_table;
 mod keys;
 mod rotary;
@@ -104,6 +106,25 @@ impl LlamaConfig {
         let ModelType { model_type, others } = read_json(&folder.join("config.json"))?;
         let is_unknown = |key: &String| key_table::key_use(model_type.as_deref().unwrap_or_default(), key).is_none();
         Ok(others.into_iter().map(|(key, _)| key).filter(is_unknown).collect())
+    }
+
+    /// The keys of a folder's `config.json` that are unknown here and ask for something, with their values.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn reported_keys(folder: &Path) -> Result<Vec<String>, ConfigError> {
+        let ModelType { model_type, others } = read_json(&folder.join("config.json"))?;
+        Ok(reported(&others, |key| key_table::key_use(model_type.as_deref().unwrap_or_default(), key)))
+    }
+
+    /// The keys of a folder's `generation_config.json` that are unknown here, or ask for something that is not done, with their values.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn reported_generation_keys(folder: &Path) -> Result<Vec<String>, ConfigError> {
+        let path = folder.join("generation_config.json");
+        let written = if is_file(&path)? { read_json(&path)? } else { Map::new() };
+        Ok(reported(&written, generation_keys::key_use))
     }
 
     /// The longest context that the rotary embeddings allow.
@@ -416,9 +437,9 @@ mod tests {
     use serde::de::{Error as _, Visitor};
     use serde::{Deserialize, Deserializer};
 
-    use super::super::key_use::KeyUse;
     use super::key_table::key_use;
     use super::*;
+    use crate::key_use::KeyUse;
 
     fn load(config: &str, generation: Option<&str>) -> Result<LlamaConfig, ConfigError> {
         let dir = tempfile::tempdir().unwrap();

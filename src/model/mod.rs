@@ -15,7 +15,6 @@ pub mod config;
 mod decoder_layer;
 pub mod device_map;
 pub mod folder;
-pub mod key_use;
 pub mod kv_cache;
 pub mod linear;
 pub mod llama;

@@ -5,7 +5,7 @@
 
 use serde_json::{Map, Value};
 
-use super::key_use::KeyUse;
+use crate::key_use::{KeyUse, asks_for_nothing};
 use KeyUse::{NoEffect, Only, Read};
 
 const NOTHING: KeyUse = Only(&["null"]);
@@ -16,7 +16,8 @@ const WHICH_LAYERS: KeyUse = NoEffect("the names of the file's tensors say which
 const START: KeyUse = NoEffect("it describes a start that `init_lora_weights` chooses");
 const TRAINING: KeyUse = NoEffect("it is of training only");
 
-const KEYS: &[(&str, KeyUse)] = &[
+/// Every field of PEFT's `LoraConfig`.
+pub const KEYS: &[(&str, KeyUse)] = &[
     ("peft_type", Only(&["\"LORA\""])),
     ("r", Read),
     ("lora_alpha", Read),
@@ -77,8 +78,4 @@ pub(super) fn refused(written: &Map<String, Value>) -> Option<(&str, &Value, Str
         };
         Some((key.as_str(), value, expected))
     })
-}
-
-fn asks_for_nothing(value: &Value) -> bool {
-    ["null", "false", "{}", "[]"].contains(&value.to_string().as_str())
 }

@@ -216,6 +216,21 @@ mod tests {
     }
 
     #[test]
+    fn only_rules_that_accept_what_the_backbone_would_not_choose_depend_on_guesses() {
+        let typical = Acceptance::Typical(TypicalAcceptance::default());
+        let forced = Acceptance::Forced { rate: 2.0 };
+        for (rule, expected) in [
+            (Acceptance::Greedy, [false, false]),
+            (Acceptance::Rejection, [false, false]),
+            (typical, [false, true]),
+            (Acceptance::Nucleus, [false, true]),
+            (forced, [true, true]),
+        ] {
+            assert_eq!([0.0, 0.7].map(|temperature| rule.depends_on_guesses(temperature)), expected, "{rule:?}");
+        }
+    }
+
+    #[test]
     fn greedy_follows_the_backbone_as_far_as_the_guesses_do() {
         // Nodes: 0 root, 1 [0], 2 [1], 3 [0,0], 4 [1,0], 5 [1,2], 6 [1,2,0].
         let tree = tree(&[&[0], &[1], &[0, 0], &[1, 0], &[1, 2], &[1, 2, 0]]);

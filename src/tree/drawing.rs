@@ -179,6 +179,16 @@ mod tests {
         open.is_empty() && !svg.contains('&')
     }
 
+    #[test]
+    fn a_narrow_tree_is_centred() {
+        let tree = SparseTree::new(vec![vec![0], vec![1], vec![2]]).unwrap();
+        let (width, places) = layout(&tree, 1000.0);
+        let x = places.iter().map(|&(x, _)| x);
+        let [left, right] = [x.clone().fold(width, f64::min) - LEFT, width - RIGHT - x.fold(0.0, f64::max)];
+        assert_eq!((width, left), (1000.0, right));
+        assert!(left > 0.0);
+    }
+
     proptest! {
         #[test]
         fn there_is_a_circle_a_node_and_a_path_an_edge(tree in trees(80, 5, 10)) {

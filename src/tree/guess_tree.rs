@@ -138,8 +138,13 @@ mod tests {
         let by_load = GuessTree::by_load(tree.clone(), &file).unwrap();
         let small = GuessTree::Static(SparseTree::chain(1).unwrap());
         assert_eq!([1, 5, 16].map(|texts| by_load.at(texts)), [Some(&tree), Some(&small), None]);
+        let of_one = TreeFile { by_sequences: vec![of(1, &[&[0]])], ..file.clone() };
+        let by_load = GuessTree::by_load(tree.clone(), &of_one).unwrap();
+        assert_eq!((by_load.at(1), by_load.choices().len()), (Some(&small), 1), "the file's own tree of one text");
         let file = TreeFile { by_sequences: vec![of(4, &[&[0, 0]])], ..file };
         assert!(GuessTree::by_load(tree, &file).is_err(), "[0, 0] has no parent");
+        TreeFile::chosen_at_each_step(DynamicTree { nodes: TREE_NODES, ..limits }).save(&path).unwrap();
+        assert_eq!(GuessTree::load(&path).unwrap().0.nodes(), TREE_NODES);
         TreeFile::chosen_at_each_step(DynamicTree { nodes: 0, ..limits }).save(&path).unwrap();
         assert!(GuessTree::load(&path).unwrap_err().to_string().contains("0 nodes; expected 1 to 1024"));
     }

@@ -36,7 +36,7 @@ mod kind {
 
 /// Why a footer or a header was not read to its end.
 #[derive(Debug, PartialEq, Eq)]
-enum Fault {
+enum ThriftFault {
     /// Left to the parquet crate, which says what is wrong.
     Malformed,
     TooMany,
@@ -48,7 +48,7 @@ enum Fault {
 /// The I/O error.
 pub(super) fn is_footer_bounded(file: &mut File) -> io::Result<bool> {
     let bytes = footer(file)?;
-    Ok(Thrift::new(&bytes).pass(kind::STRUCT, 0) != Err(Fault::TooMany))
+    Ok(Thrift::new(&bytes).pass(kind::STRUCT, 0) != Err(ThriftFault::TooMany))
 }
 
 /// Whether every header of a column chunk's pages ends within [`PARQUET_PAGE_HEADER_BYTES`] and counts no more items than it may have bytes. `bytes` is where the chunk stands in
@@ -60,14 +60,14 @@ pub(super) fn are_page_headers_bounded(file: &mut File, mut bytes: Range<u64>) -
     while bytes.start < bytes.end {
         match page_length(file, &bytes)? {
             Ok(length) => bytes.start = bytes.start.saturating_add(length),
-            Err(fault) => return Ok(fault != Fault::TooMany),
+            Err(fault) => return Ok(fault != ThriftFault::TooMany),
         }
     }
     Ok(true)
 }
 
 /// Bytes of the first page, its header included. A header that is longer than what was read is read again.
-fn page_length(file: &mut File, bytes: &Range<u64>) -> io::Result<Result<u64, Fault>> {
+fn page_length(file: &mut File, bytes: &Range<u64>) -> io::Result<Result<u64, ThriftFault>> {
     let most = PARQUET_PAGE_HEADER_BYTES.min(bytes.end - bytes.start);
     let mut length = HEADER_BYTES.min(most);
     loop {
@@ -76,7 +76,7 @@ fn page_length(file: &mut File, bytes: &Range<u64>) -> io::Result<Result<u64, Fa
         file.take(length).read_to_end(&mut start)?;
         let page = Thrift::new(&start).page_length();
         if page.is_err() && length == PARQUET_PAGE_HEADER_BYTES {
-            return Ok(Err(Fault::TooMany));
+            return Ok(Err(ThriftFault::TooMany));
         }
         if page.is_ok() || length == most {
             return Ok(page);
@@ -118,28 +118,30 @@ impl<'b> Thrift<'b> {
     }
 
     /// Bytes of a page whose header comes now.
-    fn page_length(mut self) -> Result<u64, Fault> {
+    fn page_length(mut self) -> Result<u64, ThriftFault> {
         let (whole, mut id, mut of_page) = (self.bytes.len(), 0usize, None);
         loop {
             let head = self.byte()?;
             if head & 15 == kind::STOP {
                 let header = (whole - self.bytes.len()) as u64;
-                return of_page.map(|bytes| header + bytes).ok_or(Fault::Malformed);
+                return of_page.map(|bytes| header + bytes).ok_or(ThriftFault::Malformed);
             }
             id = match head >> 4 {
-                0 => unfolded(self.number()?).ok_or(Fault::Malformed)?,
+                0 => unfolded(self.number()?).ok_or(ThriftFault::Malformed)?,
                 step => id + usize::from(step),
             };
             match (id, head & 15) {
-                (PAGE_SIZE, kind::I32) => of_page = Some(unfolded(self.number()?).ok_or(Fault::Malformed)? as u64),
+                (PAGE_SIZE, kind::I32) => {
+                    of_page = Some(unfolded(self.number()?).ok_or(ThriftFault::Malformed)? as u64)
+                }
                 (_, kind) => self.pass(kind, 1)?,
             }
         }
     }
 
-    fn pass(&mut self, kind: u8, depth: usize) -> Result<(), Fault> {
+    fn pass(&mut self, kind: u8, depth: usize) -> Result<(), ThriftFault> {
         if depth > DEPTH {
-            return Err(Fault::Malformed);
+            return Err(ThriftFault::Malformed);
         }
         match kind {
             kind::TRUE | kind::FALSE => Ok(()),
@@ -151,18 +153,18 @@ impl<'b> Thrift<'b> {
             kind::MAP => self.map(depth),
             kind::STRUCT => self.fields(depth),
             kind::UUID => self.take(16),
-            _ => Err(Fault::Malformed),
+            _ => Err(ThriftFault::Malformed),
         }
     }
 
-    fn list(&mut self, depth: usize) -> Result<(), Fault> {
+    fn list(&mut self, depth: usize) -> Result<(), ThriftFault> {
         let head = self.byte()?;
         let count = if head >> 4 == 15 { self.number()? } else { usize::from(head >> 4) };
         self.count(count)?;
         (0..count).try_for_each(|_| self.pass(head & 15, depth + 1))
     }
 
-    fn map(&mut self, depth: usize) -> Result<(), Fault> {
+    fn map(&mut self, depth: usize) -> Result<(), ThriftFault> {
         let count = self.number()?;
         if count == 0 {
             return Ok(());
@@ -175,7 +177,7 @@ impl<'b> Thrift<'b> {
         })
     }
 
-    fn fields(&mut self, depth: usize) -> Result<(), Fault> {
+    fn fields(&mut self, depth: usize) -> Result<(), ThriftFault> {
         loop {
             let head = self.byte()?;
             if head & 15 == kind::STOP {
@@ -188,33 +190,33 @@ impl<'b> Thrift<'b> {
         }
     }
 
-    fn count(&mut self, items: usize) -> Result<(), Fault> {
-        self.items = self.items.checked_sub(items).ok_or(Fault::TooMany)?;
+    fn count(&mut self, items: usize) -> Result<(), ThriftFault> {
+        self.items = self.items.checked_sub(items).ok_or(ThriftFault::TooMany)?;
         Ok(())
     }
 
-    fn byte(&mut self) -> Result<u8, Fault> {
-        let (&first, rest) = self.bytes.split_first().ok_or(Fault::Malformed)?;
+    fn byte(&mut self) -> Result<u8, ThriftFault> {
+        let (&first, rest) = self.bytes.split_first().ok_or(ThriftFault::Malformed)?;
         self.bytes = rest;
         Ok(first)
     }
 
-    fn take(&mut self, length: usize) -> Result<(), Fault> {
-        self.bytes = self.bytes.get(length..).ok_or(Fault::Malformed)?;
+    fn take(&mut self, length: usize) -> Result<(), ThriftFault> {
+        self.bytes = self.bytes.get(length..).ok_or(ThriftFault::Malformed)?;
         Ok(())
     }
 
     /// Seven bits a byte, the lowest first.
-    fn number(&mut self) -> Result<usize, Fault> {
+    fn number(&mut self) -> Result<usize, ThriftFault> {
         let mut number = 0;
         for shift in (0..u64::BITS).step_by(7) {
             let byte = self.byte()?;
             number |= u64::from(byte & 0x7f) << shift;
             if byte < 0x80 {
-                return usize::try_from(number).map_err(|_| Fault::TooMany);
+                return usize::try_from(number).map_err(|_| ThriftFault::TooMany);
             }
         }
-        Err(Fault::Malformed)
+        Err(ThriftFault::Malformed)
     }
 }
 

@@ -2,6 +2,7 @@
 //! conversations or labels.
 
 mod config;
+pub mod config_keys;
 mod error;
 mod growth;
 mod json_file;

@@ -5,10 +5,10 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::super::key_use::KeyUse;
 use super::error::{ConfigError, above_zero, bad, two_sources};
 use super::key_table::key_use;
 use super::keys::{ConfigKeys, RopeByLayer, RopeByType, RopeKeys, RopeParameters};
+use crate::key_use::KeyUse;
 use crate::model::block_spec::{Activation, LinearStorage, LogitSpec, NormKind, NormPlaces, QueryKeyNorm};
 
 /// What a decoder has beyond Llama's. The default is Llama's.

@@ -7,13 +7,13 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::super::key_use::KeyUse;
 use super::error::{ConfigError, bad};
+use crate::key_use::KeyUse;
 
 use KeyUse::{NoEffect, Only, Read};
 
 /// The families, or none of them for those that no earlier row of the key names.
-type Families = &'static [&'static str];
+pub type Families = &'static [&'static str];
 
 const OTHERS: Families = &[];
 const GEMMA: Families = &["gemma2", "gemma3_text"];
@@ -170,6 +170,11 @@ const KEYS: &[(&str, Families, KeyUse)] = &[
 #[cfg(test)]
 pub(super) fn keys() -> impl Iterator<Item = &'static str> {
     KEYS.iter().map(|(key, ..)| *key)
+}
+
+/// The rows of the table: key, families (none: all others), use.
+pub fn rows() -> &'static [(&'static str, Families, KeyUse)] {
+    KEYS
 }
 
 /// How a family uses a key; `None` for an unknown key.
