@@ -64,7 +64,7 @@ mod tests {
         };
         let written = serde_json::json!({"read": 1, "penalty": 1.1, "only": 2, "harmless": 3, "new": 4, "off": false, "long": "x".repeat(99)});
         let found = |written: &Value| reported(written.as_object().unwrap(), uses);
-        assert_eq!(found(&written), ["long", "new (4)", "penalty (1.1)"]);
+        assert_eq!(found(&written), ["penalty (1.1)", "new (4)", "long"]);
         assert!(found(&serde_json::json!({"penalty": 1.0, "empty": []})).is_empty());
     }
 }
