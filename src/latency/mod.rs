@@ -55,12 +55,12 @@ const MIN_STEPS: usize = 4;
 /// Steps of a turn. The first ones after a prompt are not timed: they read weights that the prompt's own pass has driven out of the caches. On a
 /// small model they take up to 1.6 times as long as later ones, and most steps of an answer are later ones. A short context may have room for fewer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct TurnSteps {
+struct Pace {
     warm_up: usize,
     timed: usize,
 }
 
-impl TurnSteps {
+impl Pace {
     const SLOW: Self = Self { warm_up: 4, timed: 8 };
 
     /// Of steps that take so long: caches are warm after some milliseconds, however many steps these are.
@@ -158,10 +158,9 @@ pub fn measure<'a, E: From<LatencyError>>(
     on_turn: &mut dyn FnMut(),
 ) -> Result<Times, E> {
     let deepest = trees.iter().map(GuessTree::depth).max().unwrap_or(0);
-    steps_within(backbone, context, deepest, TurnSteps::SLOW)?;
+    steps_within(backbone, context, deepest, Pace::SLOW)?;
     let prompt = nonsense(context, backbone.config.vocab_size);
-    let of_turn =
-        steps_of_turn(new_loop(None)?.as_mut(), &prompt, steps_within(backbone, context, 0, TurnSteps::SLOW)?)?;
+    let pace = pace(new_loop(None)?.as_mut(), &prompt, steps_within(backbone, context, 0, Pace::SLOW)?)?;
     let mut all_ms = vec![Vec::new(); trees.len() + 1];
     let mut engine = None;
     for _ in 0..machine.rounds() {
@@ -175,8 +174,8 @@ pub fn measure<'a, E: From<LatencyError>>(
                 return Err(LatencyError::TwoEngines { plain, nodes: tree.nodes(), other }.into());
             }
             let depth = tree.map_or(0, GuessTree::depth);
-            let steps = steps_within(backbone, context, depth, of_turn)?;
-            let ms = steps_ms(&prompt, [steps, depth], of_turn, |request, on| {
+            let steps = steps_within(backbone, context, depth, pace)?;
+            let ms = steps_ms(&prompt, [steps, depth], pace, |request, on| {
                 decoding.decode(Drafting::On, request, on).map(drop)
             });
             let ms = ms.map_err(LatencyError::from)?;
@@ -195,16 +194,16 @@ pub fn measure<'a, E: From<LatencyError>>(
 }
 
 /// By a first turn of plain decoding.
-fn steps_of_turn(plain: &mut dyn DecodeLoop, prompt: &[i64], steps: usize) -> Result<TurnSteps, LatencyError> {
+fn pace(plain: &mut dyn DecodeLoop, prompt: &[i64], steps: usize) -> Result<Pace, LatencyError> {
     let decode = |request: &Request, on: &mut OnTokens| plain.decode(Drafting::Off, request, on).map(drop);
-    Ok(TurnSteps::of(undisturbed(steps_ms(prompt, [steps, 0], TurnSteps::SLOW, decode)?)))
+    Ok(Pace::of(undisturbed(steps_ms(prompt, [steps, 0], Pace::SLOW, decode)?)))
 }
 
 /// Steps that fit after the context even if all guesses are right, at most those of a turn.
-fn steps_within(backbone: &Llama, context: usize, depth: usize, of_turn: TurnSteps) -> Result<usize, LatencyError> {
+fn steps_within(backbone: &Llama, context: usize, depth: usize, pace: Pace) -> Result<usize, LatencyError> {
     let max_position = backbone.config.max_position_embeddings;
     let room = usize::try_from(max_position).unwrap_or(0).saturating_sub(context.saturating_add(1));
-    let steps = (room / (depth + 1)).min(of_turn.warm_up + of_turn.timed);
+    let steps = (room / (depth + 1)).min(pace.warm_up + pace.timed);
     if context == 0 || steps < MIN_STEPS {
         return Err(LatencyError::NoRoom { context, depth, max_position });
     }
@@ -221,7 +220,7 @@ fn nonsense(context: usize, vocab_size: i64) -> Vec<i64> {
 fn steps_ms(
     prompt: &[i64],
     [steps, depth]: [usize; 2],
-    of_turn: TurnSteps,
+    pace: Pace,
     decode: impl FnOnce(&Request, &mut OnTokens) -> Result<(), DecodeError>,
 ) -> Result<Vec<f64>, DecodeError> {
     let request = Request { ends_at_eos: false, ..Request::greedy(prompt, steps * (depth + 1)) };
@@ -230,7 +229,7 @@ fn steps_ms(
         commits.push(Instant::now());
         if commits.len() < steps { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     })?;
-    Ok(between(&commits).split_off(of_turn.warm_up_of(steps)))
+    Ok(between(&commits).split_off(pace.warm_up_of(steps)))
 }
 
 /// The times between consecutive commits, in milliseconds.
@@ -284,16 +283,16 @@ mod tests {
             }
             Ok(())
         };
-        let steps_ms = steps_ms(&[1], [8, 2], TurnSteps::SLOW, decode).unwrap();
+        let steps_ms = steps_ms(&[1], [8, 2], Pace::SLOW, decode).unwrap();
         assert_eq!((heard, steps_ms.len()), (7, 3), "stopped at the fourth commit after the warm-up");
     }
 
     #[test]
     fn fast_steps_are_timed_for_as_long_as_caches_take_to_get_warm() {
-        assert_eq!(TurnSteps::of(30.0), TurnSteps::SLOW);
-        assert_eq!(TurnSteps::of(0.25), TurnSteps { warm_up: 20, timed: 40 });
-        assert_eq!([TurnSteps::of(0.01), TurnSteps::of(0.0)], [TurnSteps { warm_up: 32, timed: 64 }; 2]);
-        assert_eq!([4, 6, 90].map(|steps| TurnSteps::of(0.25).warm_up_of(steps)), [0, 2, 20]);
+        assert_eq!(Pace::of(30.0), Pace::SLOW);
+        assert_eq!(Pace::of(0.25), Pace { warm_up: 20, timed: 40 });
+        assert_eq!([Pace::of(0.01), Pace::of(0.0)], [Pace { warm_up: 32, timed: 64 }; 2]);
+        assert_eq!([4, 6, 90].map(|steps| Pace::of(0.25).warm_up_of(steps)), [0, 2, 20]);
     }
 
     #[test]
