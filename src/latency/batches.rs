@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use super::{LatencyError, Pace, nonsense, slowdown, steps_within, turns_of_round, undisturbed};
+use super::{LatencyError, nonsense, slowdown, steps_within, turns_of_round, undisturbed, warm_up};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
 use crate::decode::request::Request;
@@ -38,7 +38,7 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
     [context, sequences]: [usize; 2],
     new_engine: &NewEngine<'_, 'a, E>,
 ) -> Result<StepsOfSequences, E> {
-    steps_within(backbone, context, 0, Pace::SLOW)?;
+    steps_within(backbone, context, 0)?;
     let prompt = nonsense(context, backbone.config.vocab_size);
     let fits = |tree: &&GuessTree| sequences * (tree.nodes() + 1) <= MOST_ROWS;
     let timed: Vec<Option<&GuessTree>> = [None].into_iter().chain(trees.iter().filter(fits).map(Some)).collect();
@@ -49,7 +49,7 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
             let drafter = tree.map(|tree| Ok(HeadsDrafter::new(backbone, heads, tree)?.on_host())).transpose();
             let drafter = drafter.map_err(|error: DraftError| LatencyError::from(error))?;
             let depth = tree.map_or(0, GuessTree::depth);
-            let steps = steps_within(backbone, context, depth, Pace::SLOW)?;
+            let steps = steps_within(backbone, context, depth)?;
             let request = Request { ends_at_eos: false, ..Request::greedy(&prompt, steps * (depth + 1)) };
             let ms = steps_ms(new_engine()?, drafter, &request, [sequences, steps]).map_err(LatencyError::from)?;
             all_ms[turn].extend(ms);
@@ -87,5 +87,5 @@ fn steps_ms<'a>(
         batch.step()?;
         times.push(began.elapsed().as_secs_f64() * 1e3);
     }
-    Ok(times.split_off(Pace::SLOW.warm_up_of(steps).min(times.len())))
+    Ok(times.split_off(warm_up(steps).min(times.len())))
 }

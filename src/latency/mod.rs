@@ -47,33 +47,15 @@ impl MachineLoad {
 /// The share of a tree's steps that may be faster than its time. Other programs interrupt the longest steps most often: a median would
 /// make these several times too long.
 const UNDISTURBED: f64 = 0.1;
+/// The first steps after a prompt are not timed: they read weights that the prompt's own pass has driven out of the caches. On a small model
+/// they take up to 1.6 times as long as later ones, and most steps of an answer are later ones. A short context may have room for fewer.
+const WARM_UP: usize = 4;
+/// Steps per turn, if the context has room.
+const STEPS: usize = WARM_UP + 8;
 /// Trees that are timed between two turns of plain decoding.
 const TREES_PER_PLAIN: usize = 4;
 /// The least number of steps for a useful quantile.
 const MIN_STEPS: usize = 4;
-
-/// Steps of a turn. The first ones after a prompt are not timed: they read weights that the prompt's own pass has driven out of the caches. On a
-/// small model they take up to 1.6 times as long as later ones, and most steps of an answer are later ones. A short context may have room for fewer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Pace {
-    warm_up: usize,
-    timed: usize,
-}
-
-impl Pace {
-    const SLOW: Self = Self { warm_up: 4, timed: 8 };
-
-    /// Of steps that take so long: caches are warm after some milliseconds, however many steps these are.
-    fn of(step_ms: f64) -> Self {
-        let lasting = |ms: f64, [least, most]: [usize; 2]| ((ms / step_ms).ceil() as usize).clamp(least, most);
-        Self { warm_up: lasting(5.0, [4, 32]), timed: lasting(10.0, [8, 64]) }
-    }
-
-    /// How many of so many steps warm up.
-    fn warm_up_of(self, steps: usize) -> usize {
-        steps.saturating_sub(MIN_STEPS).min(self.warm_up)
-    }
-}
 
 /// Why steps cannot be timed, or no tree chosen.
 #[derive(Debug, thiserror::Error)]
@@ -157,15 +139,16 @@ pub fn measure<'a, E: From<LatencyError>>(
     new_loop: &NewLoop<'_, 'a, E>,
     on_turn: &mut dyn FnMut(),
 ) -> Result<Times, E> {
-    let deepest = trees.iter().map(GuessTree::depth).max().unwrap_or(0);
-    steps_within(backbone, context, deepest, Pace::SLOW)?;
+    let mut timed = vec![(steps_within(backbone, context, 0)?, None)];
+    for tree in trees {
+        timed.push((steps_within(backbone, context, tree.depth())?, Some(tree)));
+    }
     let prompt = nonsense(context, backbone.config.vocab_size);
-    let pace = pace(new_loop(None)?.as_mut(), &prompt, steps_within(backbone, context, 0, Pace::SLOW)?)?;
-    let mut all_ms = vec![Vec::new(); trees.len() + 1];
+    let mut all_ms = vec![Vec::new(); timed.len()];
     let mut engine = None;
     for _ in 0..machine.rounds() {
         for turn in turns_of_round(trees.len()) {
-            let tree = turn.checked_sub(1).map(|tree| &trees[tree]);
+            let (steps, tree) = timed[turn];
             let drafter = tree.map(|tree| Ok((HeadsDrafter::new(backbone, heads, tree)?, tree)));
             let drafter = drafter.transpose().map_err(|error: DraftError| LatencyError::from(error))?;
             let mut decoding = new_loop(drafter)?; // one cache at a time: a GPU cannot hold those of all trees
@@ -174,10 +157,8 @@ pub fn measure<'a, E: From<LatencyError>>(
                 return Err(LatencyError::TwoEngines { plain, nodes: tree.nodes(), other }.into());
             }
             let depth = tree.map_or(0, GuessTree::depth);
-            let steps = steps_within(backbone, context, depth, pace)?;
-            let ms = steps_ms(&prompt, [steps, depth], pace, |request, on| {
-                decoding.decode(Drafting::On, request, on).map(drop)
-            });
+            let ms =
+                steps_ms(&prompt, [steps, depth], |request, on| decoding.decode(Drafting::On, request, on).map(drop));
             let ms = ms.map_err(LatencyError::from)?;
             on_turn();
             all_ms[turn].extend(ms);
@@ -193,21 +174,20 @@ pub fn measure<'a, E: From<LatencyError>>(
     Ok(Times { engine, slowdown, plain_step_ms, steps: trees.iter().zip(undisturbed).map(of_tree).collect() })
 }
 
-/// By a first turn of plain decoding.
-fn pace(plain: &mut dyn DecodeLoop, prompt: &[i64], steps: usize) -> Result<Pace, LatencyError> {
-    let decode = |request: &Request, on: &mut OnTokens| plain.decode(Drafting::Off, request, on).map(drop);
-    Ok(Pace::of(undisturbed(steps_ms(prompt, [steps, 0], Pace::SLOW, decode)?)))
-}
-
-/// Steps that fit after the context even if all guesses are right, at most those of a turn.
-fn steps_within(backbone: &Llama, context: usize, depth: usize, pace: Pace) -> Result<usize, LatencyError> {
+/// Steps that fit after the context even if all guesses are right, at most [`STEPS`].
+fn steps_within(backbone: &Llama, context: usize, depth: usize) -> Result<usize, LatencyError> {
     let max_position = backbone.config.max_position_embeddings;
     let room = usize::try_from(max_position).unwrap_or(0).saturating_sub(context.saturating_add(1));
-    let steps = (room / (depth + 1)).min(pace.warm_up + pace.timed);
+    let steps = (room / (depth + 1)).min(STEPS);
     if context == 0 || steps < MIN_STEPS {
         return Err(LatencyError::NoRoom { context, depth, max_position });
     }
     Ok(steps)
+}
+
+/// How many of these steps warm up.
+fn warm_up(steps: usize) -> usize {
+    steps.saturating_sub(MIN_STEPS).min(WARM_UP)
 }
 
 /// Token ids spread over the vocabulary; a step's time does not depend on the text.
@@ -220,7 +200,6 @@ fn nonsense(context: usize, vocab_size: i64) -> Vec<i64> {
 fn steps_ms(
     prompt: &[i64],
     [steps, depth]: [usize; 2],
-    pace: Pace,
     decode: impl FnOnce(&Request, &mut OnTokens) -> Result<(), DecodeError>,
 ) -> Result<Vec<f64>, DecodeError> {
     let request = Request { ends_at_eos: false, ..Request::greedy(prompt, steps * (depth + 1)) };
@@ -229,7 +208,7 @@ fn steps_ms(
         commits.push(Instant::now());
         if commits.len() < steps { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     })?;
-    Ok(between(&commits).split_off(pace.warm_up_of(steps)))
+    Ok(between(&commits).split_off(warm_up(steps)))
 }
 
 /// The times between consecutive commits, in milliseconds.
@@ -283,16 +262,8 @@ mod tests {
             }
             Ok(())
         };
-        let steps_ms = steps_ms(&[1], [8, 2], Pace::SLOW, decode).unwrap();
-        assert_eq!((heard, steps_ms.len()), (7, 3), "stopped at the fourth commit after the warm-up");
-    }
-
-    #[test]
-    fn fast_steps_are_timed_for_as_long_as_caches_take_to_get_warm() {
-        assert_eq!(Pace::of(30.0), Pace::SLOW);
-        assert_eq!(Pace::of(0.25), Pace { warm_up: 20, timed: 40 });
-        assert_eq!([Pace::of(0.01), Pace::of(0.0)], [Pace { warm_up: 32, timed: 64 }; 2]);
-        assert_eq!([4, 6, 90].map(|steps| Pace::of(0.25).warm_up_of(steps)), [0, 2, 20]);
+        let steps_ms = steps_ms(&[1], [WARM_UP + 4, 2], decode).unwrap();
+        assert_eq!((heard, steps_ms.len()), (WARM_UP + 3, 3), "stopped at the fourth commit after the warm-up");
     }
 
     #[test]
