@@ -29,6 +29,11 @@ impl KeyUse {
     }
 }
 
+/// How a table uses a key; `None` for an unknown key.
+pub fn find(keys: &[(&str, KeyUse)], key: &str) -> Option<KeyUse> {
+    keys.iter().find(|(name, _)| *name == key).map(|(_, key_use)| *key_use)
+}
+
 /// Whether a key with this value can be left out.
 pub fn asks_for_nothing(value: &Value) -> bool {
     ["null", "false", "{}", "[]"].contains(&value.to_string().as_str())

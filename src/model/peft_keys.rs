@@ -5,7 +5,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::key_use::{KeyUse, asks_for_nothing};
+use crate::key_use::{KeyUse, asks_for_nothing, find};
 use KeyUse::{NoEffect, Only, Read};
 
 const NOTHING: KeyUse = Only(&["null"]);
@@ -65,7 +65,7 @@ pub const KEYS: &[(&str, KeyUse)] = &[
 
 /// How a key is used; `None` for an unknown key.
 pub fn key_use(key: &str) -> Option<KeyUse> {
-    KEYS.iter().find(|(name, _)| *name == key).map(|(_, key_use)| *key_use)
+    find(KEYS, key)
 }
 
 /// The first key that asks for more than a plain adapter, with what was expected of it.

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::config::{CONFIG, read_json};
 use super::error::TokenizeError;
-use crate::key_use::{KeyUse, reported};
+use crate::key_use::{KeyUse, find, reported};
 use KeyUse::{NoEffect, Read, Reported};
 
 const TOKEN: &str = "_token";
@@ -88,8 +88,7 @@ pub const KEYS: &[(&str, KeyUse)] = &[
 
 /// How a key is used; `None` for an unknown key.
 pub fn key_use(key: &str) -> Option<KeyUse> {
-    let known = KEYS.iter().find(|(name, _)| *name == key).map(|(_, key_use)| *key_use);
-    known.or_else(|| key.ends_with(TOKEN).then_some(Read))
+    find(KEYS, key).or_else(|| key.ends_with(TOKEN).then_some(Read))
 }
 
 /// The keys of a folder's tokenizer_config.json that are unknown here, with their values.

@@ -3,7 +3,7 @@
 //!
 //! `tests/compatibility.rs` compares the table with transformers' `GenerationConfig`.
 
-use crate::key_use::KeyUse;
+use crate::key_use::{KeyUse, find};
 use KeyUse::{NoEffect, Read, Reported};
 
 const OFF: KeyUse = Reported(&["null", "false"]);
@@ -97,5 +97,5 @@ pub const KEYS: &[(&str, KeyUse)] = &[
 
 /// How a key is used; `None` for an unknown key.
 pub fn key_use(key: &str) -> Option<KeyUse> {
-    KEYS.iter().find(|(name, _)| *name == key).map(|(_, key_use)| *key_use)
+    find(KEYS, key)
 }

@@ -88,13 +88,13 @@ impl LoadFlags {
 
     fn check_bounds(&self, concurrency: usize, requests: usize) -> Result<(), UsageError> {
         let problem = match self.endpoint {
-            _ if requests > MOST_REQUESTS => format!("--requests {requests}: expected at most {MOST_REQUESTS}"),
             Some(_) if concurrency > MOST_CLIENTS => {
                 format!("--concurrency {concurrency}: --endpoint is measured with at most {MOST_CLIENTS} clients")
             }
             None if concurrency > MOST_TEXTS => {
                 format!("--concurrency {concurrency}: at most {MOST_TEXTS} texts are decoded together")
             }
+            _ if requests > MOST_REQUESTS => format!("--requests {requests}: expected at most {MOST_REQUESTS}"),
             _ => return Ok(()),
         };
         Err(UsageError(problem))
@@ -138,6 +138,8 @@ mod tests {
         assert!(few.is_err_and(|why| why.contains("fewer than --concurrency 8")));
         assert!(refused(flags(&[65], Some("http://h"), None)).is_err_and(|why| why.contains("at most 64 clients")));
         assert!(refused(flags(&[1025], None, None)).is_err_and(|why| why.contains("at most 1024 texts")));
+        let many = refused(flags(&[usize::MAX], None, None));
+        assert!(many.is_err_and(|why| why.contains("--concurrency")), "what was given is named");
         assert!(refused(flags(&[1], None, Some(usize::MAX))).is_err_and(|why| why.contains("at most 100000")));
         assert!(flags(&[1], None, None).check(0).is_err());
     }
