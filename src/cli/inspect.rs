@@ -356,7 +356,7 @@ fn latency_text(found: &Latency, out: &mut String) -> std::fmt::Result {
         writeln!(out, "heads        sha256 {heads}")?;
     }
     writeln!(out, "plain        {plain_step_ms:.3} ms per step")?;
-    for &StepTime { nodes, depth, step_ms, dynamic } in steps {
+    for &StepTime { nodes, depth, step_ms, dynamic, .. } in steps {
         let chosen = if dynamic { ", chosen at each step" } else { "" };
         writeln!(
             out,

@@ -46,6 +46,9 @@ pub struct Latency {
     pub slowdown: Option<Slowdown>,
     /// Milliseconds per step of plain decoding: one token.
     pub plain_step_ms: f64,
+    /// As [`StepTime::extra_ms`], of plain decoding.
+    #[serde(default)]
+    pub plain_extra_ms: f64,
     /// Steps with a tree.
     pub steps: Vec<StepTime>,
     /// Steps of several texts at a time; absent in files of earlier versions.
@@ -85,7 +88,7 @@ pub struct StepsOfSequences {
 }
 
 /// The step time of one tree.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepTime {
     /// Nodes without the root.
     pub nodes: usize,
@@ -93,6 +96,13 @@ pub struct StepTime {
     pub depth: usize,
     /// In milliseconds, where nothing interrupted it.
     pub step_ms: f64,
+    /// Nine of ten rounds were within it; absent in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step_ms_range: Option<[f64; 2]>,
+    /// What the steps that begin a text take longer than later ones, together, in milliseconds: the prompt leaves the caches cold. 0 in files of
+    /// earlier versions.
+    #[serde(default)]
+    pub extra_ms: f64,
     /// Whether the tree is chosen at each step.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub dynamic: bool,
@@ -130,8 +140,10 @@ impl Latency {
         let latency: Self = error::read(path, WHAT, EXPECTED)?;
         let several = &latency.by_sequences;
         let steps = latency.steps.iter().chain(several.iter().flat_map(|of| &of.steps));
-        let sizes = steps
-            .flat_map(|step| [("nodes", step.nodes as f64), ("depth", step.depth as f64), ("step_ms", step.step_ms)]);
+        let sizes = steps.flat_map(|step| {
+            let [low, high] = step.range().map(|end| ("step_ms_range", end));
+            [("nodes", step.nodes as f64), ("depth", step.depth as f64), ("step_ms", step.step_ms), low, high]
+        });
         let plain =
             several.iter().flat_map(|of| [("sequences", of.sequences as f64), ("plain_step_ms", of.plain_step_ms)]);
         let slowdowns = latency.slowdown.iter().chain(several.iter().filter_map(|of| of.slowdown.as_ref()));
@@ -155,8 +167,11 @@ impl Latency {
 
     /// The first number that does not fit the others, what would, and what it is.
     fn misfit(&self) -> Option<(&'static str, String, String)> {
-        if let Some(busy) = self.busy_cores.filter(|busy| !(busy.is_finite() && *busy >= 0.0)) {
-            return Some(("busy_cores", "a number of at least 0".to_owned(), busy.to_string()));
+        let extra =
+            self.steps.iter().map(|step| ("extra_ms", step.extra_ms)).chain([("plain_extra_ms", self.plain_extra_ms)]);
+        let mut from_zero = extra.chain(self.busy_cores.map(|busy| ("busy_cores", busy)));
+        if let Some((key, number)) = from_zero.find(|(_, number)| !(number.is_finite() && *number >= 0.0)) {
+            return Some((key, "a number of at least 0".to_owned(), number.to_string()));
         }
         let several = self.by_sequences.iter().map(|of| &of.steps);
         for steps in [&self.steps].into_iter().chain(several) {
@@ -232,22 +247,25 @@ impl Latency {
         if is_renewed { format!("{} as it was before", self.backbone) } else { self.backbone.clone() }
     }
 
-    /// Step time of a tree of this size and depth: measured, or interpolated between the next smaller and next larger
-    /// tree of that depth; `None` outside the measured range.
-    pub fn step_ms(&self, nodes: usize, depth: usize) -> Option<f64> {
-        self.step_ms_of(false, nodes, depth)
-    }
-
-    /// As [`Latency::step_ms`], for static trees or those that are chosen at each step.
-    pub fn step_ms_of(&self, dynamic: bool, nodes: usize, depth: usize) -> Option<f64> {
+    /// Step time of a static tree of this size and depth, or of one that is chosen at each step: measured, or interpolated between the next smaller
+    /// and next larger tree of that depth; `None` outside the measured range.
+    pub fn step(&self, dynamic: bool, nodes: usize, depth: usize) -> Option<StepTime> {
         let of_depth = || self.steps.iter().filter(|step| step.depth == depth && step.dynamic == dynamic);
         let below = of_depth().filter(|step| step.nodes <= nodes).max_by_key(|step| step.nodes)?;
         let above = of_depth().filter(|step| step.nodes >= nodes).min_by_key(|step| step.nodes)?;
-        if above.nodes == below.nodes {
-            return Some(below.step_ms);
-        }
-        let share = (nodes - below.nodes) as f64 / (above.nodes - below.nodes) as f64;
-        Some(below.step_ms + share * (above.step_ms - below.step_ms))
+        let share = (nodes - below.nodes) as f64 / (above.nodes - below.nodes).max(1) as f64;
+        let between = |of: fn(&StepTime) -> f64| of(below) + share * (of(above) - of(below));
+        let has_range = below.step_ms_range.is_some() && above.step_ms_range.is_some();
+        let range = || [between(|step| step.range()[0]), between(|step| step.range()[1])];
+        let (step_ms, extra_ms) = (between(|step| step.step_ms), between(|step| step.extra_ms));
+        Some(StepTime { nodes, step_ms, step_ms_range: has_range.then(range), extra_ms, ..*below })
+    }
+}
+
+impl StepTime {
+    /// `step_ms_range`, or only `step_ms`.
+    pub fn range(&self) -> [f64; 2] {
+        self.step_ms_range.unwrap_or([self.step_ms; 2])
     }
 }
 
@@ -270,9 +288,10 @@ pub(crate) mod examples {
             busy_cores: None,
             slowdown: None,
             plain_step_ms: 2.0,
+            plain_extra_ms: 0.0,
             steps: steps
                 .iter()
-                .map(|&(nodes, depth, step_ms)| StepTime { nodes, depth, step_ms, dynamic: false })
+                .map(|&(nodes, depth, step_ms)| StepTime { nodes, depth, step_ms, ..StepTime::default() })
                 .collect(),
             by_sequences: vec![],
         }
@@ -303,6 +322,10 @@ mod tests {
         let several = Latency { by_sequences: vec![of_four], ..saved.clone() };
         several.save(&path).unwrap();
         assert_eq!(Latency::load(&path).unwrap(), several);
+        let mut ranged = saved.clone();
+        ranged.steps[0].step_ms_range = Some([2.25, 2.75]);
+        ranged.save(&path).unwrap();
+        assert_eq!(Latency::load(&path).unwrap(), ranged);
         let complaint = |text: &str| {
             crate::files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
             Latency::load(&path).unwrap_err().to_string()
@@ -312,6 +335,10 @@ mod tests {
         let negative = complaint(&text.replace("4.0", "-4.0"));
         assert!(negative.contains("latency.json: step_ms is -4; expected a number above 0"), "{negative}");
         assert!(complaint(&text.replace("\"nodes\":8", "\"nodes\":0")).contains("nodes is 0"));
+        let no_time = serde_json::to_string(&ranged).unwrap().replace("[2.25,2.75]", "[0.0,2.75]");
+        assert!(complaint(&no_time).contains("step_ms_range is 0"));
+        let no_extra = complaint(&text.replace("\"extra_ms\":0.0", "\"extra_ms\":-1.0"));
+        assert!(no_extra.contains("extra_ms: expected a number of at least 0, got -1"), "{no_extra}");
         let twice = text.replace("\"nodes\":8,\"depth\":3", "\"nodes\":1,\"depth\":1");
         assert!(complaint(&twice).contains("steps: expected each tree once, got 1 nodes of 1 levels twice"));
         assert!(complaint(&text[..40]).contains("latency.json holds no latencies"));
@@ -367,10 +394,16 @@ mod tests {
 
     #[test]
     fn between_measured_sizes_of_one_depth_times_lie_on_a_line() {
-        let file = latency(&[(4, 2, 3.0), (8, 2, 5.0), (6, 3, 100.0), (16, 3, 110.0)]);
-        assert_eq!(file.step_ms(4, 2), Some(3.0));
-        assert_eq!(file.step_ms(5, 2), Some(3.5));
-        assert_eq!(file.step_ms(11, 3), Some(105.0));
-        assert_eq!((file.step_ms(3, 2), file.step_ms(9, 2), file.step_ms(8, 4)), (None, None, None));
+        let mut file = latency(&[(4, 2, 3.0), (8, 2, 5.0), (6, 3, 100.0), (16, 3, 110.0)]);
+        let step_ms = |nodes, depth| file.step(false, nodes, depth).map(|step| step.step_ms);
+        assert_eq!(
+            [(4, 2), (5, 2), (11, 3)].map(|(nodes, depth)| step_ms(nodes, depth)),
+            [Some(3.0), Some(3.5), Some(105.0)]
+        );
+        assert_eq!([(3, 2), (9, 2), (8, 4)].map(|(nodes, depth)| step_ms(nodes, depth)), [None; 3]);
+        file.steps[0].step_ms_range = Some([2.0, 4.0]);
+        assert_eq!(file.step(false, 5, 2).unwrap().range(), [3.5; 2], "one of the two has no range");
+        file.steps[1].step_ms_range = Some([4.0, 9.0]);
+        assert_eq!(file.step(false, 5, 2).unwrap().step_ms_range, Some([2.5, 5.25]));
     }
 }

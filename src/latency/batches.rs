@@ -3,7 +3,8 @@
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use super::{LatencyError, nonsense, slowdown, steps_within, turns_of_round, undisturbed, warm_up};
+use super::turns::{Steps, Turns, turns_of_round};
+use super::{LatencyError, nonsense, steps_within, warm_up};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
 use crate::decode::request::Request;
@@ -12,7 +13,7 @@ use crate::draft::heads_drafter::HeadsDrafter;
 use crate::draft::medusa::drafter::DraftError;
 use crate::draft::medusa::heads::Heads;
 use crate::engine::Engine;
-use crate::formats::latency::{StepTime, StepsOfSequences};
+use crate::formats::latency::StepsOfSequences;
 use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
 use crate::tree::guess_tree::GuessTree;
@@ -42,8 +43,9 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
     let prompt = nonsense(context, backbone.config.vocab_size);
     let fits = |tree: &&GuessTree| sequences * (tree.nodes() + 1) <= MOST_ROWS;
     let timed: Vec<Option<&GuessTree>> = [None].into_iter().chain(trees.iter().filter(fits).map(Some)).collect();
-    let mut all_ms = vec![Vec::new(); timed.len()];
+    let mut turns = Turns::default();
     for _ in 0..ROUNDS {
+        turns.begin_round();
         for turn in turns_of_round(timed.len() - 1) {
             let tree = timed[turn];
             let drafter = tree.map(|tree| Ok(HeadsDrafter::new(backbone, heads, tree)?.on_host())).transpose();
@@ -52,17 +54,12 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
             let steps = steps_within(backbone, context, depth)?;
             let request = Request { ends_at_eos: false, ..Request::greedy(&prompt, steps * (depth + 1)) };
             let ms = steps_ms(new_engine()?, drafter, &request, [sequences, steps]).map_err(LatencyError::from)?;
-            all_ms[turn].extend(ms);
+            turns.push(turn, Steps { cold: vec![], warm: ms });
         }
     }
-    let slowdown = slowdown(&all_ms);
-    let mut undisturbed = all_ms.into_iter().map(undisturbed);
-    let plain_step_ms = undisturbed.next().expect("plain decoding is measured");
-    let step = |(tree, step_ms): (&&GuessTree, f64)| {
-        let (nodes, depth, dynamic) = (tree.nodes(), tree.depth(), tree.as_static().is_none());
-        StepTime { nodes, depth, step_ms, dynamic }
-    };
-    let steps = timed.iter().flatten().zip(undisturbed).map(step).collect();
+    let (slowdown, plain_step_ms) = (turns.slowdown(), turns.plain_ms());
+    let step = |(tree, at): (&&GuessTree, usize)| turns.relative(at).step_time(tree, plain_step_ms);
+    let steps = timed.iter().flatten().zip(1..).map(step).collect();
     Ok(StepsOfSequences { sequences, plain_step_ms, steps, slowdown })
 }
 

@@ -1,12 +1,12 @@
 //! Chooses the tree with the most expected tokens per second. No tensors here.
 
-use super::LatencyError;
-use crate::formats::latency::Latency;
+use super::{LatencyError, TreeToTime};
+use crate::formats::calibration::Calibration;
+use crate::formats::latency::{Latency, StepTime};
 use crate::formats::tree::DynamicTree;
 use crate::tree::expected::ExpectedTokens;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::{SearchError, SearchedTree};
-use crate::tree::sparse_tree::SparseTree;
 
 /// Tree sizes to time; times between them are interpolated.
 const SIZES: [usize; 22] = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024];
@@ -28,13 +28,55 @@ pub struct Timed {
     /// Of `tokens_per_step` ([`ExpectedTokens::interval`]).
     pub interval: Option<[f64; 2]>,
     /// Measured, or interpolated.
-    pub step_ms: f64,
+    pub step: StepTime,
+    /// Of the texts that it is chosen for.
+    pub length: TextLength,
 }
 
 impl Timed {
     /// Expected tokens per second.
     pub fn tokens_per_second(&self) -> f64 {
-        1e3 * self.tokens_per_step / self.step_ms
+        self.length.per_second(self.tokens_per_step, self.step.step_ms, self.step.extra_ms)
+    }
+
+    /// From the slowest steps and fewest tokens per step of the ranges to the fastest and most.
+    pub fn range_per_second(&self) -> [f64; 2] {
+        let ([fewest, most], [fastest, slowest]) =
+            (self.interval.unwrap_or([self.tokens_per_step; 2]), self.step.range());
+        [(fewest, slowest), (most, fastest)].map(|(tokens, ms)| self.length.per_second(tokens, ms, self.step.extra_ms))
+    }
+}
+
+/// How long texts are: of short ones, the slower steps after a prompt are a larger share, and so is the token that comes with the prompt.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum TextLength {
+    /// So long that neither matters, or unknown.
+    Long,
+    /// Mean tokens per text.
+    Tokens(f64),
+}
+
+impl TextLength {
+    /// That of the calibrated texts.
+    pub fn calibrated(calibration: &Calibration) -> Self {
+        let texts = &calibration.joint.runs;
+        let tokens = texts.iter().map(Vec::len).sum::<usize>() as f64;
+        if texts.is_empty() { Self::Long } else { Self::Tokens(tokens / texts.len() as f64) }
+    }
+
+    /// Tokens per second of plain decoding.
+    pub fn plain_per_second(self, latency: &Latency) -> f64 {
+        self.per_second(1.0, latency.plain_step_ms, latency.plain_extra_ms)
+    }
+
+    /// As `bench` counts: all tokens, and the time of all steps but the one that the prompt takes.
+    fn per_second(self, tokens_per_step: f64, step_ms: f64, extra_ms: f64) -> f64 {
+        match self {
+            Self::Tokens(tokens) if tokens >= 2.0 * tokens_per_step => {
+                1e3 * tokens / ((tokens / tokens_per_step - 1.0) * step_ms + extra_ms)
+            }
+            _ => 1e3 * tokens_per_step / step_ms,
+        }
     }
 }
 
@@ -56,17 +98,16 @@ pub fn trees_to_time(
     num_heads: usize,
     max_nodes: usize,
     best_tree: &BestTree,
-) -> Result<Vec<SparseTree>, LatencyError> {
-    let mut trees: Vec<SparseTree> = Vec::new();
+) -> Result<Vec<TreeToTime>, LatencyError> {
+    let mut trees: Vec<TreeToTime> = Vec::new();
     for heads in (1..=num_heads).rev() {
         let sizes = if heads == num_heads { &SIZES[..] } else { &SIZES_OF_SHALLOW[..] };
         let with_last = sizes.iter().copied().filter(|&size| size < max_nodes).chain([max_nodes]);
         for nodes in with_last {
             let Some(found) = at_most(best_tree(nodes, heads))? else { continue };
-            let is_new =
-                |tree: &SparseTree| tree.choices().len() != nodes || tree.max_depth() != found.tree.max_depth();
+            let is_new = |(tree, _): &TreeToTime| tree.nodes() != nodes || tree.depth() != found.tree.max_depth();
             if trees.iter().all(is_new) {
-                trees.push(found.tree);
+                trees.push((GuessTree::Static(found.tree), found.expected_tokens_per_step));
             }
         }
     }
@@ -74,7 +115,7 @@ pub fn trees_to_time(
 }
 
 /// The trees to time that are chosen at each step: of few sizes, with all heads and with fewer.
-pub fn dynamic_to_time(num_heads: usize, max_nodes: usize, dynamic_of: &DynamicOf) -> Vec<DynamicTree> {
+pub fn dynamic_to_time(num_heads: usize, max_nodes: usize, dynamic_of: &DynamicOf) -> Vec<TreeToTime> {
     let halves = std::iter::successors(Some(num_heads), |heads| Some(heads / 2).filter(|&heads| heads > 0));
     let depths: Vec<usize> = if num_heads <= 4 { (1..=num_heads).rev().collect() } else { halves.collect() };
     let sizes = || SIZES_OF_SHALLOW.into_iter().filter(|&size| size < max_nodes).chain([max_nodes]);
@@ -83,19 +124,25 @@ pub fn dynamic_to_time(num_heads: usize, max_nodes: usize, dynamic_of: &DynamicO
         trees.dedup_by(|(_, more), (_, tokens_per_step)| more == tokens_per_step); // full levels take no more nodes
         trees
     };
-    depths.into_iter().flat_map(of_depth).map(|(limits, _)| limits).collect()
+    let candidate = |(limits, expected): (DynamicTree, ExpectedTokens)| (GuessTree::Dynamic(limits), expected.per_step);
+    depths.into_iter().flat_map(of_depth).map(candidate).collect()
 }
 
 /// The fastest limits of each timed size of trees that are chosen at each step.
-pub fn dynamic_sweep(latency: &Latency, num_heads: usize, max_nodes: usize, dynamic_of: &DynamicOf) -> Vec<Timed> {
+pub fn dynamic_sweep(
+    (latency, length): (&Latency, TextLength),
+    num_heads: usize,
+    max_nodes: usize,
+    dynamic_of: &DynamicOf,
+) -> Vec<Timed> {
     let mut sizes: Vec<usize> = latency.steps.iter().filter(|step| step.dynamic).map(|step| step.nodes).collect();
     sizes.retain(|&size| size <= max_nodes);
     sizes.sort_unstable();
     sizes.dedup();
     let timed = |nodes: usize, depth: usize| {
-        let step_ms = latency.step_ms_of(true, nodes, depth)?;
+        let step = latency.step(true, nodes, depth)?;
         let (limits, ExpectedTokens { per_step, interval }) = dynamic_of(nodes, depth)?;
-        Some(Timed { tree: GuessTree::Dynamic(limits), tokens_per_step: per_step, interval, step_ms })
+        Some(Timed { tree: GuessTree::Dynamic(limits), tokens_per_step: per_step, interval, step, length })
     };
     let fastest = |nodes: &usize| {
         let all = (1..=num_heads).filter_map(|depth| timed(*nodes, depth));
@@ -114,16 +161,16 @@ pub fn dynamic_sweep(latency: &Latency, num_heads: usize, max_nodes: usize, dyna
 /// # Errors
 /// [`LatencyError::NothingTimed`], or an error of the search.
 pub fn sweep(
-    latency: &Latency,
+    times: (&Latency, TextLength),
     num_heads: usize,
     max_nodes: usize,
     best_tree: &BestTree,
 ) -> Result<Sweep, LatencyError> {
-    let of_static = latency.steps.iter().filter(|step| !step.dynamic).map(|step| step.nodes);
+    let of_static = times.0.steps.iter().filter(|step| !step.dynamic).map(|step| step.nodes);
     let mut sizes: Vec<usize> = of_static.filter(|&size| size <= max_nodes).collect();
     sizes.sort_unstable();
     sizes.dedup();
-    let fastest_of = |nodes: usize| fastest_of_size(latency, num_heads, nodes, best_tree);
+    let fastest_of = |nodes: usize| fastest_of_size(times, num_heads, nodes, best_tree);
     let mut trees: Vec<Timed> =
         sizes.into_iter().filter_map(|nodes| fastest_of(nodes).transpose()).collect::<Result<_, _>>()?;
     let Some(around) = fastest(&trees) else { return Err(LatencyError::NothingTimed) };
@@ -140,7 +187,7 @@ pub fn sweep(
 
 /// The fastest tree with `nodes` nodes and any number of heads.
 fn fastest_of_size(
-    latency: &Latency,
+    (latency, length): (&Latency, TextLength),
     num_heads: usize,
     nodes: usize,
     best_tree: &BestTree,
@@ -148,9 +195,9 @@ fn fastest_of_size(
     let mut best: Option<Timed> = None;
     for heads in 1..=num_heads {
         let Some(found) = at_most(best_tree(nodes, heads))? else { continue };
-        let Some(step_ms) = latency.step_ms(nodes, found.tree.max_depth()) else { continue };
+        let Some(step) = latency.step(false, nodes, found.tree.max_depth()) else { continue };
         let SearchedTree { tree, expected_tokens_per_step: tokens_per_step, interval } = found;
-        let timed = Timed { tree: GuessTree::Static(tree), tokens_per_step, interval, step_ms };
+        let timed = Timed { tree: GuessTree::Static(tree), tokens_per_step, interval, step, length };
         if best.as_ref().is_none_or(|best| timed.tokens_per_second() > best.tokens_per_second()) {
             best = Some(timed);
         }
@@ -187,7 +234,7 @@ mod tests {
     #[test]
     fn trees_of_all_sizes_and_depths_are_timed_once() {
         let trees = trees_to_time(3, 30, &best_tree).unwrap();
-        let sizes: Vec<(usize, usize)> = trees.iter().map(|tree| (tree.choices().len(), tree.max_depth())).collect();
+        let sizes: Vec<(usize, usize)> = trees.iter().map(|(tree, _)| (tree.nodes(), tree.depth())).collect();
         let all_heads = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 30];
         assert_eq!(sizes[..12].iter().map(|&(nodes, _)| nodes).collect::<Vec<_>>(), all_heads);
         assert!(sizes.contains(&(8, 2)) && sizes.contains(&(2, 1)), "with fewer heads: {sizes:?}");
@@ -207,10 +254,10 @@ mod tests {
             let times: Vec<_> = trees_to_time(3, 30, &best_tree)
                 .unwrap()
                 .iter()
-                .map(|tree| (tree.choices().len(), tree.max_depth()))
+                .map(|(tree, _)| (tree.nodes(), tree.depth()))
                 .map(|(nodes, depth)| (nodes, depth, ms(nodes, depth)))
                 .collect();
-            let sweep = sweep(&latency(&times), 3, 30, &best_tree).unwrap();
+            let sweep = sweep((&latency(&times), TextLength::Long), 3, 30, &best_tree).unwrap();
             let chosen = &sweep.trees[sweep.fastest];
             let all = (1..=30).flat_map(|nodes| (1..=3).map(move |heads| (nodes, heads)));
             let speeds = all.filter_map(|(nodes, heads)| {
@@ -228,34 +275,50 @@ mod tests {
     }
 
     #[test]
+    fn the_steps_after_a_prompt_weigh_more_in_short_texts() {
+        let step = StepTime { step_ms: 2.0, step_ms_range: Some([1.0, 3.0]), extra_ms: 4.0, ..StepTime::default() };
+        let tree = GuessTree::Dynamic(DynamicTree { nodes: 3, depth: 3, top_k: 10 });
+        let of = |length| Timed { tree: tree.clone(), tokens_per_step: 4.0, interval: Some([3.0, 5.0]), step, length };
+        assert_eq!(of(TextLength::Long).tokens_per_second(), 2000.0);
+        assert_eq!(of(TextLength::Tokens(60.0)).tokens_per_second(), 1e3 * 60.0 / (14.0 * 2.0 + 4.0));
+        assert_eq!(of(TextLength::Tokens(7.0)).tokens_per_second(), 2000.0, "less than two steps");
+        assert_eq!(of(TextLength::Tokens(60.0)).range_per_second(), [1e3 * 60.0 / 61.0, 1e3 * 60.0 / 15.0]);
+        let plain = Latency { plain_step_ms: 1.0, plain_extra_ms: 1.0, ..latency(&[]) };
+        assert_eq!(TextLength::Tokens(60.0).plain_per_second(&plain), 1e3);
+    }
+
+    #[test]
     fn trees_chosen_at_each_step_are_compared_by_their_own_times() {
         let dynamic_of = |nodes: usize, depth: usize| {
             let per_step = 1.0 + (nodes.min(8) * depth) as f64 / 10.0;
             Some((DynamicTree { nodes, depth, top_k: 10 }, ExpectedTokens { per_step, interval: None }))
         };
         let to_time = dynamic_to_time(8, 20, &dynamic_of);
-        let depths: Vec<usize> = to_time.iter().filter(|limits| limits.nodes == 8).map(|limits| limits.depth).collect();
+        let depths: Vec<usize> =
+            to_time.iter().filter(|(tree, _)| tree.nodes() == 8).map(|(tree, _)| tree.depth()).collect();
         assert_eq!(depths, [8, 4, 2, 1]);
-        assert!(to_time.iter().all(|limits| limits.nodes <= 8), "more nodes commit no more tokens: {to_time:?}");
+        assert!(to_time.iter().all(|(tree, _)| tree.nodes() <= 8), "more nodes commit no more tokens: {to_time:?}");
         let grows = |nodes: usize, depth: usize| {
             dynamic_of(nodes, depth)
                 .map(|(limits, _)| (limits, ExpectedTokens { per_step: nodes as f64, interval: None }))
         };
-        assert!(dynamic_to_time(8, 20, &grows).iter().any(|limits| limits.nodes == 20));
+        assert!(dynamic_to_time(8, 20, &grows).iter().any(|(tree, _)| tree.nodes() == 20));
         let mut file = latency(&[(8, 2, 0.001)]);
         for (nodes, depth, step_ms) in [(8, 2, 1.0), (8, 1, 2.0), (16, 2, 1.5)] {
-            file.steps.push(StepTime { nodes, depth, step_ms, dynamic: true });
+            file.steps.push(StepTime { nodes, depth, step_ms, dynamic: true, ..StepTime::default() });
         }
-        let sweep = dynamic_sweep(&file, 8, 100, &dynamic_of);
-        let found: Vec<_> = sweep.iter().map(|timed| (timed.tree.nodes(), timed.tree.depth(), timed.step_ms)).collect();
+        let sweep = dynamic_sweep((&file, TextLength::Long), 8, 100, &dynamic_of);
+        let found: Vec<_> =
+            sweep.iter().map(|timed| (timed.tree.nodes(), timed.tree.depth(), timed.step.step_ms)).collect();
         assert_eq!(found, [(8, 2, 1.0)], "16 nodes commit no more tokens");
     }
 
     #[test]
     fn trees_without_a_time_are_no_choice() {
-        let nothing = sweep(&latency(&[(3, 7, 1.0)]), 3, 30, &best_tree);
+        let nothing = sweep((&latency(&[(3, 7, 1.0)]), TextLength::Long), 3, 30, &best_tree);
         assert!(matches!(nothing, Err(LatencyError::NothingTimed)));
-        let small = sweep(&latency(&[(1, 1, 9.0), (2, 1, 1.0), (8, 3, 0.1)]), 3, 4, &best_tree).unwrap();
+        let small =
+            sweep((&latency(&[(1, 1, 9.0), (2, 1, 1.0), (8, 3, 0.1)]), TextLength::Long), 3, 4, &best_tree).unwrap();
         assert!(small.trees.iter().all(|timed| timed.tree.nodes() <= 4), "{small:?}");
     }
 }

@@ -16,14 +16,16 @@ use crate::formats::latency::{Slowdown, StepTime};
 use crate::model::llama::Llama;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::SearchError;
+use turns::{Relative, Steps, Turns, turns_of_round};
 
 mod batches;
 mod choice;
 mod identity;
 mod rows;
+mod turns;
 
 pub use batches::{NewEngine, measure_batch};
-pub use choice::{BestTree, DynamicOf, Sweep, Timed, dynamic_sweep, dynamic_to_time, sweep, trees_to_time};
+pub use choice::{BestTree, DynamicOf, Sweep, TextLength, Timed, dynamic_sweep, dynamic_to_time, sweep, trees_to_time};
 pub use identity::backbone_sha256;
 pub use rows::{CONTEXT as ROWS_CONTEXT, measure_rows};
 
@@ -35,25 +37,30 @@ pub enum MachineLoad {
 }
 
 impl MachineLoad {
-    /// Measured rounds. All trees take turns in each, so that other load on the machine affects all alike.
+    /// Rounds in which all trees are timed. All take turns in each, so that other load on the machine affects all alike.
     fn rounds(self) -> usize {
         match self {
-            Self::Quiet => 5,
-            Self::Busy => 15,
+            Self::Quiet => 3,
+            Self::Busy => 5,
+        }
+    }
+
+    /// Rounds in which the [`FINALISTS`] are timed again: the fastest of many trees is one whose steps were lucky.
+    fn final_rounds(self) -> usize {
+        match self {
+            Self::Quiet => 15,
+            Self::Busy => 45,
         }
     }
 }
 
-/// The share of a tree's steps that may be faster than its time. Other programs interrupt the longest steps most often: a median would
-/// make these several times too long.
-const UNDISTURBED: f64 = 0.1;
-/// The first steps after a prompt are not timed: they read weights that the prompt's own pass has driven out of the caches. On a small model
-/// they take up to 1.6 times as long as later ones, and most steps of an answer are later ones. A short context may have room for fewer.
-const WARM_UP: usize = 4;
+/// The trees that are timed a second time, those with the most tokens per second.
+const FINALISTS: usize = 6;
+/// The first steps after a prompt are timed apart: they read weights that the prompt's own pass has driven out of the caches. On a small model
+/// they take up to 1.6 times as long as later ones. A short context may have room for fewer.
+const WARM_UP: usize = 8;
 /// Steps per turn, if the context has room.
 const STEPS: usize = WARM_UP + 8;
-/// Trees that are timed between two turns of plain decoding.
-const TREES_PER_PLAIN: usize = 4;
 /// The least number of steps for a useful quantile.
 const MIN_STEPS: usize = 4;
 
@@ -106,72 +113,100 @@ pub struct Times {
     pub slowdown: Option<Slowdown>,
     /// Time of a step of plain decoding.
     pub plain_step_ms: f64,
+    /// As [`StepTime::extra_ms`], of plain decoding.
+    pub plain_extra_ms: f64,
     /// Time of a step with each tree, in order.
     pub steps: Vec<StepTime>,
 }
 
 /// How often [`measure`] calls `on_turn` for this many trees.
 pub fn turns(trees: usize, machine: MachineLoad) -> usize {
-    machine.rounds() * turns_of_round(trees).len()
-}
-
-/// What a round times, in order: 0 is plain decoding, n the n-th tree. Plain decoding comes again before every few trees, since each speedup is
-/// relative to it.
-fn turns_of_round(trees: usize) -> Vec<usize> {
-    let all: Vec<usize> = (1..=trees).collect();
-    let with_plain: Vec<usize> = all.chunks(TREES_PER_PLAIN).flat_map(|trees| [&[0], trees].concat()).collect();
-    if trees == 0 { vec![0] } else { with_plain }
+    let finals = machine.final_rounds() * turns_of_round(trees.min(FINALISTS)).len();
+    machine.rounds() * turns_of_round(trees).len() + finals
 }
 
 /// Creates the loop that will decode, with or without a drafter.
 pub type NewLoop<'l, 'a, E> =
     dyn Fn(Option<(HeadsDrafter<'a>, &'a GuessTree)>) -> Result<Box<dyn DecodeLoop + 'a>, E> + 'l;
 
-/// Times steps of plain decoding and of decoding with each tree after `context` tokens. All take turns in several rounds; the first steps of a
-/// turn warm up and are discarded. The result is a low quantile (`UNDISTURBED`) of the steps of all turns.
+/// A tree to time, and its expected tokens per step.
+pub type TreeToTime = (GuessTree, f64);
+
+/// Times steps of plain decoding and of decoding with each tree after `context` tokens, then again with the trees that give the most tokens per
+/// second. All take turns in several rounds; the first steps of a turn warm up.
 ///
 /// # Errors
 /// [`LatencyError`], or an error of `new_loop`.
 pub fn measure<'a, E: From<LatencyError>>(
     (backbone, heads): (&'a Llama, &'a Heads),
-    trees: &'a [GuessTree],
+    candidates: &'a [TreeToTime],
     (context, machine): (usize, MachineLoad),
     new_loop: &NewLoop<'_, 'a, E>,
     on_turn: &mut dyn FnMut(),
 ) -> Result<Times, E> {
-    let mut timed = vec![(steps_within(backbone, context, 0)?, None)];
-    for tree in trees {
-        timed.push((steps_within(backbone, context, tree.depth())?, Some(tree)));
+    steps_within(backbone, context, 0)?;
+    for (tree, _) in candidates {
+        steps_within(backbone, context, tree.depth())?;
     }
     let prompt = nonsense(context, backbone.config.vocab_size);
-    let mut all_ms = vec![Vec::new(); timed.len()];
     let mut engine = None;
-    for _ in 0..machine.rounds() {
-        for turn in turns_of_round(trees.len()) {
-            let (steps, tree) = timed[turn];
-            let drafter = tree.map(|tree| Ok((HeadsDrafter::new(backbone, heads, tree)?, tree)));
-            let drafter = drafter.transpose().map_err(|error: DraftError| LatencyError::from(error))?;
-            let mut decoding = new_loop(drafter)?; // one cache at a time: a GPU cannot hold those of all trees
-            let (plain, other) = (*engine.get_or_insert(decoding.engine_name()), decoding.engine_name());
-            if let Some(tree) = tree.filter(|_| other != plain) {
-                return Err(LatencyError::TwoEngines { plain, nodes: tree.nodes(), other }.into());
-            }
-            let depth = tree.map_or(0, GuessTree::depth);
-            let ms =
-                steps_ms(&prompt, [steps, depth], |request, on| decoding.decode(Drafting::On, request, on).map(drop));
-            let ms = ms.map_err(LatencyError::from)?;
-            on_turn();
-            all_ms[turn].extend(ms);
+    let mut turn = |tree: Option<&'a GuessTree>| -> Result<Steps, E> {
+        let depth = tree.map_or(0, GuessTree::depth);
+        let steps = steps_within(backbone, context, depth)?;
+        let drafter = tree.map(|tree| Ok((HeadsDrafter::new(backbone, heads, tree)?, tree)));
+        let drafter = drafter.transpose().map_err(|error: DraftError| LatencyError::from(error))?;
+        let mut decoding = new_loop(drafter)?; // one cache at a time: a GPU cannot hold those of all trees
+        let (plain, other) = (*engine.get_or_insert(decoding.engine_name()), decoding.engine_name());
+        if let Some(tree) = tree.filter(|_| other != plain) {
+            return Err(LatencyError::TwoEngines { plain, nodes: tree.nodes(), other }.into());
+        }
+        let timed = timed(&prompt, [steps, depth], |request, on| decoding.decode(Drafting::On, request, on).map(drop));
+        on_turn();
+        Ok(timed.map_err(LatencyError::from)?)
+    };
+    let all: Vec<usize> = (0..candidates.len()).collect();
+    let screening = in_turns(candidates, &all, machine.rounds(), &mut turn)?;
+    let mut relative: Vec<Relative> = (1..=all.len()).map(|tree| screening.relative(tree)).collect();
+    let finalists = finalists(candidates, &relative);
+    let finals = in_turns(candidates, &finalists, machine.final_rounds(), &mut turn)?;
+    for (&at, tree) in finalists.iter().zip(1..) {
+        relative[at] = finals.relative(tree);
+    }
+    let plain_step_ms = finals.plain_ms();
+    let steps = candidates.iter().zip(relative).map(|((tree, _), of)| of.step_time(tree, plain_step_ms)).collect();
+    Ok(Times {
+        engine: engine.expect("plain decoding is timed"),
+        slowdown: finals.slowdown(),
+        plain_step_ms,
+        plain_extra_ms: finals.plain_extra_ms(),
+        steps,
+    })
+}
+
+/// Plain decoding and the candidates at `timed`, in several rounds.
+fn in_turns<'a, E>(
+    candidates: &'a [TreeToTime],
+    timed: &[usize],
+    rounds: usize,
+    turn: &mut impl FnMut(Option<&'a GuessTree>) -> Result<Steps, E>,
+) -> Result<Turns, E> {
+    let mut turns = Turns::default();
+    for _ in 0..rounds {
+        turns.begin_round();
+        for who in turns_of_round(timed.len()) {
+            turns.push(who, turn(who.checked_sub(1).map(|tree| &candidates[timed[tree]].0))?);
         }
     }
-    let slowdown = slowdown(&all_ms);
-    let mut undisturbed = all_ms.into_iter().map(undisturbed);
-    let (engine, plain_step_ms) = engine.zip(undisturbed.next()).expect("plain decoding is measured");
-    let of_tree = |(tree, step_ms): (&GuessTree, f64)| {
-        let (nodes, depth, dynamic) = (tree.nodes(), tree.depth(), tree.as_static().is_none());
-        StepTime { nodes, depth, step_ms, dynamic }
-    };
-    Ok(Times { engine, slowdown, plain_step_ms, steps: trees.iter().zip(undisturbed).map(of_tree).collect() })
+    Ok(turns)
+}
+
+/// The candidates with the most tokens per second.
+fn finalists(candidates: &[TreeToTime], relative: &[Relative]) -> Vec<usize> {
+    let per_second = |at: &usize| candidates[*at].1 / relative[*at].step;
+    let mut fastest_first: Vec<usize> = (0..candidates.len()).collect();
+    fastest_first.sort_by(|one, other| per_second(other).total_cmp(&per_second(one)));
+    fastest_first.truncate(FINALISTS);
+    fastest_first
 }
 
 /// Steps that fit after the context even if all guesses are right, at most [`STEPS`].
@@ -195,39 +230,26 @@ fn nonsense(context: usize, vocab_size: i64) -> Vec<i64> {
     (0..context as i64).map(|at| (1 + 7919 * at) % vocab_size).collect()
 }
 
-/// The times between the commits of one generation, in milliseconds, without the prefill and the steps that warm up. A step commits at
-/// most `depth + 1` tokens.
-fn steps_ms(
+/// The steps of one generation without the prefill: the times between the commits. A step commits at most `depth + 1` tokens.
+fn timed(
     prompt: &[i64],
     [steps, depth]: [usize; 2],
     decode: impl FnOnce(&Request, &mut OnTokens) -> Result<(), DecodeError>,
-) -> Result<Vec<f64>, DecodeError> {
+) -> Result<Steps, DecodeError> {
     let request = Request { ends_at_eos: false, ..Request::greedy(prompt, steps * (depth + 1)) };
     let mut commits = Vec::with_capacity(steps);
     decode(&request, &mut |_| {
         commits.push(Instant::now());
         if commits.len() < steps { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     })?;
-    Ok(between(&commits).split_off(warm_up(steps)))
+    let mut cold = between(&commits);
+    let warm = cold.split_off(warm_up(steps));
+    Ok(Steps { cold, warm })
 }
 
 /// The times between consecutive commits, in milliseconds.
 fn between(commits: &[Instant]) -> Vec<f64> {
     commits.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64() * 1e3).collect()
-}
-
-/// The time of a step that nothing interrupts; 0 if there are no times.
-fn undisturbed(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times.get((times.len() as f64 * UNDISTURBED) as usize).copied().unwrap_or(0.0)
-}
-
-/// Of plain decoding, whose steps come first, and of the trees; `None` without trees.
-fn slowdown(all_ms: &[Vec<f64>]) -> Option<Slowdown> {
-    let of = |ms: &Vec<f64>| ms.iter().sum::<f64>() / ms.len() as f64 / undisturbed(ms.clone());
-    let [plain, trees @ ..] = all_ms else { return None };
-    let of_trees = trees.iter().map(of).sum::<f64>() / trees.len() as f64;
-    (!trees.is_empty()).then(|| Slowdown { plain: of(plain), trees: of_trees })
 }
 
 #[cfg(test)]
@@ -236,19 +258,8 @@ mod tests {
 
     use super::*;
     use crate::draft::medusa::heads::HeadsShape;
+    use crate::formats::tree::DynamicTree;
     use crate::model::config::LlamaConfig;
-
-    #[test]
-    fn interrupted_steps_do_not_make_a_tree_slow() {
-        let times = |interrupted: usize| (0..35).map(|at| if at % 10 < interrupted { 12.0 } else { 1.2 }).collect();
-        assert_eq!(undisturbed(times(0)), 1.2);
-        assert_eq!(undisturbed(times(8)), 1.2, "eight of ten steps");
-        let one_too_short = [vec![0.1], times(0)].concat();
-        assert_eq!(undisturbed(one_too_short), 1.2, "one clock error");
-        assert_eq!(undisturbed(vec![]), 0.0);
-        let slowdown = slowdown(&[vec![1.0, 1.0], vec![2.0, 4.0], vec![3.0, 3.0]]);
-        assert_eq!(slowdown, Some(Slowdown { plain: 1.0, trees: 1.25 }));
-    }
 
     #[test]
     fn the_time_until_the_first_commit_does_not_count() {
@@ -262,15 +273,28 @@ mod tests {
             }
             Ok(())
         };
-        let steps_ms = steps_ms(&[1], [WARM_UP + 4, 2], decode).unwrap();
-        assert_eq!((heard, steps_ms.len()), (WARM_UP + 3, 3), "stopped at the fourth commit after the warm-up");
+        let Steps { cold, warm } = timed(&[1], [WARM_UP + 4, 2], decode).unwrap();
+        let found = (heard, cold.len(), warm.len());
+        assert_eq!(found, (WARM_UP + 3, WARM_UP, 3), "stopped at the fourth commit after the warm-up");
     }
 
     #[test]
-    fn plain_decoding_is_timed_more_often_than_a_tree() {
-        assert_eq!(turns_of_round(6), [0, 1, 2, 3, 4, 0, 5, 6]);
-        assert_eq!(turns_of_round(0), [0]);
-        assert_eq!(turns(6, MachineLoad::Quiet), 40);
+    fn the_finalists_have_the_most_tokens_per_second() {
+        let tree = |nodes: usize| GuessTree::Dynamic(DynamicTree { nodes, depth: 1, top_k: 10 });
+        let candidates: Vec<TreeToTime> = (1..=8).map(|nodes| (tree(nodes), nodes as f64)).collect();
+        let mut turns = Turns::default();
+        turns.begin_round();
+        for who in turns_of_round(8) {
+            let warm = vec![[1.0, 1.0, 9.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0][who]];
+            turns.push(who, Steps { cold: vec![], warm });
+        }
+        let relative: Vec<Relative> = (1..=8).map(|tree| turns.relative(tree)).collect();
+        assert_eq!(
+            finalists(&candidates, &relative),
+            [7, 6, 5, 3, 2, 0],
+            "4, 3.5, 3, 2, 1.5 and 1 against 2/9 and 5/9"
+        );
+        assert_eq!(super::turns(8, MachineLoad::Quiet), 3 * 12 + 15 * 9);
     }
 
     #[test]

@@ -5,7 +5,8 @@ use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use super::{Times, between, nonsense, undisturbed};
+use super::turns::undisturbed;
+use super::{Times, between, nonsense};
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::request::Request;
@@ -89,10 +90,15 @@ pub fn measure_rows<'a, E: From<DecodeError>>(
     }
     let engine = decoding.engine_name();
     let [plain, with_guesses @ ..] = all_ms;
-    let step =
-        |(&nodes, ms): (&usize, Vec<f64>)| StepTime { nodes, depth: 1, step_ms: undisturbed(ms), dynamic: false };
+    let step = |(&nodes, ms): (&usize, Vec<f64>)| StepTime {
+        nodes,
+        depth: 1,
+        step_ms: undisturbed(ms),
+        ..StepTime::default()
+    };
     let timed = GUESSES[1..].iter().zip(with_guesses).filter(|(_, ms)| !ms.is_empty());
-    Ok(Times { engine, slowdown: None, plain_step_ms: undisturbed(plain), steps: timed.map(step).collect() })
+    let (plain_step_ms, steps) = (undisturbed(plain), timed.map(step).collect());
+    Ok(Times { engine, slowdown: None, plain_step_ms, plain_extra_ms: 0.0, steps })
 }
 
 /// The times of this many steps after the prompt, which the loop computes once.

@@ -87,7 +87,7 @@ pub(super) fn latency(input: &[u8]) {
         let asked = LatencyConditions { backbone: Some("other".into()), ..LatencyConditions::default() };
         let _ =
             (told(path, latency.check(&asked, path)), told(path, latency.check(&LatencyConditions::default(), path)));
-        let _ = (latency.caveat(), latency.step_ms(3, 2), latency.step_ms_of(true, usize::MAX, usize::MAX));
+        let _ = (latency.caveat(), latency.step(false, 3, 2), latency.step(true, usize::MAX, usize::MAX));
         latency.save(path).expect("a folder that can be written");
         Latency::load(path).expect("latencies that were written are read");
     });

@@ -24,12 +24,11 @@ use crate::draft::medusa::heads::import::HeadsFile;
 use crate::dtype::Dtype;
 use crate::files::Claim;
 use crate::formats::calibration::Calibration;
-use crate::formats::latency::{Latency, LatencyConditions, Slowdown};
-use crate::latency::{self, MachineLoad, Sweep, Timed, Times};
+use crate::formats::latency::{Latency, LatencyConditions, StepTime};
+use crate::latency::{self, MachineLoad, Sweep, TextLength, Timed, Times};
 use crate::plural::counted;
 use crate::torch::device_name;
 use crate::tree::accept::Acceptance;
-use crate::tree::guess_tree::GuessTree;
 
 /// Default of --max-nodes: the paper's tree has 63 nodes.
 const MAX_NODES: usize = 64;
@@ -141,8 +140,7 @@ fn measure(
     let num_heads = calibration.heads.len();
     let max_nodes = args.max_nodes.map_or(MAX_NODES, Into::into);
     let best_tree = |nodes: usize, heads: usize| calibration.best_tree(nodes, heads);
-    let static_trees = latency::trees_to_time(num_heads, max_nodes, &best_tree)?;
-    let mut trees: Vec<GuessTree> = static_trees.into_iter().map(GuessTree::Static).collect();
+    let mut candidates = latency::trees_to_time(num_heads, max_nodes, &best_tree)?;
     let quiet = CommonFlags { quiet: true, ..common.clone() }; // no notice about a missing --tree
     let engine = EngineFlags { engine: args.engine, max_context: None };
     let plan = DrafterPlan::new(None, Some(heads), None)?.into_iter().collect();
@@ -150,23 +148,22 @@ fn measure(
     let heads = decoder.drafter().and_then(|drafter| drafter.heads.as_ref());
     let (heads, _) = heads.ok_or_else(|| UsageError("--latency needs --heads".into()))?;
     if decoder.backbone.device() == Device::Cpu {
-        let limits =
-            latency::dynamic_to_time(num_heads, max_nodes, &|nodes, depth| calibration.dynamic_tree(nodes, depth));
-        trees.extend(limits.into_iter().map(GuessTree::Dynamic));
+        let dynamic_of = |nodes: usize, depth: usize| calibration.dynamic_tree(nodes, depth);
+        candidates.extend(latency::dynamic_to_time(num_heads, max_nodes, &dynamic_of));
     }
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
     let on_cpu = decoder.backbone.device() == Device::Cpu;
     let machine = if on_cpu { machine_now(common) } else { MachineLoad::Quiet };
     let watch = CoreWatch::start().filter(|_| on_cpu);
-    let (turns, all) = (Cell::new(0), latency::turns(trees.len(), machine) as u64);
-    let text = |done: u64| format!("timing {}: {} %", counted(trees.len(), "tree"), 100 * done / all);
+    let (turns, all) = (Cell::new(0), latency::turns(candidates.len(), machine) as u64);
+    let text = |done: u64| format!("timing {}: {} %", counted(candidates.len(), "tree"), 100 * done / all);
     let progress = Progress::new(all, 0, text(0), common);
     let request = Request::greedy(&[], 1);
     let acceptance = Acceptance::Greedy;
     let times = latency::measure(
         (&decoder.backbone, heads),
-        &trees,
+        &candidates,
         (context, machine),
         &|drafter| {
             let ready = |(drafter, tree)| Drafts { drafter: ReadyDrafter::Heads(drafter, tree), acceptance };
@@ -179,8 +176,8 @@ fn measure(
         },
     )?;
     drop(progress);
-    let by_sequences = sequences::measure(args, (&decoder, heads), &trees, context, common)?;
-    let Times { engine, slowdown, plain_step_ms, steps } = times;
+    let by_sequences = sequences::measure(args, (&decoder, heads), &candidates, context, common)?;
+    let Times { engine, slowdown, plain_step_ms, plain_extra_ms, steps } = times;
     Ok(Latency {
         device: device_name(decoder.backbone.device()),
         engine: engine.to_owned(),
@@ -195,6 +192,7 @@ fn measure(
         busy_cores: watch.and_then(|watch| watch.others()).filter(disturbs_threads),
         slowdown,
         plain_step_ms,
+        plain_extra_ms,
         steps,
         by_sequences,
     })
@@ -208,15 +206,16 @@ pub(super) fn choose(
     common: &CommonFlags,
 ) -> anyhow::Result<Timed> {
     let max_nodes = args.max_nodes.map_or(usize::MAX, Into::into);
-    let mut sweep = latency::sweep(latency, calibration.heads.len(), max_nodes, &|nodes, heads| {
+    let length = TextLength::calibrated(calibration);
+    let mut sweep = latency::sweep((latency, length), calibration.heads.len(), max_nodes, &|nodes, heads| {
         calibration.cross_validated_tree(nodes, heads)
     })?;
     let dynamic_of = |nodes: usize, depth: usize| calibration.dynamic_tree(nodes, depth);
     let fastest_static = sweep.trees[sweep.fastest].clone();
-    sweep.trees.extend(latency::dynamic_sweep(latency, calibration.heads.len(), max_nodes, &dynamic_of));
+    sweep.trees.extend(latency::dynamic_sweep((latency, length), calibration.heads.len(), max_nodes, &dynamic_of));
     let faster = |at: usize, than: usize| sweep.trees[at].tokens_per_second() > sweep.trees[than].tokens_per_second();
     sweep.fastest = (0..sweep.trees.len()).fold(sweep.fastest, |best, at| if faster(at, best) { at } else { best });
-    common.say(table(&sweep, latency));
+    common.say(table(&sweep, latency, length));
     let chosen = sweep.trees.swap_remove(sweep.fastest);
     if chosen.tree.as_static().is_none() {
         let gain = chosen.tokens_per_second() / fastest_static.tokens_per_second();
@@ -224,8 +223,8 @@ pub(super) fn choose(
             "trees chosen at each step are expected to be {gain:.2} times as fast as the best static tree"
         ));
     }
-    let (tokens_per_second, plain) = (chosen.tokens_per_second(), 1e3 / latency.plain_step_ms);
-    common.say(in_words(tokens_per_second, tokens_per_second / plain, latency.slowdown.unwrap_or_default()));
+    let (tokens_per_second, plain) = (chosen.tokens_per_second(), length.plain_per_second(latency));
+    common.say(in_words(&chosen, latency));
     if tokens_per_second <= plain {
         common.say(format_args!(
             "plain decoding is expected to be faster than any tree: {plain:.1} tokens/s against {tokens_per_second:.1}"
@@ -234,30 +233,31 @@ pub(super) fn choose(
     Ok(chosen)
 }
 
-/// What to expect of the chosen tree on a machine as busy as during the timing, which is what `bench` measures, and where nothing interrupts.
-fn in_words(undisturbed: f64, speedup: f64, slowdown: Slowdown) -> String {
-    let as_busy = undisturbed / slowdown.trees;
-    let speedup_as_busy = speedup * slowdown.plain / slowdown.trees;
-    format!(
-        "expected: {as_busy:.0} tokens/s, {speedup_as_busy:.2} times plain decoding; {undisturbed:.0} tokens/s and {speedup:.2} times \
-         if no other program interrupts"
-    )
+/// What to expect of the chosen tree: tokens/s by mean step times, as `bench` reports them, and the speedup by the steps that nothing interrupted,
+/// since `bench` takes turns so that interruptions slow plain decoding and the tree alike.
+fn in_words(chosen: &Timed, latency: &Latency) -> String {
+    let per_second = chosen.tokens_per_second();
+    let [low, high] = chosen.range_per_second();
+    let plain = chosen.length.plain_per_second(latency);
+    let [low, speedup, high] = [low, per_second, high].map(|per_second| per_second / plain);
+    let as_busy = per_second / latency.slowdown.unwrap_or_default().trees;
+    format!("expected: {as_busy:.0} tokens/s, {speedup:.2} times plain decoding ({low:.2} to {high:.2})")
 }
 
 /// One line per size, with the fastest marked.
-fn table(sweep: &Sweep, latency: &Latency) -> String {
-    let plain = latency.plain_step_ms;
+fn table(sweep: &Sweep, latency: &Latency, length: TextLength) -> String {
+    let (plain_ms, plain) = (latency.plain_step_ms, length.plain_per_second(latency));
     let mut text = String::from("nodes   depth   tokens/step   step ms   tokens/s   speedup   tree\n");
-    let _ = write!(text, "plain {:>7} {:>13.3} {plain:>9.3} {:>10.1} {:>9.2}", "-", 1.0, 1e3 / plain, 1.0); // writing to a String cannot fail
+    let _ = write!(text, "plain {:>7} {:>13.3} {plain_ms:>9.3} {plain:>10.1} {:>9.2}", "-", 1.0, 1.0); // writing to a String cannot fail
     for (at, timed) in sweep.trees.iter().enumerate() {
-        let Timed { tree, tokens_per_step, step_ms, .. } = timed;
+        let Timed { tree, tokens_per_step, step: StepTime { step_ms, .. }, .. } = timed;
         let _ = write!(
             text,
             "\n{:>5} {:>7} {tokens_per_step:>13.3} {step_ms:>9.3} {:>10.1} {:>9.2}   {}{}",
             tree.nodes(),
             tree.depth(),
             timed.tokens_per_second(),
-            timed.tokens_per_second() * plain / 1e3,
+            timed.tokens_per_second() / plain,
             if tree.as_static().is_some() { "static" } else { "dynamic" },
             if at == sweep.fastest { "  <- fastest" } else { "" },
         ); // as above

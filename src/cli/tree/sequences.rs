@@ -11,7 +11,7 @@ use crate::draft::medusa::heads::Heads;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, StepsOfSequences};
 use crate::formats::tree::TreeOfSequences;
-use crate::latency::{self, LatencyError, Timed};
+use crate::latency::{self, LatencyError, TextLength, Timed, TreeToTime};
 use crate::plural::counted;
 use crate::tree::guess_tree::GuessTree;
 
@@ -43,13 +43,13 @@ pub(super) fn check_engine(args: &TreeArgs) -> Result<(), UsageError> {
 pub(super) fn measure(
     args: &TreeArgs,
     (decoder, heads): (&Decoder, &Heads),
-    trees: &[GuessTree],
+    candidates: &[TreeToTime],
     context: usize,
     common: &CommonFlags,
 ) -> anyhow::Result<Vec<StepsOfSequences>> {
     let engine = EngineFlags { engine: args.engine, max_context: None };
     let of_size = |tree: &&GuessTree| tree.as_static().is_some() && tree.nodes().is_power_of_two();
-    let trees: Vec<GuessTree> = trees.iter().filter(of_size).cloned().collect();
+    let trees: Vec<GuessTree> = candidates.iter().map(|(tree, _)| tree).filter(of_size).cloned().collect();
     let of_texts = |texts: usize| {
         common.say(format_args!("timing steps of {} at a time", counted(texts, "text")));
         latency::measure_batch((&decoder.backbone, heads), &trees, [context, texts], &|| engine.for_batches(decoder))
@@ -79,7 +79,7 @@ fn choose_one(
     let best_tree = |nodes: usize, heads: usize| calibration.cross_validated_tree(nodes, heads);
     let texts = of.sequences as f64;
     let plain = 1e3 * texts / of.plain_step_ms;
-    let fastest = match latency::sweep(&times, calibration.heads.len(), max_nodes, &best_tree) {
+    let fastest = match latency::sweep((&times, TextLength::Long), calibration.heads.len(), max_nodes, &best_tree) {
         Err(LatencyError::NothingTimed) => None,
         sweep => Some(sweep?).map(|mut sweep| sweep.trees.swap_remove(sweep.fastest)),
     };

@@ -1,0 +1,207 @@
+//! The step times of turns that plain decoding and trees took, and what they say of each tree. No tensors here.
+
+use crate::formats::latency::{Slowdown, StepTime};
+use crate::tree::guess_tree::GuessTree;
+
+/// The share of a tree's steps that may be faster than its time. Other programs interrupt the longest steps most often: a median would
+/// make these several times too long.
+const UNDISTURBED: f64 = 0.1;
+/// Nine of ten rounds are within a tree's range.
+const RANGE: [f64; 2] = [0.05, 0.95];
+/// Trees that are timed between two turns of plain decoding.
+const TREES_PER_PLAIN: usize = 2;
+
+/// What a round times, in order: 0 is plain decoding, n the n-th tree. Plain decoding comes again before every few trees, since each tree's time
+/// is relative to it.
+pub(super) fn turns_of_round(trees: usize) -> Vec<usize> {
+    let all: Vec<usize> = (1..=trees).collect();
+    let with_plain: Vec<usize> = all.chunks(TREES_PER_PLAIN).flat_map(|trees| [&[0], trees].concat()).collect();
+    if trees == 0 { vec![0] } else { with_plain }
+}
+
+/// The steps of one turn, in milliseconds.
+#[derive(Debug, Default)]
+pub(super) struct Steps {
+    /// The first ones after the prompt.
+    pub(super) cold: Vec<f64>,
+    /// The others.
+    pub(super) warm: Vec<f64>,
+}
+
+impl Steps {
+    fn median_ms(&self) -> f64 {
+        quantile(self.warm.clone(), 0.5)
+    }
+
+    /// How much longer the cold steps take, together.
+    fn extra_ms(&self) -> f64 {
+        self.cold.iter().sum::<f64>() - self.cold.len() as f64 * self.median_ms()
+    }
+}
+
+/// Who took a turn, as in [`turns_of_round`], and its steps.
+type Turn = (usize, Steps);
+
+/// The turns of all rounds, in order.
+#[derive(Debug, Default)]
+pub(super) struct Turns {
+    rounds: Vec<Vec<Turn>>,
+}
+
+/// Step times of a tree ÷ those of plain decoding.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Relative {
+    /// The median over the rounds.
+    pub(super) step: f64,
+    /// Of nine of ten rounds.
+    range: [f64; 2],
+    /// What the steps that begin a text take longer, together: the median over the rounds.
+    extra: f64,
+}
+
+impl Relative {
+    pub(super) fn step_time(self, tree: &GuessTree, plain_ms: f64) -> StepTime {
+        let (nodes, depth, dynamic) = (tree.nodes(), tree.depth(), tree.as_static().is_none());
+        let range = Some(self.range.map(|end| end * plain_ms));
+        StepTime {
+            nodes,
+            depth,
+            step_ms: self.step * plain_ms,
+            step_ms_range: range,
+            extra_ms: self.extra * plain_ms,
+            dynamic,
+        }
+    }
+}
+
+impl Turns {
+    pub(super) fn begin_round(&mut self) {
+        self.rounds.push(vec![]);
+    }
+
+    pub(super) fn push(&mut self, who: usize, steps: Steps) {
+        self.rounds.last_mut().expect("a round has begun").push((who, steps));
+    }
+
+    fn steps_of(&self, who: usize) -> impl Iterator<Item = f64> {
+        let of_who = self.rounds.iter().flatten().filter(move |(other, _)| *other == who);
+        of_who.flat_map(|(_, steps)| steps.warm.iter().copied())
+    }
+
+    /// A plain step that nothing interrupts.
+    pub(super) fn plain_ms(&self) -> f64 {
+        undisturbed(self.steps_of(0).collect())
+    }
+
+    /// What the plain steps that begin a text take longer, together.
+    pub(super) fn plain_extra_ms(&self) -> f64 {
+        let of_turn = |(_, steps): &Turn| steps.extra_ms() / steps.median_ms();
+        let of_turns = self.rounds.iter().flatten().filter(|turn| turn.0 == 0).map(of_turn);
+        quantile(of_turns.collect(), 0.5).max(0.0) * self.plain_ms()
+    }
+
+    /// The n-th tree's steps, counted from 1. Each turn is divided by the turns of plain decoding next to it, since a machine's speed changes
+    /// within seconds.
+    pub(super) fn relative(&self, tree: usize) -> Relative {
+        let with_plain: Vec<(&Steps, f64)> =
+            self.rounds.iter().filter_map(|round| next_to_plain(round, tree)).collect();
+        let of_rounds = |of: fn(&Steps) -> f64| -> Vec<f64> {
+            with_plain.iter().map(|(steps, plain_ms)| of(steps) / plain_ms).collect()
+        };
+        let steps = of_rounds(Steps::median_ms);
+        Relative {
+            step: quantile(steps.clone(), 0.5),
+            range: RANGE.map(|share| quantile(steps.clone(), share)),
+            extra: quantile(of_rounds(Steps::extra_ms), 0.5).max(0.0),
+        }
+    }
+
+    /// Of plain decoding and of the trees, each relative to its step time; `None` without trees.
+    pub(super) fn slowdown(&self) -> Option<Slowdown> {
+        let trees = self.rounds.iter().flatten().map(|(who, _)| *who).max().filter(|&trees| trees > 0)?;
+        let plain_ms = self.plain_ms();
+        let of_tree = |tree: usize| mean(self.steps_of(tree)) / (self.relative(tree).step * plain_ms);
+        Some(Slowdown { plain: mean(self.steps_of(0)) / plain_ms, trees: mean((1..=trees).map(of_tree)) })
+    }
+}
+
+/// A tree's turn in a round, and the median step of plain decoding before and after it.
+fn next_to_plain(round: &[Turn], tree: usize) -> Option<(&Steps, f64)> {
+    let at = round.iter().position(|(who, _)| *who == tree)?;
+    let (before, after) = round.split_at(at);
+    let is_plain = |turn: &&Turn| turn.0 == 0;
+    let next_to_it = before.iter().rfind(is_plain).into_iter().chain(after.iter().find(is_plain));
+    Some((&after[0].1, quantile(next_to_it.flat_map(|(_, steps)| steps.warm.clone()).collect(), 0.5)))
+}
+
+/// The time of a step that nothing interrupts; 0 if there are no times.
+pub(super) fn undisturbed(times: Vec<f64>) -> f64 {
+    quantile(times, UNDISTURBED)
+}
+
+/// The number that this share of the others is below; 0 of none.
+fn quantile(mut numbers: Vec<f64>, share: f64) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    numbers.get((numbers.len() as f64 * share) as usize).copied().unwrap_or(0.0)
+}
+
+fn mean(numbers: impl Iterator<Item = f64>) -> f64 {
+    let (sum, count) = numbers.fold((0.0, 0.0), |(sum, count), number| (sum + number, count + 1.0));
+    sum / count
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_decoding_is_timed_more_often_than_a_tree() {
+        assert_eq!(turns_of_round(5), [0, 1, 2, 0, 3, 4, 0, 5]);
+        assert_eq!(turns_of_round(0), [0]);
+    }
+
+    #[test]
+    fn interrupted_steps_do_not_make_plain_decoding_slow() {
+        let times = |interrupted: usize| (0..35).map(|at| if at % 10 < interrupted { 12.0 } else { 1.2 }).collect();
+        assert_eq!(undisturbed(times(0)), 1.2);
+        assert_eq!(undisturbed(times(8)), 1.2, "eight of ten steps");
+        let one_too_short = [vec![0.1], times(0)].concat();
+        assert_eq!(undisturbed(one_too_short), 1.2, "one clock error");
+        assert_eq!(undisturbed(vec![]), 0.0);
+    }
+
+    #[test]
+    fn a_machine_that_slows_down_and_recovers_changes_no_ratio() {
+        let mut turns = Turns::default();
+        for slow in [1.0, 1.5, 1.0, 3.0, 2.0] {
+            turns.begin_round();
+            let trees = [2.0, 2.5, 4.0];
+            for (at, who) in turns_of_round(3).into_iter().enumerate() {
+                let ms = if who == 0 { 1.0 } else { trees[who - 1] };
+                let of_step = |step: usize| ms * slow * if step == 3 && at == 1 { 9.0 } else { 1.0 }; // one is interrupted
+                let cold = if who == 0 { vec![1.5 * slow; 4] } else { vec![3.0 * slow, 2.5 * slow] };
+                turns.push(who, Steps { cold, warm: (0..8).map(of_step).collect() });
+            }
+        }
+        let steps: Vec<f64> = (1..=3).map(|tree| turns.relative(tree).step).collect();
+        assert_eq!((turns.plain_ms(), steps), (1.0, vec![2.0, 2.5, 4.0]));
+        assert_eq!(turns.relative(1), Relative { step: 2.0, range: [2.0, 2.0], extra: 1.5 }, "in each round");
+        assert_eq!((turns.plain_extra_ms(), turns.relative(3).extra), (2.0, 0.0), "cold steps are never faster");
+        let Slowdown { plain, trees } = turns.slowdown().unwrap();
+        assert!((plain - 1.7).abs() < 1e-9, "{plain}");
+        assert!((trees - 1.7 * (2.0 + 1.0 + 1.0) / 3.0).abs() < 1e-9, "the interrupted steps count: {trees}");
+    }
+
+    #[test]
+    fn the_range_has_what_the_rounds_differed_by() {
+        let warm = |ms: f64| Steps { cold: vec![], warm: vec![ms; 4] };
+        let mut turns = Turns::default();
+        for ms in [3.0, 2.0, 2.5, 2.25, 8.0] {
+            turns.begin_round();
+            turns.push(0, warm(1.0));
+            turns.push(1, warm(ms));
+        }
+        assert_eq!(turns.relative(1), Relative { step: 2.5, range: [2.0, 8.0], extra: 0.0 });
+        assert_eq!(Turns::default().slowdown(), None);
+    }
+}
