@@ -293,6 +293,26 @@ fn a_damaged_download_is_thrown_away_with_words() {
 }
 
 #[test]
+fn a_damaged_beginning_of_an_earlier_download_is_replaced() {
+    let world = World::with_tiny();
+    let config = fs::read(Path::new(TINY).join("config.json")).expect("a config");
+    let [first, ..] = shards();
+    let left = |hash: &str| format!("hub/models--org--tiny/blobs/{hash}.incomplete");
+    world.write(&left(&git_hash(&config)), b"{\"model_type\": \"other\"");
+    world.write(&left(&sha256(&first)), &vec![7; first.len()]);
+    let from_hub = world.generate("org/tiny", &[]).succeeded();
+    assert_eq!(answer(&from_hub), answer(&world.generate(TINY, &[])));
+    assert!(!names(&world.repo_folder().join("blobs")).iter().any(|name| name.ends_with(".incomplete")));
+}
+
+#[test]
+fn a_list_that_names_a_file_twice_is_refused() {
+    let world = World::with_tiny();
+    world.server.state().pages = Pages::Twice;
+    world.refused("org/tiny", &[], &["listing the files of org/tiny", "README.md twice"]);
+}
+
+#[test]
 fn every_refusal_says_what_to_do() {
     let world = World::with_tiny();
     let wrong = [("HF_TOKEN", "hf_SomeOther")];

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import pathlib
 import resource
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import time
 
 from . import contents, disk, programs
+from .hub import SPOILS
 from .shim import CHANGING, numbered
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -33,6 +35,11 @@ class Attack:
 
     def __init__(self, world, shim, job):
         self.world, self.shim, self.job = world, shim, job
+
+    @staticmethod
+    def fits(job):
+        """Whether this job can be attacked so."""
+        return True
 
     def run(self, number, random):
         raise NotImplementedError
@@ -103,6 +110,10 @@ class Power(Attack):
     """Takes the power away at any call of a run, with one of the losses of `disk.LOSSES`, and goes on from what the disk then holds."""
 
     name = "power"
+
+    @staticmethod
+    def fits(job):
+        return job.is_on_disk
 
     def run(self, number, random):
         self.job.begin()
@@ -180,6 +191,10 @@ class Vanish(Attack):
     """Removes or renames a folder or file of the run while it goes on."""
 
     name = "vanish"
+
+    @staticmethod
+    def fits(job):
+        return bool(job.vanishing) and job.name not in ("tree", "latency")
 
     def run(self, number, random):
         self.job.begin()
@@ -325,6 +340,10 @@ class Disks(Attack):
 
     name = "disk"
 
+    @staticmethod
+    def fits(job):
+        return can_mount()
+
     def run(self, number, random):
         self.job.world.empty_disk()
         if random.random() < 0.7:
@@ -374,4 +393,69 @@ class Disks(Attack):
             self.job.begin()
 
 
-ATTACKS = {each.name: each for each in (Kill, Power, Fault, Disks, Vanish, Twice, Memory, FileSize, Signals)}
+class Hostile(Attack):
+    """A Hub that spoils its answers from one of the first on, each in one way; then an honest one."""
+
+    name = "hub"
+    FIRST = 8
+
+    @staticmethod
+    def fits(job):
+        return job.hub is not None
+
+    def run(self, number, random):
+        self.job.begin()
+        spoil, first = list(SPOILS)[number % len(SPOILS)], number // len(SPOILS) % self.FIRST
+        self.job.hub.be_hostile(spoil, first)
+        try:
+            ended = self.world.run(self.job.command)
+        finally:
+            self.job.hub.be_honest()
+        outcome = self.judge(ended, f"answers from {first} on: {spoil}")
+        outside = [*self.world.folder.rglob("*evil*"), *self.world.folder.parent.glob("evil*"), *pathlib.Path("/tmp").glob("evil*")]
+        outcome.problems += [f"{path} was written" for path in outside]
+        return outcome
+
+
+class Pipes(Attack):
+    """An input is a named pipe that nobody writes to: one after another."""
+
+    name = "pipe"
+
+    def __init__(self, world, shim, job):
+        super().__init__(world, shim, job)
+        opened = sorted({call.path for call in job.calls if call.shim_kind == "open" and not call.path.startswith(("disk/", "home/"))})
+        self.inputs = [path for path in opened if (world.folder / path).is_file()]
+        self.limit = len(self.inputs)
+
+    def run(self, number, random):
+        self.job.begin()
+        path = self.world.folder / self.inputs[number]
+        kept = path.with_name(f".{path.name}.kept")
+        path.rename(kept)
+        os.mkfifo(path)
+        try:
+            ended = self.world.run(self.job.command)
+        finally:
+            kept.replace(path)
+        return self.judge(ended, f"{self.inputs[number]} is a named pipe")
+
+
+class Clock(Attack):
+    """The time of day jumps by years while the program runs, and before it goes on."""
+
+    name = "clock"
+
+    def run(self, number, random):
+        self.job.begin()
+        jumps = self.shim.environment(self.world.folder, clock_jumps=True)
+        if random.random() < 0.5:
+            return self.judge(self.world.run(self.job.command, jumps), "the clock jumps")
+        running = self.world.start(self.job.command, jumps)
+        moment = random.uniform(0.0, self.job.seconds)
+        time.sleep(moment)
+        running.send(signal.SIGKILL)
+        return self.judge(running.ended(), f"the clock jumps; SIGKILL after {moment:.2f} s", sent=(signal.SIGKILL,))
+
+
+ATTACKS = {each.name: each for each in (Kill, Power, Fault, Disks, Vanish, Twice, Memory, FileSize, Signals, Hostile, Pipes, Clock)}

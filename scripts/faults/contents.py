@@ -12,7 +12,7 @@ EVENTS = "tensorboard/events"
 
 def is_partial(name):
     """Whether a path is a leftover of an interrupted write."""
-    return any(part.startswith(".") and part.endswith(".partial") for part in name.split("/"))
+    return name.endswith(".incomplete") or any(part.startswith(".") and part.endswith(".partial") for part in name.split("/"))
 
 
 def of_folder(folder):

@@ -6,7 +6,8 @@ import re
 import shutil
 
 from . import contents
-from .world import KEPT, LAST
+from .hub import Hub
+from .world import KEPT, LAST, TINY
 
 # Files that are written in place: they may be cut off at any time, and are checked once the run is whole.
 GROWING = ("run/metrics.jsonl", "run/tensorboard/", "out/journal.jsonl", "states/", "cache/")
@@ -18,6 +19,8 @@ class Job:
 
     has_resume = False
     vanishing = ()
+    hub = None
+    is_on_disk = True
 
     def __init__(self, world, name, command):
         self.world, self.name, self.command = world, name, [str(word) for word in command]
@@ -60,8 +63,7 @@ class Job:
     def damaged(self):
         """Files under their final names that are not whole, in words."""
         allowed = self.whole_files()
-        found = contents.of_folder(self.world.disk)
-        seen = [(name, content) for name, content in found.items() if not contents.is_partial(name) and not name.startswith(GROWING)]
+        seen = [(name, content) for name, content in self.found().items() if not contents.is_partial(name) and not name.startswith(GROWING)]
         return [f"{name} is {'damaged' if name in allowed else 'unknown'}" for name, content in seen if content not in allowed.get(name, ())]
 
     def lost(self, ended):
@@ -277,12 +279,62 @@ class Measured(Job):
         return [f"{name} is damaged" for name, content in found.items() if content != self.golden[name]]
 
 
+class Download(Job):
+    """A backbone comes from a Hub into the cache that all programs share."""
+
+    vanishing = ("hub", "hub/hub", "cache")
+
+    def __init__(self, world, name, command, hub):
+        super().__init__(world, name, command)
+        self.hub = hub
+
+    def found(self):
+        """Without the locks, which stay as in Python's cache."""
+        return {name: content for name, content in super().found().items() if "/.locks/" not in name}
+
+
+class Push(Download):
+    """A folder goes to a Hub: what counts is what is there then."""
+
+    vanishing = ()
+    is_on_disk = False
+
+    def begin(self):
+        super().begin()
+        self.hub.repos.pop("org/heads", None)
+        self.hub.objects = {digest: data for digest, data in self.hub.objects.items() if digest in self.hub.kept}
+
+    def found(self):
+        files = self.hub.repos.get("org/heads", {})
+        return super().found() | {f"org/heads/{path}": hashlib.sha256(data).hexdigest() for path, data in files.items()}
+
+    def damaged(self):
+        found = {path: content for path, content in self.found().items() if path.startswith("org/heads/")}
+        return super().damaged() + [f"{path} is damaged" for path, content in found.items() if self.golden.get(path) != content]
+
+    def told_otherwise(self, ended):
+        """A second push of the same files makes no commit, and says so."""
+        return []
+
+
+def hub_of_the_campaign(world):
+    """A Hub with the tiny backbone, which the programs ask from now on."""
+    hub = Hub()
+    names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+    hub.add("org/tiny", {name: (TINY / "backbone" / name).read_bytes() for name in names})
+    hub.kept = set(hub.objects)
+    world.environment |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(world.disk / "hub"), "HF_TOKEN": "hf_campaign"}
+    return hub
+
+
 def all_jobs(world, endpoint):
     """Every job by its name; the programs write what some of them need first."""
     medusa, with_heads = world.medusa, ["--backbone", "backbone", "--heads", "made/heads"]
     distill = [medusa, "distill", "--out", "disk/out", "--max-new-tokens", "2", "--json", "--quiet"]
     local, asked = [*distill, "--prompts", "ids.jsonl"], [*distill, "--prompts", "prompts.jsonl"]
     calibrate = [medusa, "calibrate", *with_heads, "--data", "validation.jsonl"]
+    generate = [medusa, "generate", "--backbone", "org/tiny", "--prompt", "The", "--max-new-tokens", "2", "--dtype", "float32", "--quiet"]
+    hub = hub_of_the_campaign(world)
     jobs = [
         Training(world, "medusa1", "medusa1"),
         Training(world, "medusa2", "medusa2"),
@@ -296,6 +348,8 @@ def all_jobs(world, endpoint):
         OneFile(world, "calibrate", [*calibrate, "--out", "disk/calibration.json"]),
         OneFile(world, "data", [medusa, "data", "train.jsonl", "--backbone", "backbone", "--json"]),
         OneFile(world, "tree", [medusa, "tree", "--calibration", "made/calibration.json", "--nodes", "5", "--out", "disk/tree.json"]),
+        Download(world, "download", generate, hub),
+        Push(world, "push", [medusa, "push", "made/heads", "--repo", "org/heads", "--quiet"], hub),
         Measured(
             world,
             "latency",

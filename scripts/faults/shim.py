@@ -38,7 +38,7 @@ class Shim:
         command = [compiler, "-O1", "-Wall", "-Werror", "-fPIC", "-shared", "-o", self.library, source, "-ldl", "-lpthread"]
         subprocess.run(command, check=True)
 
-    def environment(self, root, *, call=None, does=None, records=False, keeps_data=False):
+    def environment(self, root, *, call=None, does=None, records=False, keeps_data=False, clock_jumps=False):
         """Variables for a program. `call`: (kind, number, path) of the call that `does` something else; see shim.c."""
         self.state.write_bytes(bytes(8))
         self.log.unlink(missing_ok=True)
@@ -47,6 +47,8 @@ class Shim:
             variables["FAULTS_LOG"] = self.log
         if keeps_data:
             variables["FAULTS_DATA"] = "1"
+        if clock_jumps:
+            variables["FAULTS_CLOCK"] = "1"
         if call:
             variables["FAULTS_CALL"] = "{} {} {}".format(*call)
             variables["FAULTS_DO"] = does

@@ -105,14 +105,20 @@ impl Hub<'_> {
         }
         let partial = blob.with_file_name(format!("{hash}.incomplete"));
         let mut transfer = FileTransfer { hub: self, from, file, out: append(&partial)?, partial: &partial, stop };
-        transfer.fill()?;
-        if stop.load(Ordering::Relaxed) {
+        let goes_on = transfer.have()? > 0;
+        let mut whole = transfer.whole();
+        if goes_on && matches!(whole, Err(HubError::Damaged { .. })) {
+            transfer.clear()?; // what an earlier download left was damaged
+            whole = transfer.whole();
+        }
+        let is_whole = whole.inspect_err(|error| {
+            if matches!(error, HubError::Damaged { .. }) {
+                let _ = fs::remove_file(&partial); // the damage is the error to report
+            }
+        })?;
+        if !is_whole {
             return Ok(()); // another file failed and reports the error
         }
-        transfer.out.sync_all().map_err(HubError::io("write", &partial))?;
-        check(file, &partial).inspect_err(|_| {
-            let _ = fs::remove_file(&partial); // the mismatch is the error to report
-        })?;
         fs::rename(&partial, &blob).map_err(HubError::io("write", &blob))?;
         files::sync_folder(blob.parent().expect("blobs/")).map_err(HubError::io("write", &blob))
     }
@@ -142,6 +148,16 @@ impl FileTransfer<'_> {
 
     fn clear(&self) -> Result<(), HubError> {
         self.out.set_len(0).map_err(HubError::io("write", self.partial))
+    }
+
+    /// Downloads what is missing and compares it with the Hub's hash; `false` if another file failed meanwhile.
+    fn whole(&mut self) -> Result<bool, HubError> {
+        self.fill()?;
+        if self.stop.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        self.out.sync_all().map_err(HubError::io("write", self.partial))?;
+        check(self.file, self.partial).map(|()| true)
     }
 
     /// Appends the missing bytes. Reconnects as often as needed, as long as each connection brings something.

@@ -54,7 +54,7 @@ pub(super) fn head(client: &Client<'_>, repo: &Repo, revision: &str, doing: &str
     if is_commit(&head.commit) { Ok(head) } else { Err(client.bad_answer(doing, "a commit that is no hash")) }
 }
 
-/// All files of a commit, sorted by path. Fails if any name points outside its folder.
+/// All files of a commit, sorted by path. Fails if a name points outside its folder or is there twice.
 pub(super) fn tree(client: &Client<'_>, repo: &Repo, commit: &str) -> Result<Vec<Entry>, HubError> {
     let doing = format!("listing the files of {repo}");
     let about = About { repo, revision: commit, file: None, doing: &doing };
@@ -80,7 +80,10 @@ pub(super) fn tree(client: &Client<'_>, repo: &Repo, commit: &str) -> Result<Vec
         }
     }
     entries.sort_by(|a, b| a.path.cmp(&b.path));
-    Ok(entries)
+    match entries.windows(2).find(|pair| pair[0].path == pair[1].path) {
+        Some(pair) => Err(client.bad_answer(&doing, format!("{} twice", pair[0].path))),
+        None => Ok(entries),
+    }
 }
 
 fn entry(repo: &Repo, listed: ListedFile, bad: &dyn Fn(String) -> HubError) -> Result<Entry, HubError> {

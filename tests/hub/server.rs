@@ -83,6 +83,8 @@ pub(crate) enum Pages {
     Whole,
     /// Each page names itself as the next one.
     Repeated,
+    /// The first file of each page is there twice.
+    Twice,
     /// An empty page follows the last one, and so on.
     Endless,
 }
@@ -449,7 +451,10 @@ fn page(tree: &Tree, request: &Request, (elsewhere, pages): (Option<&str>, Pages
         }
         entry
     };
-    let entries: Vec<Value> = tree.iter().skip(from).take(PAGE).map(entry).collect();
+    let mut entries: Vec<Value> = tree.iter().skip(from).take(PAGE).map(entry).collect();
+    if pages == Pages::Twice {
+        entries.extend(entries.first().cloned());
+    }
     let mut answer = json_answer(&json!(entries));
     if from + PAGE < tree.len() || pages == Pages::Endless {
         let host = &request.headers["host"];
