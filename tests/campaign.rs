@@ -21,7 +21,7 @@ fn campaign(folder: &Path, arguments: &[&str]) -> (Option<i32>, String) {
 #[test]
 fn a_few_cases_of_the_campaign_lose_nothing() {
     let dir = tempfile::tempdir().expect("a folder");
-    let targets = ["kill:medusa1", "power:medusa1", "fault:medusa1", "kill:data", "power:data"];
+    let targets = ["kill:medusa1", "power:medusa1", "fault:medusa1", "kill:data", "power:data", "hub:download"];
     let only: Vec<&str> = targets.iter().flat_map(|target| ["--only", target]).collect();
     let (status, said) = campaign(dir.path(), &[&["--cases", "2", "--first", "300"], &only[..]].concat());
     assert_eq!(status, Some(0), "{said}");

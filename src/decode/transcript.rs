@@ -193,3 +193,26 @@ impl Transcript {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_that_commits_only_the_end_counts_as_one() {
+        let config = LlamaConfig { eos_token_ids: vec![2], ..LlamaConfig::tiny() };
+        let finished = |commit: fn(&mut Transcript)| {
+            let mut text = Transcript::new(&Request::greedy(&[1], 8), &config);
+            text.begin(5);
+            commit(&mut text);
+            let Generation { new_ids, accept_lengths, end, end_steps, .. } = text.finish().unwrap();
+            (new_ids, accept_lengths, end, end_steps)
+        };
+        let alone = finished(|text| text.go_on(&[], 2, 0));
+        assert_eq!(alone, (vec![5], vec![1], vec![2], 1), "the root of a step");
+        let guessed = finished(|text| text.go_on(&[7, 2], 9, 3));
+        assert_eq!(guessed, (vec![5, 7], vec![2], vec![2], 0), "a guess of the step before");
+        let later = finished(|text| text.go_on(&[7], 2, 3));
+        assert_eq!(later, (vec![5, 7], vec![2], vec![2], 1));
+    }
+}

@@ -46,9 +46,6 @@ pub struct Latency {
     pub slowdown: Option<Slowdown>,
     /// Milliseconds per step of plain decoding: one token.
     pub plain_step_ms: f64,
-    /// As [`StepTime::extra_ms`], of plain decoding.
-    #[serde(default)]
-    pub plain_extra_ms: f64,
     /// Steps with a tree.
     pub steps: Vec<StepTime>,
     /// Steps of several texts at a time; absent in files of earlier versions.
@@ -94,15 +91,11 @@ pub struct StepTime {
     pub nodes: usize,
     /// Levels below the root, which is the number of heads that the tree uses.
     pub depth: usize,
-    /// In milliseconds, where nothing interrupted it.
+    /// In milliseconds, relative to plain steps that nothing interrupted.
     pub step_ms: f64,
-    /// Nine of ten rounds were within it; absent in files of earlier versions.
+    /// As `step_ms`, in nine of ten rounds; absent in files of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step_ms_range: Option<[f64; 2]>,
-    /// What the steps that begin a text take longer than later ones, together, in milliseconds: the prompt leaves the caches cold. 0 in files of
-    /// earlier versions.
-    #[serde(default)]
-    pub extra_ms: f64,
     /// Whether the tree is chosen at each step.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub dynamic: bool,
@@ -167,11 +160,8 @@ impl Latency {
 
     /// The first number that does not fit the others, what would, and what it is.
     fn misfit(&self) -> Option<(&'static str, String, String)> {
-        let extra =
-            self.steps.iter().map(|step| ("extra_ms", step.extra_ms)).chain([("plain_extra_ms", self.plain_extra_ms)]);
-        let mut from_zero = extra.chain(self.busy_cores.map(|busy| ("busy_cores", busy)));
-        if let Some((key, number)) = from_zero.find(|(_, number)| !(number.is_finite() && *number >= 0.0)) {
-            return Some((key, "a number of at least 0".to_owned(), number.to_string()));
+        if let Some(busy) = self.busy_cores.filter(|busy| !(busy.is_finite() && *busy >= 0.0)) {
+            return Some(("busy_cores", "a number of at least 0".to_owned(), busy.to_string()));
         }
         let several = self.by_sequences.iter().map(|of| &of.steps);
         for steps in [&self.steps].into_iter().chain(several) {
@@ -257,8 +247,8 @@ impl Latency {
         let between = |of: fn(&StepTime) -> f64| of(below) + share * (of(above) - of(below));
         let has_range = below.step_ms_range.is_some() && above.step_ms_range.is_some();
         let range = || [between(|step| step.range()[0]), between(|step| step.range()[1])];
-        let (step_ms, extra_ms) = (between(|step| step.step_ms), between(|step| step.extra_ms));
-        Some(StepTime { nodes, step_ms, step_ms_range: has_range.then(range), extra_ms, ..*below })
+        let step_ms = between(|step| step.step_ms);
+        Some(StepTime { nodes, step_ms, step_ms_range: has_range.then(range), ..*below })
     }
 }
 
@@ -288,7 +278,6 @@ pub(crate) mod examples {
             busy_cores: None,
             slowdown: None,
             plain_step_ms: 2.0,
-            plain_extra_ms: 0.0,
             steps: steps
                 .iter()
                 .map(|&(nodes, depth, step_ms)| StepTime { nodes, depth, step_ms, ..StepTime::default() })
@@ -337,8 +326,6 @@ mod tests {
         assert!(complaint(&text.replace("\"nodes\":8", "\"nodes\":0")).contains("nodes is 0"));
         let no_time = serde_json::to_string(&ranged).unwrap().replace("[2.25,2.75]", "[0.0,2.75]");
         assert!(complaint(&no_time).contains("step_ms_range is 0"));
-        let no_extra = complaint(&text.replace("\"extra_ms\":0.0", "\"extra_ms\":-1.0"));
-        assert!(no_extra.contains("extra_ms: expected a number of at least 0, got -1"), "{no_extra}");
         let twice = text.replace("\"nodes\":8,\"depth\":3", "\"nodes\":1,\"depth\":1");
         assert!(complaint(&twice).contains("steps: expected each tree once, got 1 nodes of 1 levels twice"));
         assert!(complaint(&text[..40]).contains("latency.json holds no latencies"));

@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use super::turns::{Steps, Turns, turns_of_round};
+use super::turns::{Turns, turns_of_round};
 use super::{LatencyError, nonsense, steps_within, warm_up};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
@@ -54,7 +54,7 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
             let steps = steps_within(backbone, context, depth)?;
             let request = Request { ends_at_eos: false, ..Request::greedy(&prompt, steps * (depth + 1)) };
             let ms = steps_ms(new_engine()?, drafter, &request, [sequences, steps]).map_err(LatencyError::from)?;
-            turns.push(turn, Steps { cold: vec![], warm: ms });
+            turns.push(turn, ms);
         }
     }
     let (slowdown, plain_step_ms) = (turns.slowdown(), turns.plain_ms());

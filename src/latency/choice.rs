@@ -1,7 +1,6 @@
 //! Chooses the tree with the most expected tokens per second. No tensors here.
 
 use super::{LatencyError, TreeToTime};
-use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, StepTime};
 use crate::formats::tree::DynamicTree;
 use crate::tree::expected::ExpectedTokens;
@@ -29,54 +28,19 @@ pub struct Timed {
     pub interval: Option<[f64; 2]>,
     /// Measured, or interpolated.
     pub step: StepTime,
-    /// Of the texts that it is chosen for.
-    pub length: TextLength,
 }
 
 impl Timed {
     /// Expected tokens per second.
     pub fn tokens_per_second(&self) -> f64 {
-        self.length.per_second(self.tokens_per_step, self.step.step_ms, self.step.extra_ms)
+        1e3 * self.tokens_per_step / self.step.step_ms
     }
 
     /// From the slowest steps and fewest tokens per step of the ranges to the fastest and most.
     pub fn range_per_second(&self) -> [f64; 2] {
         let ([fewest, most], [fastest, slowest]) =
             (self.interval.unwrap_or([self.tokens_per_step; 2]), self.step.range());
-        [(fewest, slowest), (most, fastest)].map(|(tokens, ms)| self.length.per_second(tokens, ms, self.step.extra_ms))
-    }
-}
-
-/// How long texts are: of short ones, the slower steps after a prompt are a larger share, and so is the token that comes with the prompt.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum TextLength {
-    /// So long that neither matters, or unknown.
-    Long,
-    /// Mean tokens per text.
-    Tokens(f64),
-}
-
-impl TextLength {
-    /// That of the calibrated texts.
-    pub fn calibrated(calibration: &Calibration) -> Self {
-        let texts = &calibration.joint.runs;
-        let tokens = texts.iter().map(Vec::len).sum::<usize>() as f64;
-        if texts.is_empty() { Self::Long } else { Self::Tokens(tokens / texts.len() as f64) }
-    }
-
-    /// Tokens per second of plain decoding.
-    pub fn plain_per_second(self, latency: &Latency) -> f64 {
-        self.per_second(1.0, latency.plain_step_ms, latency.plain_extra_ms)
-    }
-
-    /// As `bench` counts: all tokens, and the time of all steps but the one that the prompt takes.
-    fn per_second(self, tokens_per_step: f64, step_ms: f64, extra_ms: f64) -> f64 {
-        match self {
-            Self::Tokens(tokens) if tokens >= 2.0 * tokens_per_step => {
-                1e3 * tokens / ((tokens / tokens_per_step - 1.0) * step_ms + extra_ms)
-            }
-            _ => 1e3 * tokens_per_step / step_ms,
-        }
+        [1e3 * fewest / slowest, 1e3 * most / fastest]
     }
 }
 
@@ -129,12 +93,7 @@ pub fn dynamic_to_time(num_heads: usize, max_nodes: usize, dynamic_of: &DynamicO
 }
 
 /// The fastest limits of each timed size of trees that are chosen at each step.
-pub fn dynamic_sweep(
-    (latency, length): (&Latency, TextLength),
-    num_heads: usize,
-    max_nodes: usize,
-    dynamic_of: &DynamicOf,
-) -> Vec<Timed> {
+pub fn dynamic_sweep(latency: &Latency, num_heads: usize, max_nodes: usize, dynamic_of: &DynamicOf) -> Vec<Timed> {
     let mut sizes: Vec<usize> = latency.steps.iter().filter(|step| step.dynamic).map(|step| step.nodes).collect();
     sizes.retain(|&size| size <= max_nodes);
     sizes.sort_unstable();
@@ -142,7 +101,7 @@ pub fn dynamic_sweep(
     let timed = |nodes: usize, depth: usize| {
         let step = latency.step(true, nodes, depth)?;
         let (limits, ExpectedTokens { per_step, interval }) = dynamic_of(nodes, depth)?;
-        Some(Timed { tree: GuessTree::Dynamic(limits), tokens_per_step: per_step, interval, step, length })
+        Some(Timed { tree: GuessTree::Dynamic(limits), tokens_per_step: per_step, interval, step })
     };
     let fastest = |nodes: &usize| {
         let all = (1..=num_heads).filter_map(|depth| timed(*nodes, depth));
@@ -161,16 +120,16 @@ pub fn dynamic_sweep(
 /// # Errors
 /// [`LatencyError::NothingTimed`], or an error of the search.
 pub fn sweep(
-    times: (&Latency, TextLength),
+    latency: &Latency,
     num_heads: usize,
     max_nodes: usize,
     best_tree: &BestTree,
 ) -> Result<Sweep, LatencyError> {
-    let of_static = times.0.steps.iter().filter(|step| !step.dynamic).map(|step| step.nodes);
+    let of_static = latency.steps.iter().filter(|step| !step.dynamic).map(|step| step.nodes);
     let mut sizes: Vec<usize> = of_static.filter(|&size| size <= max_nodes).collect();
     sizes.sort_unstable();
     sizes.dedup();
-    let fastest_of = |nodes: usize| fastest_of_size(times, num_heads, nodes, best_tree);
+    let fastest_of = |nodes: usize| fastest_of_size(latency, num_heads, nodes, best_tree);
     let mut trees: Vec<Timed> =
         sizes.into_iter().filter_map(|nodes| fastest_of(nodes).transpose()).collect::<Result<_, _>>()?;
     let Some(around) = fastest(&trees) else { return Err(LatencyError::NothingTimed) };
@@ -187,7 +146,7 @@ pub fn sweep(
 
 /// The fastest tree with `nodes` nodes and any number of heads.
 fn fastest_of_size(
-    (latency, length): (&Latency, TextLength),
+    latency: &Latency,
     num_heads: usize,
     nodes: usize,
     best_tree: &BestTree,
@@ -197,7 +156,7 @@ fn fastest_of_size(
         let Some(found) = at_most(best_tree(nodes, heads))? else { continue };
         let Some(step) = latency.step(false, nodes, found.tree.max_depth()) else { continue };
         let SearchedTree { tree, expected_tokens_per_step: tokens_per_step, interval } = found;
-        let timed = Timed { tree: GuessTree::Static(tree), tokens_per_step, interval, step, length };
+        let timed = Timed { tree: GuessTree::Static(tree), tokens_per_step, interval, step };
         if best.as_ref().is_none_or(|best| timed.tokens_per_second() > best.tokens_per_second()) {
             best = Some(timed);
         }
@@ -257,7 +216,7 @@ mod tests {
                 .map(|(tree, _)| (tree.nodes(), tree.depth()))
                 .map(|(nodes, depth)| (nodes, depth, ms(nodes, depth)))
                 .collect();
-            let sweep = sweep((&latency(&times), TextLength::Long), 3, 30, &best_tree).unwrap();
+            let sweep = sweep(&latency(&times), 3, 30, &best_tree).unwrap();
             let chosen = &sweep.trees[sweep.fastest];
             let all = (1..=30).flat_map(|nodes| (1..=3).map(move |heads| (nodes, heads)));
             let speeds = all.filter_map(|(nodes, heads)| {
@@ -275,16 +234,13 @@ mod tests {
     }
 
     #[test]
-    fn the_steps_after_a_prompt_weigh_more_in_short_texts() {
-        let step = StepTime { step_ms: 2.0, step_ms_range: Some([1.0, 3.0]), extra_ms: 4.0, ..StepTime::default() };
+    fn the_range_is_of_both_the_steps_and_the_tokens() {
+        let step = StepTime { step_ms: 2.0, step_ms_range: Some([1.0, 4.0]), ..StepTime::default() };
         let tree = GuessTree::Dynamic(DynamicTree { nodes: 3, depth: 3, top_k: 10 });
-        let of = |length| Timed { tree: tree.clone(), tokens_per_step: 4.0, interval: Some([3.0, 5.0]), step, length };
-        assert_eq!(of(TextLength::Long).tokens_per_second(), 2000.0);
-        assert_eq!(of(TextLength::Tokens(60.0)).tokens_per_second(), 1e3 * 60.0 / (14.0 * 2.0 + 4.0));
-        assert_eq!(of(TextLength::Tokens(7.0)).tokens_per_second(), 2000.0, "less than two steps");
-        assert_eq!(of(TextLength::Tokens(60.0)).range_per_second(), [1e3 * 60.0 / 61.0, 1e3 * 60.0 / 15.0]);
-        let plain = Latency { plain_step_ms: 1.0, plain_extra_ms: 1.0, ..latency(&[]) };
-        assert_eq!(TextLength::Tokens(60.0).plain_per_second(&plain), 1e3);
+        let timed = Timed { tree, tokens_per_step: 4.0, interval: Some([3.0, 5.0]), step };
+        assert_eq!((timed.tokens_per_second(), timed.range_per_second()), (2000.0, [750.0, 5000.0]));
+        let few_texts = Timed { interval: None, step: StepTime { step_ms_range: None, ..step }, ..timed };
+        assert_eq!(few_texts.range_per_second(), [2000.0; 2], "nothing is known of either");
     }
 
     #[test]
@@ -307,7 +263,7 @@ mod tests {
         for (nodes, depth, step_ms) in [(8, 2, 1.0), (8, 1, 2.0), (16, 2, 1.5)] {
             file.steps.push(StepTime { nodes, depth, step_ms, dynamic: true, ..StepTime::default() });
         }
-        let sweep = dynamic_sweep((&file, TextLength::Long), 8, 100, &dynamic_of);
+        let sweep = dynamic_sweep(&file, 8, 100, &dynamic_of);
         let found: Vec<_> =
             sweep.iter().map(|timed| (timed.tree.nodes(), timed.tree.depth(), timed.step.step_ms)).collect();
         assert_eq!(found, [(8, 2, 1.0)], "16 nodes commit no more tokens");
@@ -315,10 +271,9 @@ mod tests {
 
     #[test]
     fn trees_without_a_time_are_no_choice() {
-        let nothing = sweep((&latency(&[(3, 7, 1.0)]), TextLength::Long), 3, 30, &best_tree);
+        let nothing = sweep(&latency(&[(3, 7, 1.0)]), 3, 30, &best_tree);
         assert!(matches!(nothing, Err(LatencyError::NothingTimed)));
-        let small =
-            sweep((&latency(&[(1, 1, 9.0), (2, 1, 1.0), (8, 3, 0.1)]), TextLength::Long), 3, 4, &best_tree).unwrap();
+        let small = sweep(&latency(&[(1, 1, 9.0), (2, 1, 1.0), (8, 3, 0.1)]), 3, 4, &best_tree).unwrap();
         assert!(small.trees.iter().all(|timed| timed.tree.nodes() <= 4), "{small:?}");
     }
 }

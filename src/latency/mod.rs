@@ -16,7 +16,7 @@ use crate::formats::latency::{Slowdown, StepTime};
 use crate::model::llama::Llama;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::SearchError;
-use turns::{Relative, Steps, Turns, turns_of_round};
+use turns::{Relative, Turns, turns_of_round};
 
 mod batches;
 mod choice;
@@ -25,7 +25,7 @@ mod rows;
 mod turns;
 
 pub use batches::{NewEngine, measure_batch};
-pub use choice::{BestTree, DynamicOf, Sweep, TextLength, Timed, dynamic_sweep, dynamic_to_time, sweep, trees_to_time};
+pub use choice::{BestTree, DynamicOf, Sweep, Timed, dynamic_sweep, dynamic_to_time, sweep, trees_to_time};
 pub use identity::backbone_sha256;
 pub use rows::{CONTEXT as ROWS_CONTEXT, measure_rows};
 
@@ -56,9 +56,9 @@ impl MachineLoad {
 
 /// The trees that are timed a second time, those with the most tokens per second.
 const FINALISTS: usize = 6;
-/// The first steps after a prompt are timed apart: they read weights that the prompt's own pass has driven out of the caches. On a small model
-/// they take up to 1.6 times as long as later ones. A short context may have room for fewer.
-const WARM_UP: usize = 8;
+/// The first steps after a prompt are not timed: they read weights that the prompt's own pass has driven out of the caches, and the first one
+/// also starts up what a new loop has. A short context may have room for fewer.
+const WARM_UP: usize = 4;
 /// Steps per turn, if the context has room.
 const STEPS: usize = WARM_UP + 8;
 /// The least number of steps for a useful quantile.
@@ -113,8 +113,6 @@ pub struct Times {
     pub slowdown: Option<Slowdown>,
     /// Time of a step of plain decoding.
     pub plain_step_ms: f64,
-    /// As [`StepTime::extra_ms`], of plain decoding.
-    pub plain_extra_ms: f64,
     /// Time of a step with each tree, in order.
     pub steps: Vec<StepTime>,
 }
@@ -133,7 +131,7 @@ pub type NewLoop<'l, 'a, E> =
 pub type TreeToTime = (GuessTree, f64);
 
 /// Times steps of plain decoding and of decoding with each tree after `context` tokens, then again with the trees that give the most tokens per
-/// second. All take turns in several rounds; the first steps of a turn warm up.
+/// second. All take turns in several rounds; the first steps of a turn are discarded.
 ///
 /// # Errors
 /// [`LatencyError`], or an error of `new_loop`.
@@ -150,7 +148,7 @@ pub fn measure<'a, E: From<LatencyError>>(
     }
     let prompt = nonsense(context, backbone.config.vocab_size);
     let mut engine = None;
-    let mut turn = |tree: Option<&'a GuessTree>| -> Result<Steps, E> {
+    let mut turn = |tree: Option<&'a GuessTree>| -> Result<Vec<f64>, E> {
         let depth = tree.map_or(0, GuessTree::depth);
         let steps = steps_within(backbone, context, depth)?;
         let drafter = tree.map(|tree| Ok((HeadsDrafter::new(backbone, heads, tree)?, tree)));
@@ -160,9 +158,9 @@ pub fn measure<'a, E: From<LatencyError>>(
         if let Some(tree) = tree.filter(|_| other != plain) {
             return Err(LatencyError::TwoEngines { plain, nodes: tree.nodes(), other }.into());
         }
-        let timed = timed(&prompt, [steps, depth], |request, on| decoding.decode(Drafting::On, request, on).map(drop));
+        let ms = steps_ms(&prompt, [steps, depth], |request, on| decoding.decode(Drafting::On, request, on).map(drop));
         on_turn();
-        Ok(timed.map_err(LatencyError::from)?)
+        Ok(ms.map_err(LatencyError::from)?)
     };
     let all: Vec<usize> = (0..candidates.len()).collect();
     let screening = in_turns(candidates, &all, machine.rounds(), &mut turn)?;
@@ -174,13 +172,7 @@ pub fn measure<'a, E: From<LatencyError>>(
     }
     let plain_step_ms = finals.plain_ms();
     let steps = candidates.iter().zip(relative).map(|((tree, _), of)| of.step_time(tree, plain_step_ms)).collect();
-    Ok(Times {
-        engine: engine.expect("plain decoding is timed"),
-        slowdown: finals.slowdown(),
-        plain_step_ms,
-        plain_extra_ms: finals.plain_extra_ms(),
-        steps,
-    })
+    Ok(Times { engine: engine.expect("plain decoding is timed"), slowdown: finals.slowdown(), plain_step_ms, steps })
 }
 
 /// Plain decoding and the candidates at `timed`, in several rounds.
@@ -188,7 +180,7 @@ fn in_turns<'a, E>(
     candidates: &'a [TreeToTime],
     timed: &[usize],
     rounds: usize,
-    turn: &mut impl FnMut(Option<&'a GuessTree>) -> Result<Steps, E>,
+    turn: &mut impl FnMut(Option<&'a GuessTree>) -> Result<Vec<f64>, E>,
 ) -> Result<Turns, E> {
     let mut turns = Turns::default();
     for _ in 0..rounds {
@@ -230,21 +222,20 @@ fn nonsense(context: usize, vocab_size: i64) -> Vec<i64> {
     (0..context as i64).map(|at| (1 + 7919 * at) % vocab_size).collect()
 }
 
-/// The steps of one generation without the prefill: the times between the commits. A step commits at most `depth + 1` tokens.
-fn timed(
+/// The times between the commits of one generation, in milliseconds, without the prefill and the steps that warm up. A step commits at
+/// most `depth + 1` tokens.
+fn steps_ms(
     prompt: &[i64],
     [steps, depth]: [usize; 2],
     decode: impl FnOnce(&Request, &mut OnTokens) -> Result<(), DecodeError>,
-) -> Result<Steps, DecodeError> {
+) -> Result<Vec<f64>, DecodeError> {
     let request = Request { ends_at_eos: false, ..Request::greedy(prompt, steps * (depth + 1)) };
     let mut commits = Vec::with_capacity(steps);
     decode(&request, &mut |_| {
         commits.push(Instant::now());
         if commits.len() < steps { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     })?;
-    let mut cold = between(&commits);
-    let warm = cold.split_off(warm_up(steps));
-    Ok(Steps { cold, warm })
+    Ok(between(&commits).split_off(warm_up(steps)))
 }
 
 /// The times between consecutive commits, in milliseconds.
@@ -273,9 +264,8 @@ mod tests {
             }
             Ok(())
         };
-        let Steps { cold, warm } = timed(&[1], [WARM_UP + 4, 2], decode).unwrap();
-        let found = (heard, cold.len(), warm.len());
-        assert_eq!(found, (WARM_UP + 3, WARM_UP, 3), "stopped at the fourth commit after the warm-up");
+        let steps_ms = steps_ms(&[1], [WARM_UP + 4, 2], decode).unwrap();
+        assert_eq!((heard, steps_ms.len()), (WARM_UP + 3, 3), "stopped at the fourth commit after the warm-up");
     }
 
     #[test]
@@ -285,8 +275,7 @@ mod tests {
         let mut turns = Turns::default();
         turns.begin_round();
         for who in turns_of_round(8) {
-            let warm = vec![[1.0, 1.0, 9.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0][who]];
-            turns.push(who, Steps { cold: vec![], warm });
+            turns.push(who, vec![[1.0, 1.0, 9.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0][who]]);
         }
         let relative: Vec<Relative> = (1..=8).map(|tree| turns.relative(tree)).collect();
         assert_eq!(

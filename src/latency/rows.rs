@@ -98,7 +98,7 @@ pub fn measure_rows<'a, E: From<DecodeError>>(
     };
     let timed = GUESSES[1..].iter().zip(with_guesses).filter(|(_, ms)| !ms.is_empty());
     let (plain_step_ms, steps) = (undisturbed(plain), timed.map(step).collect());
-    Ok(Times { engine, slowdown: None, plain_step_ms, plain_extra_ms: 0.0, steps })
+    Ok(Times { engine, slowdown: None, plain_step_ms, steps })
 }
 
 /// The times of this many steps after the prompt, which the loop computes once.

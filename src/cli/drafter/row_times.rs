@@ -108,7 +108,6 @@ fn conditions(engine_flag: String, decoder: &Decoder, folder: &Path) -> anyhow::
         busy_cores: None,
         slowdown: None,
         plain_step_ms: 0.0,
-        plain_extra_ms: 0.0,
         steps: vec![],
         by_sequences: vec![],
     })

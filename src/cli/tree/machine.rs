@@ -25,7 +25,7 @@ use crate::dtype::Dtype;
 use crate::files::Claim;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, LatencyConditions, StepTime};
-use crate::latency::{self, MachineLoad, Sweep, TextLength, Timed, Times};
+use crate::latency::{self, MachineLoad, Sweep, Timed, Times};
 use crate::plural::counted;
 use crate::torch::device_name;
 use crate::tree::accept::Acceptance;
@@ -177,7 +177,7 @@ fn measure(
     )?;
     drop(progress);
     let by_sequences = sequences::measure(args, (&decoder, heads), &candidates, context, common)?;
-    let Times { engine, slowdown, plain_step_ms, plain_extra_ms, steps } = times;
+    let Times { engine, slowdown, plain_step_ms, steps } = times;
     Ok(Latency {
         device: device_name(decoder.backbone.device()),
         engine: engine.to_owned(),
@@ -192,7 +192,6 @@ fn measure(
         busy_cores: watch.and_then(|watch| watch.others()).filter(disturbs_threads),
         slowdown,
         plain_step_ms,
-        plain_extra_ms,
         steps,
         by_sequences,
     })
@@ -206,16 +205,15 @@ pub(super) fn choose(
     common: &CommonFlags,
 ) -> anyhow::Result<Timed> {
     let max_nodes = args.max_nodes.map_or(usize::MAX, Into::into);
-    let length = TextLength::calibrated(calibration);
-    let mut sweep = latency::sweep((latency, length), calibration.heads.len(), max_nodes, &|nodes, heads| {
+    let mut sweep = latency::sweep(latency, calibration.heads.len(), max_nodes, &|nodes, heads| {
         calibration.cross_validated_tree(nodes, heads)
     })?;
     let dynamic_of = |nodes: usize, depth: usize| calibration.dynamic_tree(nodes, depth);
     let fastest_static = sweep.trees[sweep.fastest].clone();
-    sweep.trees.extend(latency::dynamic_sweep((latency, length), calibration.heads.len(), max_nodes, &dynamic_of));
+    sweep.trees.extend(latency::dynamic_sweep(latency, calibration.heads.len(), max_nodes, &dynamic_of));
     let faster = |at: usize, than: usize| sweep.trees[at].tokens_per_second() > sweep.trees[than].tokens_per_second();
     sweep.fastest = (0..sweep.trees.len()).fold(sweep.fastest, |best, at| if faster(at, best) { at } else { best });
-    common.say(table(&sweep, latency, length));
+    common.say(table(&sweep, latency));
     let chosen = sweep.trees.swap_remove(sweep.fastest);
     if chosen.tree.as_static().is_none() {
         let gain = chosen.tokens_per_second() / fastest_static.tokens_per_second();
@@ -223,7 +221,7 @@ pub(super) fn choose(
             "trees chosen at each step are expected to be {gain:.2} times as fast as the best static tree"
         ));
     }
-    let (tokens_per_second, plain) = (chosen.tokens_per_second(), length.plain_per_second(latency));
+    let (tokens_per_second, plain) = (chosen.tokens_per_second(), 1e3 / latency.plain_step_ms);
     common.say(in_words(&chosen, latency));
     if tokens_per_second <= plain {
         common.say(format_args!(
@@ -233,20 +231,19 @@ pub(super) fn choose(
     Ok(chosen)
 }
 
-/// What to expect of the chosen tree: tokens/s by mean step times, as `bench` reports them, and the speedup by the steps that nothing interrupted,
-/// since `bench` takes turns so that interruptions slow plain decoding and the tree alike.
+/// What to expect of the chosen tree: tokens/s by mean step times, as `bench` reports them, and the speedup with its range.
 fn in_words(chosen: &Timed, latency: &Latency) -> String {
     let per_second = chosen.tokens_per_second();
     let [low, high] = chosen.range_per_second();
-    let plain = chosen.length.plain_per_second(latency);
+    let plain = 1e3 / latency.plain_step_ms;
     let [low, speedup, high] = [low, per_second, high].map(|per_second| per_second / plain);
     let as_busy = per_second / latency.slowdown.unwrap_or_default().trees;
     format!("expected: {as_busy:.0} tokens/s, {speedup:.2} times plain decoding ({low:.2} to {high:.2})")
 }
 
 /// One line per size, with the fastest marked.
-fn table(sweep: &Sweep, latency: &Latency, length: TextLength) -> String {
-    let (plain_ms, plain) = (latency.plain_step_ms, length.plain_per_second(latency));
+fn table(sweep: &Sweep, latency: &Latency) -> String {
+    let (plain_ms, plain) = (latency.plain_step_ms, 1e3 / latency.plain_step_ms);
     let mut text = String::from("nodes   depth   tokens/step   step ms   tokens/s   speedup   tree\n");
     let _ = write!(text, "plain {:>7} {:>13.3} {plain_ms:>9.3} {plain:>10.1} {:>9.2}", "-", 1.0, 1.0); // writing to a String cannot fail
     for (at, timed) in sweep.trees.iter().enumerate() {

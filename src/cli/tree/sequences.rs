@@ -11,7 +11,7 @@ use crate::draft::medusa::heads::Heads;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, StepsOfSequences};
 use crate::formats::tree::TreeOfSequences;
-use crate::latency::{self, LatencyError, TextLength, Timed, TreeToTime};
+use crate::latency::{self, LatencyError, Timed, TreeToTime};
 use crate::plural::counted;
 use crate::tree::guess_tree::GuessTree;
 
@@ -79,7 +79,7 @@ fn choose_one(
     let best_tree = |nodes: usize, heads: usize| calibration.cross_validated_tree(nodes, heads);
     let texts = of.sequences as f64;
     let plain = 1e3 * texts / of.plain_step_ms;
-    let fastest = match latency::sweep((&times, TextLength::Long), calibration.heads.len(), max_nodes, &best_tree) {
+    let fastest = match latency::sweep(&times, calibration.heads.len(), max_nodes, &best_tree) {
         Err(LatencyError::NothingTimed) => None,
         sweep => Some(sweep?).map(|mut sweep| sweep.trees.swap_remove(sweep.fastest)),
     };

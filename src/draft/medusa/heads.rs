@@ -526,4 +526,45 @@ mod tests {
             assert!(error.contains(name) && error.contains("w2.weight"), "{error}");
         }
     }
+
+    #[test]
+    fn a_file_counts_the_weights_of_the_prefix_layer_too() {
+        let config = LlamaConfig::tiny();
+        let backbone = Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);
+        let (hidden_size, architecture) = (config.hidden_size, HeadsArchitecture::HydraPlusPlus);
+        let shape = HeadsShape {
+            architecture,
+            medusa_num_heads: 2,
+            medusa_num_layers: 1,
+            hidden_size,
+            ..HeadsShape::default()
+        };
+        let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1).with_new_prefix(&backbone, 3);
+        let folder = tempfile::tempdir().unwrap();
+        heads.save(folder.path()).unwrap();
+        let all: usize = heads.parameters().iter().map(|(_, tensor)| tensor.numel()).sum();
+        assert_eq!(HeadsFile::open(folder.path()).unwrap().parameters().unwrap(), i64::try_from(all).unwrap());
+    }
+
+    #[test]
+    fn a_head_of_another_size_than_the_first_is_refused_without_a_backbone() {
+        let shape = HeadsShape {
+            medusa_num_heads: 2,
+            medusa_num_layers: 1,
+            hidden_size: 4,
+            vocab_size: 6,
+            ..HeadsShape::default()
+        };
+        let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(HEADS_FILE);
+        for at in heads.parameters().len() / 2..heads.parameters().len() {
+            let mut tensors = heads.parameters();
+            let (name, wrong) = (tensors[at].0.clone(), Tensor::zeros([5], (Kind::Float, Device::Cpu)));
+            tensors[at].1 = &wrong;
+            save(&path, &tensors).unwrap();
+            let error = HeadsFile::open(&path).and_then(|file| file.check_alone()).unwrap_err().to_string();
+            assert!(error.contains(&name) && error.contains("[5]"), "{error}");
+        }
+    }
 }
