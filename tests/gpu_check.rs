@@ -173,7 +173,7 @@ impl PlayedMachine {
     }
 
     fn check(&self, stages: &[&str]) -> Output {
-        self.command(stages, "8").output().expect("python3")
+        self.command(stages, "12").output().expect("python3")
     }
 
     fn command(&self, stages: &[&str], seconds: &str) -> Command {
