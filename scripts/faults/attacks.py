@@ -394,10 +394,10 @@ class Disks(Attack):
 
 
 class Hostile(Attack):
-    """A Hub that spoils its answers from one of the first on, each in one way; then an honest one."""
+    """A Hub that spoils its answers in one way, after 0 to 7 honest ones; then an honest Hub."""
 
     name = "hub"
-    FIRST = 8
+    HONEST = 8
 
     @staticmethod
     def fits(job):
@@ -405,13 +405,13 @@ class Hostile(Attack):
 
     def run(self, number, random):
         self.job.begin()
-        spoil, first = list(SPOILS)[number % len(SPOILS)], number // len(SPOILS) % self.FIRST
-        self.job.hub.be_hostile(spoil, first)
+        spoil, honest = list(SPOILS)[number % len(SPOILS)], number // len(SPOILS) % self.HONEST
+        self.job.hub.be_hostile(spoil, honest)
         try:
             ended = self.world.run(self.job.command)
         finally:
             self.job.hub.be_honest()
-        outcome = self.judge(ended, f"answers from {first} on: {spoil}")
+        outcome = self.judge(ended, f"after {honest} honest answers: {spoil}")
         outside = [*self.world.folder.rglob("*evil*"), *self.world.folder.parent.glob("evil*"), *pathlib.Path("/tmp").glob("evil*")]
         outcome.problems += [f"{path} was written" for path in outside]
         return outcome
@@ -442,7 +442,7 @@ class Pipes(Attack):
 
 
 class Clock(Attack):
-    """The time of day jumps by years while the program runs, and before it goes on."""
+    """The time of day jumps by years while the program runs, which then goes on with the right time."""
 
     name = "clock"
 

@@ -22,10 +22,11 @@ def stored_as(path, data):
 
 
 class Hub:
-    """Repositories by id, each with the files of its one branch. A hostile hub spoils one answer in so many."""
+    """Repositories by id, each with the files of its one branch. A hostile one spoils every answer from a given request on."""
 
     def __init__(self):
-        self.repos, self.objects, self.spoil, self.asked = {}, {}, None, 0
+        self.repos, self.objects, self.kept = {}, {}, set()
+        self.spoil, self.honest_answers, self.one_at_a_time = None, 0, threading.Lock()
         self.server = Quiet(("127.0.0.1", 0), type("Answers", (Answers,), {"hub": self}))
         self.address = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -33,16 +34,28 @@ class Hub:
     def add(self, repo, files):
         self.repos[repo] = dict(files)
         self.objects |= {stored_as(path, data): data for path, data in files.items() if path.endswith(LARGE)}
+        self.kept |= set(self.objects)
+
+    def forget(self, repo):
+        """Removes a repository that was pushed, with what was uploaded."""
+        self.repos.pop(repo, None)
+        self.objects = {digest: data for digest, data in self.objects.items() if digest in self.kept}
 
     def commit_of(self, repo):
         return of_git(json.dumps(sorted((path, stored_as(path, data)) for path, data in self.repos[repo].items())).encode())
 
     def be_honest(self):
-        self.spoil, self.asked = None, 0
+        self.spoil = None
 
-    def be_hostile(self, spoil, every):
-        """From the `every`-th request on."""
-        self.asked, self.spoil = -every, spoil
+    def be_hostile(self, spoil, honest_answers):
+        """After so many honest answers."""
+        self.spoil, self.honest_answers = spoil, honest_answers
+
+    def spoil_now(self):
+        """The way in which the next answer is spoiled, or None."""
+        with self.one_at_a_time:
+            self.honest_answers -= 1
+            return self.spoil if self.honest_answers < 0 else None
 
 
 class Answer:
@@ -75,9 +88,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
         body = self.chunks() if self.headers.get("Transfer-Encoding") == "chunked" else self.rfile.read(size)
         path = self.path.split("?")[0].strip("/").split("/")
         answer = honest(path, body) or Answer(404, b'{"error": "not found"}', X_Error_Code="RepoNotFound")
-        self.hub.asked += 1
-        if self.hub.spoil and self.hub.asked >= 0:
-            answer = SPOILS[self.hub.spoil](answer) or answer
+        spoil = self.hub.spoil_now()
+        if spoil:
+            answer = SPOILS[spoil](answer) or answer
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             for each in value if isinstance(value, list) else [value]:
@@ -290,5 +303,5 @@ SPOILS = {
     "status 429": status(429, Retry_After=str(SECONDS_TOO_LONG)),
     "status 401": status(401),
     "status 304": status(304),
-    "status 200 without a body": status(204),
+    "status 204": status(204),
 }

@@ -301,8 +301,7 @@ class Push(Download):
 
     def begin(self):
         super().begin()
-        self.hub.repos.pop("org/heads", None)
-        self.hub.objects = {digest: data for digest, data in self.hub.objects.items() if digest in self.hub.kept}
+        self.hub.forget("org/heads")
 
     def found(self):
         files = self.hub.repos.get("org/heads", {})
@@ -322,7 +321,6 @@ def hub_of_the_campaign(world):
     hub = Hub()
     names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
     hub.add("org/tiny", {name: (TINY / "backbone" / name).read_bytes() for name in names})
-    hub.kept = set(hub.objects)
     world.environment |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(world.disk / "hub"), "HF_TOKEN": "hf_campaign"}
     return hub
 

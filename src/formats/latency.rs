@@ -172,6 +172,10 @@ impl Latency {
                 return Some(("steps", "each tree once".to_owned(), got));
             }
         }
+        let all = self.steps.iter().chain(self.by_sequences.iter().flat_map(|of| &of.steps));
+        if let Some([low, high]) = all.map(StepTime::range).find(|[low, high]| low > high) {
+            return Some(("step_ms_range", "the lower end first".to_owned(), format!("[{low}, {high}]")));
+        }
         super::twice(self.by_sequences.iter().map(|of| of.sequences))
             .map(|twice| ("by_sequences", "each number of sequences once".to_owned(), format!("{twice} twice")))
     }
@@ -326,6 +330,8 @@ mod tests {
         assert!(complaint(&text.replace("\"nodes\":8", "\"nodes\":0")).contains("nodes is 0"));
         let no_time = serde_json::to_string(&ranged).unwrap().replace("[2.25,2.75]", "[0.0,2.75]");
         assert!(complaint(&no_time).contains("step_ms_range is 0"));
+        let reversed = serde_json::to_string(&ranged).unwrap().replace("[2.25,2.75]", "[2.75,2.25]");
+        assert!(complaint(&reversed).contains("step_ms_range: expected the lower end first, got [2.75, 2.25]"));
         let twice = text.replace("\"nodes\":8,\"depth\":3", "\"nodes\":1,\"depth\":1");
         assert!(complaint(&twice).contains("steps: expected each tree once, got 1 nodes of 1 levels twice"));
         assert!(complaint(&text[..40]).contains("latency.json holds no latencies"));

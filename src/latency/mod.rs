@@ -61,7 +61,7 @@ const FINALISTS: usize = 6;
 const WARM_UP: usize = 4;
 /// Steps per turn, if the context has room.
 const STEPS: usize = WARM_UP + 8;
-/// The least number of steps for a useful quantile.
+/// The least number of steps of a turn.
 const MIN_STEPS: usize = 4;
 
 /// Why steps cannot be timed, or no tree chosen.

@@ -3,8 +3,7 @@
 use crate::formats::latency::{Slowdown, StepTime};
 use crate::tree::guess_tree::GuessTree;
 
-/// The share of a tree's steps that may be faster than its time. Other programs interrupt the longest steps most often: a median would
-/// make these several times too long.
+/// The share of plain steps that may be faster than a step that nothing interrupts.
 const UNDISTURBED: f64 = 0.1;
 /// Nine of ten rounds are within a tree's range.
 const RANGE: [f64; 2] = [0.05, 0.95];
