@@ -141,6 +141,12 @@ impl Calibration {
         !(self.joint.runs.is_empty() && self.joint.paths.is_empty())
     }
 
+    /// Mean length of the calibrated texts; `None` in files of earlier versions.
+    pub fn tokens_per_text(&self) -> Option<f64> {
+        let tokens: usize = self.joint.runs.iter().map(Vec::len).sum();
+        (tokens > 0).then(|| tokens as f64 / self.joint.runs.len() as f64)
+    }
+
     /// Hash of the measured heads, even after several exports.
     pub fn measured_sha256(&self) -> &str {
         self.exported_from.as_ref().map_or(&self.heads_sha256, |from| &from.heads_sha256)

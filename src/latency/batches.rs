@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::time::Instant;
 
 use super::turns::{Turns, turns_of_round};
-use super::{LatencyError, nonsense, steps_within, warm_up};
+use super::{FIRST_STEPS, LatencyError, MIN_STEPS, nonsense, steps_within};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
 use crate::decode::request::Request;
@@ -54,7 +54,7 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
             let steps = steps_within(backbone, context, depth)?;
             let request = Request { ends_at_eos: false, ..Request::greedy(&prompt, steps * (depth + 1)) };
             let ms = steps_ms(new_engine()?, drafter, &request, [sequences, steps]).map_err(LatencyError::from)?;
-            turns.push(turn, ms);
+            turns.push(turn, ms.iter().sum::<f64>() / ms.len() as f64);
         }
     }
     let (slowdown, plain_step_ms) = (turns.slowdown(), turns.plain_ms());
@@ -63,7 +63,8 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
     Ok(StepsOfSequences { sequences, plain_step_ms, steps, slowdown })
 }
 
-/// The times of the steps of texts with the same request, without the step that runs the prompts and those that warm up.
+/// The times of the steps of texts with the same request, without the step that runs the prompts and the slow ones after it: texts begin at
+/// different times.
 fn steps_ms<'a>(
     engine: Box<dyn Engine + 'a>,
     drafter: Option<Box<dyn Drafter + 'a>>,
@@ -84,5 +85,5 @@ fn steps_ms<'a>(
         batch.step()?;
         times.push(began.elapsed().as_secs_f64() * 1e3);
     }
-    Ok(times.split_off(warm_up(steps).min(times.len())))
+    Ok(times.split_off(steps.saturating_sub(MIN_STEPS).min(FIRST_STEPS).min(times.len())))
 }

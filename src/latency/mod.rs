@@ -1,6 +1,7 @@
 //! Times decoding steps on this machine by the size and depth of the tree, and chooses the fastest tree.
 //!
-//! It times the loop that will decode, without a drafter and with each tree, after a context of a few hundred tokens.
+//! It times the loop that will decode, without a drafter and with each tree: answers as long as those of the calibration, after a context of a
+//! few hundred tokens.
 
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -56,13 +57,14 @@ impl MachineLoad {
 
 /// The trees that are timed a second time, those with the most tokens per second.
 const FINALISTS: usize = 6;
-/// The first steps after a prompt are not timed: they read weights that the prompt's own pass has driven out of the caches, and the first one
-/// also starts up what a new loop has. A short context may have room for fewer.
-const WARM_UP: usize = 4;
-/// Steps per turn, if the context has room.
-const STEPS: usize = WARM_UP + 8;
+/// Steps at an answer's beginning that are slow: they read weights that the prompt's own pass has driven out of the caches.
+const FIRST_STEPS: usize = 4;
+/// Steps per turn, if the answer is as long and the context has room.
+const STEPS: usize = FIRST_STEPS + 8;
 /// The least number of steps of a turn.
 const MIN_STEPS: usize = 4;
+/// Tokens of the prompt after which a new loop starts up what it has, untimed, and steps after it.
+const WARM_UP: [usize; 2] = [4, 2];
 
 /// Why steps cannot be timed, or no tree chosen.
 #[derive(Debug, thiserror::Error)]
@@ -130,27 +132,38 @@ pub type NewLoop<'l, 'a, E> =
 /// A tree to time, and its expected tokens per step.
 pub type TreeToTime = (GuessTree, f64);
 
-/// Times steps of plain decoding and of decoding with each tree after `context` tokens, then again with the trees that give the most tokens per
-/// second. All take turns in several rounds; the first steps of a turn are discarded.
+/// What is timed: answers of so many tokens after a context of so many, on a machine that other programs may use.
+#[derive(Debug, Clone, Copy)]
+pub struct TimedAnswers {
+    pub context: usize,
+    pub tokens: f64,
+    pub machine: MachineLoad,
+}
+
+/// Times steps of plain decoding and of decoding with each tree, then again with the trees that give the most tokens per second. All take turns in
+/// several rounds.
 ///
 /// # Errors
 /// [`LatencyError`], or an error of `new_loop`.
 pub fn measure<'a, E: From<LatencyError>>(
     (backbone, heads): (&'a Llama, &'a Heads),
     candidates: &'a [TreeToTime],
-    (context, machine): (usize, MachineLoad),
+    answers: TimedAnswers,
     new_loop: &NewLoop<'_, 'a, E>,
     on_turn: &mut dyn FnMut(),
 ) -> Result<Times, E> {
+    let context = answers.context;
     steps_within(backbone, context, 0)?;
     for (tree, _) in candidates {
         steps_within(backbone, context, tree.depth())?;
     }
     let prompt = nonsense(context, backbone.config.vocab_size);
     let mut engine = None;
-    let mut turn = |tree: Option<&'a GuessTree>| -> Result<Vec<f64>, E> {
+    let mut turn = |candidate: Option<&'a TreeToTime>| -> Result<f64, E> {
+        let tree = candidate.map(|(tree, _)| tree);
         let depth = tree.map_or(0, GuessTree::depth);
-        let steps = steps_within(backbone, context, depth)?;
+        let all_steps = answers.tokens / candidate.map_or(1.0, |(_, per_step)| *per_step);
+        let steps = steps_within(backbone, context, depth)?.min(all_steps as usize).max(MIN_STEPS);
         let drafter = tree.map(|tree| Ok((HeadsDrafter::new(backbone, heads, tree)?, tree)));
         let drafter = drafter.transpose().map_err(|error: DraftError| LatencyError::from(error))?;
         let mut decoding = new_loop(drafter)?; // one cache at a time: a GPU cannot hold those of all trees
@@ -158,15 +171,19 @@ pub fn measure<'a, E: From<LatencyError>>(
         if let Some(tree) = tree.filter(|_| other != plain) {
             return Err(LatencyError::TwoEngines { plain, nodes: tree.nodes(), other }.into());
         }
-        let ms = steps_ms(&prompt, [steps, depth], |request, on| decoding.decode(Drafting::On, request, on).map(drop));
+        let mut ms_of = |prompt: &[i64], steps: usize| {
+            steps_ms(prompt, [steps, depth], |request, on| decoding.decode(Drafting::On, request, on).map(drop))
+        };
+        let [warm_up, few] = WARM_UP;
+        let ms = ms_of(&prompt[..warm_up.min(context)], few).and_then(|_| ms_of(&prompt, steps));
         on_turn();
-        Ok(ms.map_err(LatencyError::from)?)
+        Ok(mean_step(&ms.map_err(LatencyError::from)?, all_steps))
     };
     let all: Vec<usize> = (0..candidates.len()).collect();
-    let screening = in_turns(candidates, &all, machine.rounds(), &mut turn)?;
+    let screening = in_turns(candidates, &all, answers.machine.rounds(), &mut turn)?;
     let mut relative: Vec<Relative> = (1..=all.len()).map(|tree| screening.relative(tree)).collect();
     let finalists = finalists(candidates, &relative);
-    let finals = in_turns(candidates, &finalists, machine.final_rounds(), &mut turn)?;
+    let finals = in_turns(candidates, &finalists, answers.machine.final_rounds(), &mut turn)?;
     for (&at, tree) in finalists.iter().zip(1..) {
         relative[at] = finals.relative(tree);
     }
@@ -180,13 +197,13 @@ fn in_turns<'a, E>(
     candidates: &'a [TreeToTime],
     timed: &[usize],
     rounds: usize,
-    turn: &mut impl FnMut(Option<&'a GuessTree>) -> Result<Vec<f64>, E>,
+    turn: &mut impl FnMut(Option<&'a TreeToTime>) -> Result<f64, E>,
 ) -> Result<Turns, E> {
     let mut turns = Turns::default();
     for _ in 0..rounds {
         turns.begin_round();
         for who in turns_of_round(timed.len()) {
-            turns.push(who, turn(who.checked_sub(1).map(|tree| &candidates[timed[tree]].0))?);
+            turns.push(who, turn(who.checked_sub(1).map(|tree| &candidates[timed[tree]]))?);
         }
     }
     Ok(turns)
@@ -212,9 +229,12 @@ fn steps_within(backbone: &Llama, context: usize, depth: usize) -> Result<usize,
     Ok(steps)
 }
 
-/// How many of these steps warm up.
-fn warm_up(steps: usize) -> usize {
-    steps.saturating_sub(MIN_STEPS).min(WARM_UP)
+/// The mean step of an answer of `all` steps, of which these are the first.
+fn mean_step(ms: &[f64], all: f64) -> f64 {
+    let (first, later) = ms.split_at(FIRST_STEPS.min(ms.len().saturating_sub(1)));
+    let sum = |ms: &[f64]| ms.iter().sum::<f64>();
+    let all = all.max(ms.len() as f64);
+    (sum(first) + sum(later) / later.len() as f64 * (all - first.len() as f64)) / all
 }
 
 /// Token ids spread over the vocabulary; a step's time does not depend on the text.
@@ -222,8 +242,7 @@ fn nonsense(context: usize, vocab_size: i64) -> Vec<i64> {
     (0..context as i64).map(|at| (1 + 7919 * at) % vocab_size).collect()
 }
 
-/// The times between the commits of one generation, in milliseconds, without the prefill and the steps that warm up. A step commits at
-/// most `depth + 1` tokens.
+/// The times between the commits of one generation, in milliseconds, without the prefill. A step commits at most `depth + 1` tokens.
 fn steps_ms(
     prompt: &[i64],
     [steps, depth]: [usize; 2],
@@ -235,7 +254,7 @@ fn steps_ms(
         commits.push(Instant::now());
         if commits.len() < steps { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     })?;
-    Ok(between(&commits).split_off(warm_up(steps)))
+    Ok(between(&commits))
 }
 
 /// The times between consecutive commits, in milliseconds.
@@ -264,8 +283,17 @@ mod tests {
             }
             Ok(())
         };
-        let steps_ms = steps_ms(&[1], [WARM_UP + 4, 2], decode).unwrap();
-        assert_eq!((heard, steps_ms.len()), (WARM_UP + 3, 3), "stopped at the fourth commit after the warm-up");
+        let steps_ms = steps_ms(&[1], [4, 2], decode).unwrap();
+        assert_eq!((heard, steps_ms.len()), (3, 3), "stopped at the fourth commit");
+    }
+
+    #[test]
+    fn the_slow_first_steps_count_once_an_answer() {
+        let ms = [9.0, 3.0, 3.0, 1.0, 2.0, 4.0];
+        assert_eq!(mean_step(&ms, 6.0), 22.0 / 6.0, "the answer itself");
+        assert_eq!(mean_step(&ms, 16.0), (16.0 + 12.0 * 3.0) / 16.0, "twelve steps like the last two");
+        assert_eq!(mean_step(&ms, 2.0), 22.0 / 6.0, "no fewer than were timed");
+        assert_eq!(mean_step(&[5.0, 1.0, 1.0], 100.0), (6.0 + 98.0) / 100.0, "few steps: the last one is not slow");
     }
 
     #[test]
@@ -275,7 +303,7 @@ mod tests {
         let mut turns = Turns::default();
         turns.begin_round();
         for who in turns_of_round(8) {
-            turns.push(who, vec![[1.0, 1.0, 9.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0][who]]);
+            turns.push(who, [1.0, 1.0, 9.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0][who]);
         }
         let relative: Vec<Relative> = (1..=8).map(|tree| turns.relative(tree)).collect();
         assert_eq!(
@@ -293,7 +321,8 @@ mod tests {
             |_: Option<(HeadsDrafter, &GuessTree)>| -> Result<Box<dyn DecodeLoop>, LatencyError> { panic!("timed") };
         let heads = Heads::random(HeadsShape::default(), tch::Kind::Float, tch::Device::Cpu, 1);
         for context in [u32::MAX as usize, usize::MAX] {
-            let times = measure((&backbone, &heads), &[], (context, MachineLoad::Quiet), &never, &mut || {});
+            let answers = TimedAnswers { context, tokens: 99.0, machine: MachineLoad::Quiet };
+            let times = measure((&backbone, &heads), &[], answers, &never, &mut || {});
             assert!(matches!(times, Err(LatencyError::NoRoom { .. })), "{times:?}");
         }
     }

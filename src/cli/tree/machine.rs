@@ -25,7 +25,7 @@ use crate::dtype::Dtype;
 use crate::files::Claim;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, LatencyConditions, StepTime};
-use crate::latency::{self, MachineLoad, Sweep, Timed, Times};
+use crate::latency::{self, MachineLoad, Sweep, Timed, TimedAnswers, Times};
 use crate::plural::counted;
 use crate::torch::device_name;
 use crate::tree::accept::Acceptance;
@@ -34,6 +34,8 @@ use crate::tree::accept::Acceptance;
 const MAX_NODES: usize = 64;
 /// Long enough to see whether other programs use the cores.
 const A_MOMENT: Duration = Duration::from_millis(300);
+/// Tokens of an answer if the calibration does not know: so many that the first steps hardly count.
+const LONG: f64 = 1024.0;
 /// Default of --context, limited to half the backbone's context.
 const CONTEXT: usize = 256;
 
@@ -164,7 +166,7 @@ fn measure(
     let times = latency::measure(
         (&decoder.backbone, heads),
         &candidates,
-        (context, machine),
+        TimedAnswers { context, tokens: calibration.tokens_per_text().unwrap_or(LONG), machine },
         &|drafter| {
             let ready = |(drafter, tree)| Drafts { drafter: ReadyDrafter::Heads(drafter, tree), acceptance };
             let drafts = drafter.map(ready);
