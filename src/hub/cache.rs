@@ -139,20 +139,17 @@ impl Cache {
         make_parent(&path)?;
         let up = "../".repeat(2 + name.matches('/').count());
         let target = PathBuf::from(format!("{up}blobs/{hash}"));
-        if fs::read_link(&path).is_ok_and(|old| old == target) {
-            return Ok(());
+        let is_linked = || fs::read_link(&path).is_ok_and(|old| old == target);
+        let link = || symlink(&target, &self.blob(repo, hash), &path);
+        match link() {
+            // A link to another blob is damage: a commit does not change.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && !is_linked() => {
+                fs::remove_file(&path).and_then(|()| link()).map_err(HubError::io("link", &path))
+            }
+            Err(error) if !is_linked() => Err(HubError::io("link", &path)(error)),
+            _ => Ok(()), // a complete cache may be read-only
         }
-        let partial = partial(&path, hash);
-        let _ = fs::remove_file(&partial); // left by a process that was killed
-        symlink(&target, &self.blob(repo, hash), &partial)
-            .and_then(|()| fs::rename(&partial, &path))
-            .map_err(HubError::io("link", &path))
     }
-}
-
-/// A temporary name beside `path` for this process.
-fn partial(path: &Path, word: &str) -> PathBuf {
-    path.with_file_name(format!(".{word}.{}.partial", std::process::id()))
 }
 
 #[cfg(unix)]
@@ -205,7 +202,10 @@ mod tests {
         let blob = cache.blob(&repo, &hash);
         make_parent(&blob).unwrap();
         write_atomic(&blob, |out| out.write_all(b"x")).unwrap();
-        cache.link(&repo, &commit, "x.json", &hash).unwrap();
+        cache.link(&repo, &commit, "x.json", &"e".repeat(64)).unwrap();
+        for _ in 0..2 {
+            cache.link(&repo, &commit, "x.json", &hash).unwrap();
+        }
         cache.link(&repo, &commit, "deep/er/x.json", &hash).unwrap();
         cache.link(&repo, &commit, "gone.json", &"e".repeat(64)).unwrap();
         let snapshot = cache.snapshot(&repo, &commit);
