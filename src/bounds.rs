@@ -27,25 +27,10 @@ bounds! {
 
     /// Bytes of a chat template; the longest ones in use have some 30 KiB.
     TEMPLATE_BYTES: usize = 1 << 20;
-    /// Operators, dots, brackets and filters of one tag of a chat template: each may be a level of what it is parsed into.
-    TEMPLATE_OPERATORS: usize = 1000;
-    /// Depth of brackets, and of blocks, in a chat template.
-    TEMPLATE_NESTING: usize = 100;
-    /// `elif` of a chat template: each is a block within the one before it.
-    TEMPLATE_BRANCHES: usize = 1000;
     /// Steps that a rendering of a chat template may take: a thousand turns of a long template take some 100,000.
     TEMPLATE_STEPS: u64 = 10_000_000;
-    /// Columns that a chat template may indent or pad by.
-    TEMPLATE_WIDTH: usize = 1000;
-    /// Depth of lists and dicts that a chat template may make; JSON ends at 128.
-    TEMPLATE_DEPTH: usize = 150;
-    /// Bytes of a text, a list or a dict that a chat template makes; and 16 for each byte of the conversation.
-    TEMPLATE_VALUE_BYTES: usize = 4 << 20;
-    /// Bytes of long texts that a chat template holds at a time; and 16 for each byte of the conversation.
-    TEMPLATE_HELD_BYTES: usize = 64 << 20;
-    /// Bytes that a rendering of a chat template makes altogether, and reads: two that are searched, or 32 that are copied, count as one; and 16
-    /// for each byte of the conversation.
-    TEMPLATE_MADE_BYTES: usize = 96 << 20;
+    /// Bytes that a chat template may write of one conversation.
+    TEMPLATE_OUTPUT_BYTES: usize = 64 << 20;
 
     /// Bytes of the header of a page in a Parquet file. Two texts of the page may stand in it.
     PARQUET_PAGE_HEADER_BYTES: u64 = 16 << 20;

@@ -12,12 +12,12 @@ use sha2::{Digest, Sha256};
 use super::answer_frame::AnswerFrame;
 use super::conversation::is_known_role;
 pub use super::conversation::{Message, TemplateInputs};
-use super::jinja::{self, MARKS, Metered};
+use super::jinja::{self, MARKS, Template};
 use super::marked::WrittenText;
 use super::shown::shown;
 use super::template_abilities::{Abilities, names};
 use super::tokenize::{SpecialTokens, TokenizeError, read_json, special_tokens};
-use crate::bounds::{TEMPLATE_STEPS, TEXT_BYTES};
+use crate::bounds::{TEMPLATE_OUTPUT_BYTES, TEMPLATE_STEPS, TEXT_BYTES};
 use crate::files;
 
 /// Templates that a recipe can name. Each renders what transformers renders with the template that is published with:
@@ -123,18 +123,16 @@ pub enum TemplateError {
         "a conversation of {turns} turns has {bytes} bytes, and the most that is rendered is {TEXT_BYTES}; divide it"
     )]
     TooLong { turns: usize, bytes: usize },
-    /// A template that makes far more than a text of the conversation.
+    /// A template that writes far more than a text of the conversation.
     #[error(
-        "{place}: the chat template was stopped on a conversation of {turns} turns: {why}. Set data.chat_template to another one: {} or a \
-         .jinja file",
+        "{place}: the chat template wrote more than {TEMPLATE_OUTPUT_BYTES} bytes of a conversation of {turns} turns. Set data.chat_template \
+         to another one: {} or a .jinja file",
         TemplateChoice::built_in_names()
     )]
     TooMuch {
         place: String,
         /// How many messages it was given.
         turns: usize,
-        /// The bound that it exceeded.
-        why: String,
     },
 }
 
@@ -157,7 +155,7 @@ impl TemplateError {
 /// A chat template with a backbone's special tokens.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    template: Metered,
+    template: Template,
     source: String,
     special: SpecialTokens,
     place: String,
@@ -344,12 +342,12 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         marks: [&str; 2],
     ) -> Result<String, TemplateError> {
-        let failed = |source: minijinja::Error, exceeded: Option<String>| {
+        let failed = |source: minijinja::Error| {
             let (place, turns) = (self.place.clone(), messages.len());
             let roles = messages.iter().map(|message| message.role.clone()).collect();
-            match (source.kind(), exceeded) {
-                (ErrorKind::OutOfFuel, _) => TemplateError::Endless { place, turns },
-                (_, Some(why)) => TemplateError::TooMuch { place, turns, why },
+            match source.kind() {
+                ErrorKind::OutOfFuel => TemplateError::Endless { place, turns },
+                ErrorKind::WriteFailure => TemplateError::TooMuch { place, turns },
                 _ => TemplateError::Render { place, roles, source },
             }
         };
@@ -363,13 +361,12 @@ impl ChatTemplate {
         let kwargs = Value::from(Serde(&inputs.kwargs));
         let messages: Vec<Value> = messages.iter().map(Message::value).collect();
         let own = context! { messages, add_generation_prompt, tools => Serde(&inputs.tools), documents => () };
-        let (rendered, exceeded) = self.template.render(context! { ..own, ..kwargs, ..special, ..marks }, input);
-        rendered.map_err(|error| failed(error, exceeded))
+        self.template.render(context! { ..own, ..kwargs, ..special, ..marks }).map_err(failed)
     }
 
     fn parse(source: &str, special: SpecialTokens, place: String) -> Result<Self, TemplateError> {
         let broken = |source| TemplateError::Syntax { place: place.clone(), source };
-        let template = jinja::template(source).map_err(broken)?;
+        let template = Template::new(source).map_err(broken)?;
         let marks_generation = jinja::marks_generation(source);
         let sha256 = files::hex(&Sha256::digest(format!("{special:?}\n{source}")));
         let source = source.to_owned();

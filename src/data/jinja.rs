@@ -1,46 +1,67 @@
 //! Jinja as transformers sets it up for chat templates. Knows nothing of messages.
 
-mod limits;
-mod meter;
-mod metered;
-mod shape;
-
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use chrono::DateTime;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value};
-use minijinja::{Environment, ErrorKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind};
+use minijinja_contrib::pycompat;
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
-pub(super) use metered::Metered;
-use metered::of_library;
-
-use crate::bounds::{QUOTED_CHARACTERS, TEMPLATE_STEPS};
+use crate::bounds::{QUOTED_CHARACTERS, TEMPLATE_BYTES, TEMPLATE_OUTPUT_BYTES, TEMPLATE_STEPS};
+use crate::panics;
 
 /// Names in the context for what is written before and behind a `{% generation %}` block: nothing, unless they are set.
 pub(super) const MARKS: [&str; 2] = ["generation_starts_here", "generation_ends_here"];
 
 const GENERATION: &str = "generation";
 
-/// Jinja as transformers sets it up, with one template.
-pub(super) fn template(source: &str) -> Result<Metered, minijinja::Error> {
-    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
-    let source = with_marks(&source.replace("\r\n", "\n").replace('\r', "\n")); // Jinja's newline_sequence
-    of_library(|| shape::check(&source, &syntax))?;
-    let mut environment = Environment::new();
-    environment.set_debug(false); // errors of a debug build would show all variables
-    environment.set_fuel(Some(TEMPLATE_STEPS));
-    limits::add(&mut environment);
-    environment.add_filter("tojson", tojson);
-    environment.add_function("raise_exception", |message: &str| -> Result<Value, minijinja::Error> {
-        let message: String = message.chars().take(QUOTED_CHARACTERS).collect();
-        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-    });
-    environment.add_function("strftime_now", |format: &str| strftime(format, seconds_now()));
-    Metered::new(environment, source, &syntax)
+/// The template's name in errors.
+const NAME: &str = "chat_template";
+
+/// Jinja as transformers sets it up, with one template. It is code of whoever made the model: what it may do to the process is in SECURITY.md.
+#[derive(Debug)]
+pub(super) struct Template(Environment<'static>);
+
+impl Template {
+    pub(super) fn new(source: &str) -> Result<Self, Error> {
+        if source.len() > TEMPLATE_BYTES {
+            return Err(refused(format!("expected at most {TEMPLATE_BYTES} bytes, got {}", source.len())));
+        }
+        let source = with_marks(&source.replace("\r\n", "\n").replace('\r', "\n")); // Jinja's newline_sequence
+        let mut environment = Environment::new();
+        environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+        environment.set_auto_escape_callback(|_| AutoEscape::None);
+        environment.set_debug(false); // errors of a debug build would show all variables
+        environment.set_fuel(Some(TEMPLATE_STEPS));
+        environment.set_unknown_method_callback(pycompat::unknown_method_callback);
+        environment.add_filter("tojson", tojson);
+        environment.add_function("raise_exception", |message: &str| -> Result<Value, Error> {
+            Err(refused(message.chars().take(QUOTED_CHARACTERS).collect()))
+        });
+        environment.add_function("strftime_now", |format: &str| strftime(format, seconds_now()));
+        of_library(|| environment.add_template_owned(NAME, source))?;
+        Ok(Self(environment))
+    }
+
+    /// An output of more than [`TEMPLATE_OUTPUT_BYTES`] is an [`ErrorKind::WriteFailure`].
+    pub(super) fn render(&self, context: Value) -> Result<String, Error> {
+        let mut text = Limited(Vec::new());
+        of_library(|| self.0.get_template(NAME)?.render_captured_to(context, &mut text).map(drop))?;
+        String::from_utf8(text.0).map_err(|error| refused(error.to_string()))
+    }
+}
+
+/// Runs minijinja on a user's template; a panic in it becomes an error.
+fn of_library<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    panics::of_library(work).unwrap_or_else(|panic| Err(refused(panic)))
+}
+
+fn refused(message: String) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message)
 }
 
 /// `{% generation %}` holds what the assistant says: what it renders stays, between the two marks of the context.
@@ -166,12 +187,10 @@ fn end_of_code(code: &str, end: &str) -> Option<usize> {
 }
 
 /// Python's json.dumps, by default with ensure_ascii=False as in transformers: minijinja's own escapes HTML.
-fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
+fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
-    limits::check(indent.unwrap_or_default())?;
-    meter::serialised(value)?;
     let spaces = " ".repeat(indent.unwrap_or_default());
     let mut json = Limited(Vec::new());
     let pretty = PrettyFormatter::with_indent(spaces.as_bytes());
@@ -179,7 +198,7 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
         Some(_) => value.serialize(&mut Serializer::with_formatter(&mut json, pretty)),
         None => value.serialize(&mut Serializer::with_formatter(&mut json, PythonFormatter)),
     };
-    let failed = |error: String| minijinja::Error::new(ErrorKind::BadSerialization, error);
+    let failed = |error: String| Error::new(ErrorKind::BadSerialization, error);
     written.map_err(|error| failed(error.to_string()))?;
     let json = String::from_utf8(json.0).map_err(|error| failed(error.to_string()))?;
     Ok(if ensure_ascii == Some(true) { in_ascii(&json) } else { json })
@@ -193,12 +212,14 @@ pub(super) fn python_json(value: &serde_json::Value) -> String {
     String::from_utf8(json).expect("JSON is UTF-8")
 }
 
-/// JSON of a size that the template may make.
+/// Text of a size that a template may write.
 struct Limited(Vec<u8>);
 
 impl io::Write for Limited {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        meter::fits(self.0.len() + bytes.len()).map_err(io::Error::other)?;
+        if self.0.len() + bytes.len() > TEMPLATE_OUTPUT_BYTES {
+            return Err(io::Error::other("it is too long"));
+        }
         self.0.write(bytes)
     }
 
@@ -237,13 +258,13 @@ fn seconds_now() -> i64 {
 }
 
 /// The directives that chat templates use (a date, rarely a time), in UTC: the day does not depend on the machine.
-fn strftime(format: &str, unix_seconds: i64) -> Result<String, minijinja::Error> {
+fn strftime(format: &str, unix_seconds: i64) -> Result<String, Error> {
     let mut letters = format.chars();
     while letters.any(|letter| letter == '%') {
         let got = letters.next().map(String::from).unwrap_or_default();
         if got.is_empty() || !"YymdBbAaHMS%".contains(&got) {
             let message = format!("strftime_now: expected one of %Y %y %m %d %B %b %A %a %H %M %S %%, got %{got}");
-            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
+            return Err(refused(message));
         }
     }
     Ok(DateTime::from_timestamp(unix_seconds, 0).unwrap_or_default().format(format).to_string())
@@ -255,8 +276,8 @@ mod tests {
 
     use super::*;
 
-    fn rendered(source: &str) -> Result<String, minijinja::Error> {
-        template(source)?.render(context! { tools => () }, 0).0
+    fn rendered(source: &str) -> Result<String, Error> {
+        Template::new(source)?.render(context! { tools => () })
     }
 
     #[test]
@@ -273,21 +294,13 @@ mod tests {
     }
 
     #[test]
-    fn a_width_beyond_all_memory_is_an_error() {
-        for (template, expected) in [
-            ("{{ {'a': 1} | tojson(indent=WIDTH) }}", "{\n  \"a\": 1\n}"),
-            ("{{ 'a\nb' | indent(WIDTH) }}", "a\n  b"),
-            ("{{ 'a\nb' | indent(width=WIDTH) }}", "a\n  b"),
-            ("{{ '%WIDTHs' | format('a') }}", " a"),
-            ("{{ '1%% 5000 %(a).WIDTHf' | format(a=3) }}", "1% 5000 3.00"),
-            ("{{ '5000 {:>WIDTH}'.format('a') }}", "5000  a"),
-        ] {
-            assert_eq!(rendered(&template.replace("WIDTH", "2")).unwrap(), expected, "{template}");
-            for width in ["1000000000000", "18446744073709551615"] {
-                let error = rendered(&template.replace("WIDTH", width)).unwrap_err();
-                assert_eq!(error.detail().unwrap(), format!("expected a width of at most 1000, got {width}"));
-            }
-        }
+    fn steps_output_and_source_are_bounded() {
+        let endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";
+        assert_eq!(rendered(endless).unwrap_err().kind(), ErrorKind::OutOfFuel);
+        let long = format!("{{% for i in range(1000) %}}{}{{% endfor %}}", "a".repeat(TEMPLATE_BYTES / 2));
+        assert_eq!(rendered(&long).unwrap_err().kind(), ErrorKind::WriteFailure);
+        let error = rendered(&"a".repeat(TEMPLATE_BYTES + 1)).unwrap_err();
+        assert_eq!(error.detail().unwrap(), "expected at most 1048576 bytes, got 1048577");
     }
 
     #[test]
@@ -296,7 +309,7 @@ mod tests {
             "a\n{%- generation -%}\n b \n{%- endgeneration -%}\nc {% generation %}\nd\n{% endgeneration %}\n";
         let marked = |start: &str, end: &str| {
             let context = Value::from_pairs([(MARKS[0], start), (MARKS[1], end)]);
-            super::template(template).unwrap().render(context, 0).0.unwrap()
+            Template::new(template).unwrap().render(context).unwrap()
         };
         assert_eq!(marked("<", ">"), "a<b>c <d\n>");
         assert_eq!((rendered(template).unwrap(), marked("", "")), ("abc d\n".to_owned(), "abc d\n".to_owned()));

@@ -98,8 +98,12 @@ pub(super) fn config(input: &[u8]) {
     let _ = told(&folder, ChatTemplate::load(&folder));
 }
 
-/// A template over conversations of all forms.
+/// A template over conversations of all forms. Large numbers, with which it may take all memory, are left out (SECURITY.md).
 pub(super) fn chat_template(input: &[u8]) {
+    let has_large_number = input.split(|byte| !byte.is_ascii_digit()).any(|digits| digits.len() > 4);
+    if has_large_number || input.windows(2).any(|pair| pair == b"**") {
+        return;
+    }
     const CONFIG: &[u8] = br#"{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}"#;
     let folder = with("chat_template", &[("tokenizer_config.json", CONFIG), ("chat_template.jinja", input)]);
     let Some(Some(template)) = told(&folder, ChatTemplate::load(&folder)) else { return };

@@ -3,7 +3,6 @@
 use serde_json::{Value, json};
 
 use super::{Seeds, bytes, header, root, unprefixed};
-use crate::hostile_templates::table;
 
 pub(super) fn add(seeds: &mut Seeds) {
     recipes(seeds);
@@ -353,28 +352,20 @@ fn requests(seeds: &mut Seeds) {
     );
 }
 
-/// Texts that templates take, in all the ways that are metered.
-const TEMPLATES: [&str; 26] = [
+/// What templates do, and mistakes in them.
+const TEMPLATES: [&str; 18] = [
     "{{ [1, 2, 3] | slice(2) | list }}{{ [1, none] | select | list }}{{ [1, 2] | reject('odd') | list }}",
     "{{ messages | rejectattr('role', 'equalto', 'user') | list | length }}{{ [' a '] | map('trim') | list }}",
     "{{ messages | map(attribute='content') | map('upper') | join(' ') }}{{ messages | select('mapping') | list | length }}",
     "{{ 'é' | tojson(ensure_ascii=true) }}{{ '\u{1f600}' | tojson(ensure_ascii=true) }}",
     "{{ strftime_now('%Q') }}",
-    "{{ 'a' | indent(100000) }}",
-    "{{ {'a': 1} | tojson(indent=100000) }}",
-    "{{ '%*d' | format(100000, 1) }}",
-    "{{ '{:>100000}'.format(1) }}",
     "{% raw %}{% endrawer %}{{ a }}{% endraw %}",
     "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}",
     "{% for m in messages %}{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}{% endfor %}",
     "{% set ns = namespace(a=1) %}{{ [ns] }}",
-    "{% set ns = namespace(a=1) %}{% set ns.b = ns %}{{ ns }}",
-    "{% set s = 'ab' * 40000 %}{{ (s ~ s ~ s) | length }}{{ s.count('a') }}{{ s[3:9] }}{{ s == s ~ '' }}",
-    "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-    "{% for i in range(60) %}{% set s = 'ab' * 100000 %}{% endfor %}{{ 'ab' * 100000000 }}",
-    "{% set ns = namespace(l=[1]) %}{% for i in range(300) %}{% set ns.l = [ns.l] %}{% endfor %}{{ ns.l }}",
-    "{{ 'a' | replace('a', 'b' * 100000) | length }}{{ 'ab'.replace('a', 'c') }}{{ 'a-b'.split('-', 1) }}{{ ' a'.lstrip() }}{{ 'ab'.startswith('a') }}",
+    "{% set s = 'ab' * 400 %}{{ (s ~ s ~ s) | length }}{{ s.count('a') }}{{ s[3:9] }}{{ s == s ~ '' }}",
+    "{{ 'a' | replace('a', 'b' * 100) | length }}{{ 'ab'.replace('a', 'c') }}{{ 'a-b'.split('-', 1) }}{{ ' a'.lstrip() }}{{ 'ab'.startswith('a') }}",
     "{{ raise_exception('no') }}",
     "{{ nothing.there }}",
     "{{ 1 +",
@@ -385,8 +376,6 @@ const TEMPLATES: [&str; 26] = [
 
 fn templates(seeds: &mut Seeds) {
     seeds.all("chat_template", TEMPLATES);
-    let short = table::templates().into_iter().filter(|(_, template)| template.len() < 2000);
-    seeds.all("chat_template", short.map(|(_, template)| template));
 }
 
 fn configs(seeds: &mut Seeds) {
