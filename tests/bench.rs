@@ -12,9 +12,12 @@ fn calibrated() -> World {
     let world = World::new();
     let head = json!({"counts": [50, 25, 12, 6], "total": 100, "accuracy": [0.5, 0.25, 0.12, 0.06]});
     let rest = json!({"total": 0, "paths": []});
-    let calibration =
-        json!({"heads": [head, head, head], "joint": rest, "backbone": "b", "heads_sha256": "00", "tokens": 500});
-    world.write("c.json", &calibration);
+    let sha256 = medusa::files::sha256(&world.path("h/heads.safetensors")).expect("heads");
+    for (name, sha256) in [("c.json", sha256.as_str()), ("others.json", "00")] {
+        let calibration =
+            json!({"heads": [head, head, head], "joint": rest, "backbone": "b", "heads_sha256": sha256, "tokens": 500});
+        world.write(name, &calibration);
+    }
     world
 }
 
@@ -246,6 +249,7 @@ fn what_cannot_be_swept_is_status_2_before_anything_is_loaded() {
         &["--sweep", "nodes=4,400", "--calibration", "c.json"],
         "--sweep nodes=400: a tree of 400 nodes was asked for",
     );
+    says(&["--nodes", "4", "--calibration", "others.json"], "others.json is a calibration of other heads than h");
     says(&["--calibration", "c.json"], "without one of them, drop it");
     says(&["--sweep", "posterior-threshold=0.1"], "needs --temperature above 0");
     says(&["--sweep", "posterior-threshold=0.1", "--temperature", "1", "--acceptance", "greedy"], "typical acceptance");

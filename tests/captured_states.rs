@@ -234,6 +234,10 @@ fn files_with_masks_are_rows_and_a_resumed_run_ends_with_the_same_heads() {
     small.edit("recipe.toml", "epochs = 8", "epochs = 9");
     fs::copy(small.path("moved/hs_1.safetensors"), small.path("moved/hs_12.safetensors")).expect("a copy");
     small.train(&["--resume"]).failed(1, &["a run on other hidden states", "12 files", "13 files"]);
+    small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"other\"");
+    let checked = small.train(&["--check"]).succeeded();
+    let repeated = "1 with the tokens of another one, whose states are taken (moved/hs_12.safetensors has those of moved/hs_1.safetensors)";
+    assert!(format!("{}{}", checked.stdout, checked.stderr).contains(repeated), "{checked:?}");
 }
 
 /// The data set that `prepare_data.py` saves, as `datasets` does.

@@ -371,6 +371,16 @@ fn columns_that_are_not_read_are_reported_with_their_rows() {
 }
 
 #[test]
+fn tools_and_variables_that_the_template_does_not_read_are_reported() {
+    let world = World::new();
+    let row = json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}], "chat_template_kwargs": {"enable_thinkin": false}});
+    fs::write(world.path("rows.jsonl"), row.to_string()).expect("a file of a test");
+    let (_, report) = world.load(&world.path("rows.jsonl"));
+    assert_eq!(json!(report)["not_read"], json!({"chat_template_kwargs.enable_thinkin": 1, "tools": 1}));
+}
+
+#[test]
 #[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with datasets")]
 fn files_that_datasets_writes_are_the_same_rows() {
     let world = World::new();

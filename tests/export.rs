@@ -339,6 +339,13 @@ fn the_card_says_what_is_known_and_nothing_else() {
     );
     export(&small, "run/other", "tgi", "named", &["--calibration", "run/calibration.json"])
         .failed(1, &["run/calibration.json", "measured with other heads"]);
+    let stranger = json!({"choices": [[0]], "calibration_sha256": "00".repeat(32)}).to_string();
+    small.write("stranger.json", &stranger);
+    export(&small, "run/final", "vllm", "strange", &["--tree", "stranger.json"])
+        .failed(1, &["stranger.json", "it was chosen from another calibration"]);
+    small.write("run/tree.json", &stranger);
+    let without = export(&small, "run/final", "vllm", "without", &[]).succeeded();
+    assert!(without.stderr.contains("tree.json is left out of the model card: it was chosen from another calibration"));
 }
 
 /// A run with a calibration and a tree for two heads.

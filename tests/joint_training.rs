@@ -324,6 +324,9 @@ fn an_adapter_is_its_bases_in_whatever_dtype() {
 #[test]
 fn an_adapter_of_another_shape_or_base_is_refused() {
     let small = small_run("[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+    small.edit("recipe.toml", "rank = 4", "rank = 9223372036854775807");
+    small.train(&["--check"]).failed(2, &["lora.rank = 9223372036854775807: expected at most", "largest layer"]);
+    small.edit("recipe.toml", "rank = 9223372036854775807", "rank = 4");
     small.train(&[]).succeeded();
     small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"next\"");
     small.edit("recipe.toml", "alpha = 8", "alpha = 8\ninit_from = \"run/final\"");

@@ -380,6 +380,10 @@ fn each_stage_refuses_the_keys_of_the_other() {
         GOOD.replace("[stage.medusa1]", "[stage.medusa2]").replace("dtype = ", "quantization = \"nf4\"\ndtype = ");
     let trained = parse(&quantised).expect_err("weights of 4 bits do not train");
     assert!(trained.contains("needs [stage.medusa2.lora]: quantised weights cannot be trained"), "{trained}");
+    for (betas, length) in [("[0.9]", 1), ("[0.9, 0.99, 0.999]", 3)] {
+        let error = error_of("learning_rate = 1e-3", &format!("learning_rate = 1e-3\nbetas = {betas}"));
+        assert!(error.contains(&format!("optimizer.betas: invalid length {length}, expected two numbers")), "{error}");
+    }
     let teacher = error_of_medusa2("[stage.medusa2.lora]\nrank = 8\nalpha = 16", "");
     assert!(teacher.contains("stage.medusa2.self_distillation needs [stage.medusa2.lora]"), "{teacher}");
 }

@@ -143,6 +143,23 @@ fn the_end_of_a_terminal_ends_a_server() {
 }
 
 #[test]
+fn a_log_that_nobody_reads_does_not_keep_a_server() {
+    let mut server = Server::start(&[]);
+    for _ in 0..800 {
+        let answer = server.raw(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}"); // in all a log that no pipe holds
+    }
+    let signalled = Command::new("kill").args(["-TERM", &server.child.id().to_string()]).status().expect("kill runs");
+    assert!(signalled.success());
+    let began = Instant::now();
+    while server.child.try_wait().expect("a child").is_none() {
+        assert!(began.elapsed() < PATIENCE, "it goes on");
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(server.child.wait().expect("it ended").code(), Some(0));
+}
+
+#[test]
 fn a_text_is_that_of_generate_whole_and_streamed() {
     let (server, prompt) = (Server::start(&[]), "Once upon a time");
     let backbone = tiny("backbone");

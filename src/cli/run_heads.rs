@@ -1,10 +1,12 @@
-//! `--heads` of a run's folder: its `final/` is taken.
+//! `--heads` of a run's folder: its `final/` is taken. And whether a calibration is of these heads.
 
 use std::path::{Path, PathBuf};
 
 use super::downloads::HubArgument;
 use super::{CommonFlags, UsageError};
 use crate::draft::medusa::heads::HEADS_FILE;
+use crate::draft::medusa::heads::import::HeadsFile;
+use crate::formats::calibration::Calibration;
 use crate::formats::run_folder::{BEST, FINAL, is_run, step_of};
 use crate::hub::Wanted;
 
@@ -28,6 +30,22 @@ fn enter_run(run: &mut PathBuf, common: &CommonFlags) -> Result<(), UsageError> 
     common.say(format_args!("{} is a run: taking the heads in its {FINAL}/{best}", run.display()));
     *run = heads;
     Ok(())
+}
+
+/// A calibration of other heads chooses a tree that is not the best of these.
+///
+/// # Errors
+/// [`UsageError`] for other heads, and heads that cannot be read.
+pub(super) fn check_calibration(calibration: &Calibration, path: &Path, heads: &Path) -> anyhow::Result<()> {
+    if HeadsFile::open(heads)?.sha256()? == calibration.heads_sha256 {
+        return Ok(());
+    }
+    Err(UsageError(format!(
+        "{} is a calibration of other heads than {}; calibrate those with `medusa calibrate`",
+        path.display(),
+        heads.display()
+    ))
+    .into())
 }
 
 /// Which heads of an unfinished run could be taken.

@@ -2,6 +2,7 @@
 //!
 //! A file belongs to a row if it has the same token ids: the states depend on nothing else. Names and order of the files do not matter.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
 use std::num::NonZeroUsize;
@@ -42,6 +43,8 @@ pub struct CapturedSet {
     by_tokens: HashMap<TokensHash, u32>,
     /// Files that are not right, by kind.
     left_out: BTreeMap<&'static str, BadRows>,
+    /// Files with the tokens of an earlier one.
+    repeated: Option<BadRows>,
 }
 
 /// Of token ids.
@@ -58,7 +61,13 @@ impl CapturedSet {
         let listed = ListedFiles::of(&paths)?;
         paths.par_iter().try_for_each(|path| listed.verify(path))?;
         let sizes = StateSizes { hidden_size, vocab_size: settings.vocab_size };
-        let mut set = Self { entry: entry.into(), files: vec![], by_tokens: HashMap::new(), left_out: BTreeMap::new() };
+        let mut set = Self {
+            entry: entry.into(),
+            files: vec![],
+            by_tokens: HashMap::new(),
+            left_out: BTreeMap::new(),
+            repeated: None,
+        };
         for portion in paths.chunks(FILES_AT_ONCE) {
             let opened: Vec<_> = portion.par_iter().map(|path| open(path, sizes, settings.skip_bad_rows)).collect();
             for file in opened {
@@ -75,10 +84,17 @@ impl CapturedSet {
         Ok(set)
     }
 
-    /// All files have the same layers and dtype: they come from one server.
+    /// All files have the same layers and dtype: they come from one server. Of files with the same tokens the first counts.
     fn take(&mut self, file: CapturedFile, tokens: TokensHash) -> Result<(), CapturedError> {
         self.files.first().map_or(Ok(()), |first| file.check_like(first))?;
-        self.by_tokens.entry(tokens).or_insert(self.files.len() as u32);
+        match self.by_tokens.entry(tokens) {
+            Entry::Vacant(place) => _ = place.insert(self.files.len() as u32),
+            Entry::Occupied(earlier) => {
+                let earlier = self.files[*earlier.get() as usize].path.display();
+                let first = format!("{} has those of {earlier}", file.path.display());
+                self.repeated.get_or_insert(BadRows { rows: 0, first }).rows += 1;
+            }
+        }
         self.files.push(file);
         Ok(())
     }
@@ -112,6 +128,11 @@ impl CapturedSet {
     /// Files that are not right and were left out, by kind; `rows` are files.
     pub fn left_out(&self) -> &BTreeMap<&'static str, BadRows> {
         &self.left_out
+    }
+
+    /// Files with the tokens of an earlier one, whose states are taken.
+    pub fn repeated(&self) -> Option<&BadRows> {
+        self.repeated.as_ref()
     }
 
     /// Bytes of all files.

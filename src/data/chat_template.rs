@@ -15,7 +15,7 @@ pub use super::conversation::{Message, TemplateInputs};
 use super::jinja::{self, MARKS, Template};
 use super::marked::WrittenText;
 use super::shown::shown;
-use super::template_abilities::{Abilities, names};
+use super::template_abilities::{self, Abilities, names};
 use super::tokenize::{SpecialTokens, TokenizeError, read_json, special_tokens};
 use crate::bounds::{TEMPLATE_OUTPUT_BYTES, TEMPLATE_STEPS, TEXT_BYTES};
 use crate::files;
@@ -315,6 +315,11 @@ impl ChatTemplate {
     /// The text of the template.
     pub fn source(&self) -> &str {
         &self.source
+    }
+
+    /// Whether the template reads a variable that [`TemplateInputs::names`] has.
+    pub fn reads_variable(&self, name: &str) -> bool {
+        template_abilities::has_variable(&self.source, name.rsplit('.').next().unwrap_or(name))
     }
 
     /// Where the template stands.

@@ -38,6 +38,14 @@ pub struct TemplateInputs {
     pub kwargs: Map<String, Value>,
 }
 
+impl TemplateInputs {
+    /// `tools`, and `chat_template_kwargs.NAME` for each variable.
+    pub fn names(&self) -> impl Iterator<Item = String> {
+        let tools = self.tools.iter().map(|_| "tools".to_owned());
+        tools.chain(self.kwargs.keys().map(|name| format!("chat_template_kwargs.{name}")))
+    }
+}
+
 /// A conversation with what a template takes beside it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChatInput {

@@ -23,7 +23,7 @@ pub struct OtherKeys {
     /// Known not to affect what to train on.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub harmless: BTreeMap<String, usize>,
-    /// Keys of messages that the chat template got.
+    /// Keys of messages, and variables, that the chat template got.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub to_template: BTreeMap<String, usize>,
 }
@@ -52,8 +52,10 @@ impl OtherKeys {
     /// Counts as not read what the template was given and does not name.
     pub(super) fn settle(&mut self, template: Option<&ChatTemplate>) {
         let is_named = |key: &str| {
-            let name = key.rsplit("[].").next().unwrap_or(key);
-            template.is_some_and(|template| template_abilities::names(template.source(), name))
+            template.is_some_and(|template| match key.rsplit_once("[].") {
+                Some((_, name)) => template_abilities::names(template.source(), name),
+                None => template.reads_variable(key),
+            })
         };
         let (named, unnamed) = std::mem::take(&mut self.to_template).into_iter().partition(|(key, _)| is_named(key));
         self.to_template = named;

@@ -144,7 +144,9 @@ impl RowObject {
     }
 
     fn template_inputs(&mut self) -> Result<TemplateInputs, RowProblem> {
-        template_inputs(self.take("tools"), self.take("chat_template_kwargs"))
+        let inputs = template_inputs(self.take("tools"), self.take("chat_template_kwargs"))?;
+        self.others.extend(inputs.names().map(|name| (ColumnUse::Template, name)));
+        Ok(inputs)
     }
 }
 

@@ -133,6 +133,14 @@ pub(super) fn names(source: &str, word: &str) -> bool {
     source.match_indices(word).any(is_named)
 }
 
+/// Whether a template has a variable: its name is a word of its own there.
+pub(super) fn has_variable(source: &str, name: &str) -> bool {
+    let is_part = |letter: char| letter.is_alphanumeric() || letter == '_';
+    let is_word =
+        |(at, _): (usize, &str)| !source[..at].ends_with(is_part) && !source[at + name.len()..].starts_with(is_part);
+    source.match_indices(name).any(is_word)
+}
+
 const FUNCTION: &str = "name_of_the_function";
 const RESULT_OF_CALL: &str = "result_of_the_call";
 
@@ -161,6 +169,13 @@ mod tests {
     /// Abilities of a template that is a function.
     fn of(source: &str, render: impl Fn(&Message) -> String) -> Abilities {
         Abilities::of::<()>(source, |messages| Ok(messages.iter().map(&render).collect())).unwrap()
+    }
+
+    #[test]
+    fn a_variable_is_a_word_of_its_own() {
+        let source = "{% if tools and enable_thinking is defined %}{{ message.documents }}{% endif %}";
+        assert!(has_variable(source, "tools") && has_variable(source, "enable_thinking"));
+        assert!(!has_variable(source, "enable_thinkin") && !has_variable(source, "tool"));
     }
 
     #[test]

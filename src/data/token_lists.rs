@@ -41,6 +41,9 @@ pub(super) fn row(
             labels = Some(input_ids.iter().enumerate().map(label).collect());
         }
     }
+    for at in attended.clone().skip(1) {
+        labels.as_ref().map_or(Ok(()), |labels| is_of_token(at, labels[at], input_ids[at]))?;
+    }
     for list in std::iter::once(&mut input_ids).chain(&mut labels) {
         list.truncate(attended.end);
         list.drain(..attended.start);
@@ -60,6 +63,15 @@ fn agree(at: usize, label: i64, masked_by: Option<&str>) -> Result<(), RowProble
         }
         _ => Ok(()),
     }
+}
+
+/// A label is the token at its place, as transformers has it: nothing is shifted before training.
+fn is_of_token(at: usize, label: i64, token: i64) -> Result<(), RowProblem> {
+    if label == token || label == i64::from(IGNORE) {
+        return Ok(());
+    }
+    let got = format!("{label} where input_ids has {token}");
+    Err(RowProblem::Value { key: format!("{LABELS}[{at}]"), expected: "the token at this place, or -100", got })
 }
 
 /// The places that are no padding.
@@ -87,6 +99,14 @@ mod tests {
             RawRow::Tokens { input_ids, labels } => Ok((input_ids, labels)),
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn a_label_is_the_token_at_its_place() {
+        let labelled = |labels: &[i64]| of(&[("labels", labels)]);
+        assert!(labelled(&[-100, 6, -100, 8]).is_ok() && labelled(&[9, 6, 7, 8]).is_ok(), "nothing predicts the first");
+        let shifted = labelled(&[6, 7, 8, -100]).unwrap_err();
+        assert_eq!(shifted, "labels[1]: expected the token at this place, or -100, got 7 where input_ids has 6");
     }
 
     #[test]

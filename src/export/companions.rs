@@ -58,10 +58,15 @@ impl Companions {
             let is_theirs = calibration.heads_sha256 == of_heads;
             is_theirs.then_some(calibration).ok_or_else(|| "it was measured with other heads".to_owned())
         };
+        let calibration = look(request.calibration.as_deref(), &places, CALIBRATION, &calibration, &mut notices)?;
         let tree = |path: &Path| {
             let found = SparseTree::load(path).map_err(|error| error.to_string())?;
             let depth = found.0.max_depth();
-            if depth <= heads { Ok(found) } else { Err(format!("it needs {depth} heads, and {heads} are exported")) }
+            if depth > heads {
+                return Err(format!("it needs {depth} heads, and {heads} are exported"));
+            }
+            let is_theirs = calibration.as_ref().map_or(Ok(true), |calibration| is_chosen_from(&found.1, calibration));
+            is_theirs?.then_some(found).ok_or_else(|| "it was chosen from another calibration".to_owned())
         };
         let architecture = trained.shape.architecture.name();
         let bench = |path: &Path| match bench(path, architecture)? {
@@ -80,11 +85,11 @@ impl Companions {
         let exported = is_file(&exported)?.then_some(exported);
         let run = places[1].as_ref().map(|run| run.join(RECIPE)).or(exported);
         Ok(Self {
-            calibration: look(request.calibration.as_deref(), &places, CALIBRATION, &calibration, &mut notices)?,
             tree: look(request.tree.as_deref(), &places, TREE, &tree, &mut notices)?,
             bench: look(request.bench.as_deref(), &places, BENCH, &bench, &mut notices)?,
             recipe: run.and_then(|path| found(path, &recipe, &mut notices)),
             prompts: TrainedPrompts::of_heads(beside)?,
+            calibration,
             notices,
         })
     }
@@ -100,6 +105,14 @@ impl Companions {
         self.tree.as_ref().map_or(Ok(()), |found| write::copy(&found.path, &folder.join(TREE)))?;
         self.calibration.as_ref().map_or(Ok(()), |found| write_calibration(found, folder, trained))
     }
+}
+
+/// Whether a tree names this calibration, or the one that it is an exported copy of; a tree that was written by hand names none.
+fn is_chosen_from(tree: &TreeFile, calibration: &Companion<Calibration>) -> Result<bool, NotTheirs> {
+    let Some(named) = &tree.calibration_sha256 else { return Ok(true) };
+    let of_file = sha256(&calibration.path).map_err(|error| error.to_string())?;
+    let of_export = calibration.content.exported_from.as_ref().map(|from| &from.calibration_sha256);
+    Ok(*named == of_file || of_export == Some(named))
 }
 
 /// A recipe for other people: paths that only this machine has are cut to their last part.

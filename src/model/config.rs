@@ -12,6 +12,7 @@ pub use crate::model::block_spec::{Biases, RopeScaling};
 use crate::model::block_spec::{
     BlockSpec, HeadShape, LayerKind, LayerKinds, LinearSpec, MlpSpec, NormSpec, RotarySpec, names,
 };
+use crate::model::peft::ADAPTER_CONFIG;
 
 mod error;
 mod family;
@@ -81,6 +82,10 @@ impl LlamaConfig {
         let has_generation = is_file(&generation_path)?;
         let generation: GenerationKeys =
             if has_generation { read_json(&generation_path)? } else { GenerationKeys::default() };
+        let adapter = folder.join(ADAPTER_CONFIG);
+        if is_file(&adapter)? {
+            return Err(ConfigError::Adapter { path: adapter });
+        }
         let layers = i64::try_from(written.num_hidden_layers).unwrap_or(i64::MAX);
         if layers > BACKBONE_LAYERS {
             return Err(bad(&path, "num_hidden_layers", format!("at most {BACKBONE_LAYERS}"), layers)); // before each gets its traits

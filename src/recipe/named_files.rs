@@ -103,9 +103,15 @@ impl Recipe {
         }
     }
 
-    /// Every named layer exists: families name theirs differently.
+    /// Every named layer exists: families name theirs differently. B·A has no more ranks than a layer has inputs.
     fn check_lora(&self, findings: &mut Findings<'_>, backbone: &LlamaConfig) {
-        if let Some(foreign) = self.stage.lora().and_then(|lora| lora.target_modules.foreign_to(backbone)) {
+        let Some(lora) = self.stage.lora() else { return };
+        let most = backbone.hidden_size.max(backbone.intermediate_size);
+        if !i64::try_from(lora.rank.get()).is_ok_and(|rank| rank <= most) {
+            let expected = format!("at most {most}, the inputs of this backbone's largest layer");
+            findings.clash("stage.medusa2.lora.rank", lora.rank, expected);
+        }
+        if let Some(foreign) = lora.target_modules.foreign_to(backbone) {
             let expected = format!("some of this backbone's layers: {}", modules_of(backbone).join(", "));
             findings.clash("stage.medusa2.lora.target_modules", foreign, expected);
         }

@@ -1,6 +1,7 @@
 //! `[optimizer]` of a recipe.
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::numbers::{Fraction, NonNegative, Positive};
 use crate::torch::optim::{AdamWConfig, OptimizerName, ZeroStage};
@@ -17,7 +18,7 @@ pub struct OptimizerConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub medusa_lr_multiplier: Option<Positive>,
     /// Exponential decay rates of the two moments.
-    #[serde(default = "default_betas")]
+    #[serde(default = "default_betas", deserialize_with = "two")]
     pub betas: [Fraction; 2],
     /// Added to the denominator.
     #[serde(default = "default_eps")]
@@ -43,6 +44,14 @@ impl OptimizerConfig {
 
 fn default_betas() -> [Fraction; 2] {
     [0.9, 0.999].map(|b| Fraction::new(b).expect("a constant"))
+}
+
+/// An array of serde's takes the first numbers of more.
+fn two<'de, D: Deserializer<'de>>(deserializer: D) -> Result<[Fraction; 2], D::Error> {
+    let numbers = Vec::deserialize(deserializer)?;
+    numbers
+        .try_into()
+        .map_err(|numbers: Vec<Fraction>| D::Error::invalid_length(numbers.len(), &"two numbers, as in [0.9, 0.999]"))
 }
 
 fn default_eps() -> Positive {

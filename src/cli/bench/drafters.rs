@@ -7,6 +7,7 @@ use super::setting::Setting;
 use crate::cli::UsageError;
 use crate::cli::drafter::plan::{DrafterPlan, PlannedTree, beside};
 use crate::cli::drafter::spec::{DrafterName, DrafterSpec};
+use crate::cli::run_heads::check_calibration;
 use crate::draft::medusa::heads::import::folder_of;
 use crate::formats::calibration::Calibration;
 use crate::formats::metrics::{MetricsFile, MetricsLine, TrainingCost};
@@ -149,5 +150,7 @@ fn calibration(args: &BenchArgs, flag: &str, plan: &DrafterPlan) -> anyhow::Resu
         };
         return Err(UsageError(why).into());
     };
-    Ok(Some(Calibration::load(&path)?))
+    let calibration = Calibration::load(&path)?;
+    check_calibration(&calibration, &path, heads)?;
+    Ok(Some(calibration))
 }

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread::{self, JoinHandle};
+use std::thread;
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -11,18 +12,26 @@ use crate::serve::record::LogSink;
 
 /// Lines that wait to be written; those that come while so many wait are lost.
 const MOST_WAITING: usize = 1 << 16;
+/// Time to write the last lines, which a reader that stopped reading never takes.
+const LAST_LINES: Duration = Duration::from_secs(2);
 
 /// The log of a server.
 #[derive(Debug)]
 pub(super) struct AccessLog {
     lines: SyncSender<String>,
-    writer: JoinHandle<()>,
+    /// Receives once all is written.
+    written: Receiver<()>,
 }
 
 /// Starts the log.
 pub(super) fn start() -> AccessLog {
     let (lines, waiting) = sync_channel(MOST_WAITING);
-    AccessLog { lines, writer: thread::spawn(move || write(&waiting)) }
+    let (done, written) = sync_channel(1);
+    thread::spawn(move || {
+        write(&waiting);
+        done.send(())
+    });
+    AccessLog { lines, written }
 }
 
 impl AccessLog {
@@ -34,10 +43,10 @@ impl AccessLog {
         })
     }
 
-    /// Writes what is left. All sinks must be gone.
+    /// Writes what is left, as far as it is read. All sinks must be gone.
     pub(super) fn finish(self) {
         drop(self.lines);
-        let _ = self.writer.join();
+        let _ = self.written.recv_timeout(LAST_LINES); // the server ends, whoever reads its log
     }
 }
 

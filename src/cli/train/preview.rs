@@ -96,6 +96,9 @@ struct CapturedFiles {
     dtype: Dtype,
     /// Files whose tokens are those of no row.
     of_no_row: usize,
+    /// Files with the tokens of an earlier one, whose states are taken.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    repeated: Option<BadRows>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     left_out: BTreeMap<&'static str, BadRows>,
 }
@@ -111,6 +114,7 @@ impl CapturedFiles {
             layers: first.layers,
             dtype: first.dtype,
             of_no_row: captured.files_of_no_row(),
+            repeated: set.repeated().cloned(),
             left_out: set.left_out().clone(),
         }
     }
@@ -118,11 +122,14 @@ impl CapturedFiles {
 
 impl fmt::Display for CapturedFiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { entry, files, bytes, layers, dtype, of_no_row, left_out } = self;
+        let Self { entry, files, bytes, layers, dtype, of_no_row, repeated, left_out } = self;
         let layers = if *layers == 1 { "one layer".into() } else { format!("the last of {layers} layers") };
         write!(f, "{layers} in {dtype}, {} in {} in {entry}", binary(*bytes), counted(*files, "file"))?;
         if *of_no_row > 0 {
             write!(f, ", {of_no_row} with the tokens of no row")?;
+        }
+        if let Some(BadRows { rows, first }) = repeated {
+            write!(f, ", {rows} with the tokens of another one, whose states are taken ({first})")?;
         }
         for (kind, bad) in left_out {
             write!(f, ", {} skipped ({kind}; first {})", bad.rows, bad.first)?;

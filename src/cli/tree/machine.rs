@@ -14,13 +14,13 @@ use super::super::drafter::plan::DrafterPlan;
 use super::super::drafter::{Drafts, ReadyDrafter};
 use super::super::engine::EngineFlags;
 use super::super::progress::Progress;
+use super::super::run_heads::check_calibration;
 use super::super::served::{Served, ServedFlags, shown};
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
 use super::sequences;
 use crate::cpu::team::Team;
 use crate::decode::request::Request;
-use crate::draft::medusa::heads::import::HeadsFile;
 use crate::dtype::Dtype;
 use crate::files::Claim;
 use crate::formats::calibration::Calibration;
@@ -93,15 +93,7 @@ fn asked(
     common: &CommonFlags,
 ) -> anyhow::Result<LatencyConditions> {
     if let Some(heads) = &args.heads {
-        let of_heads = HeadsFile::open(heads)?.sha256()?;
-        if of_heads != calibration.heads_sha256 {
-            return Err(UsageError(format!(
-                "{} is a calibration of other heads than {}; calibrate those with `medusa calibrate`",
-                args.calibration.display(),
-                heads.display()
-            ))
-            .into());
-        }
+        check_calibration(calibration, &args.calibration, heads)?;
     }
     let sha256 = |folder: &PathBuf| anyhow::Ok(latency::backbone_sha256(folder, &backbone_config(folder)?)?);
     Ok(LatencyConditions {

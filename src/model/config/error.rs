@@ -29,6 +29,12 @@ pub enum ConfigError {
     /// Weights in a format that is not read.
     #[error("{}: `{key}`: the weights are quantised ({method}), {QUANTIZED_NOT_READ}", path.display())]
     Quantized { path: PathBuf, key: &'static str, method: String },
+    /// PEFT's adapter in a backbone's folder.
+    #[error(
+        "{}: transformers applies an adapter that lies beside a backbone's weights, and this program does not; merge it into the weights \
+         (PEFT's merge_and_unload), or move it out of the folder", path.display()
+    )]
+    Adapter { path: PathBuf },
     /// A known architecture that needs layers which this program does not have.
     #[error("{}: `model_type`: {got} is not supported: it has {missing}; supported: {supported}", path.display())]
     Family { path: PathBuf, got: String, missing: &'static str, supported: String },

@@ -48,7 +48,8 @@ impl CapturedSplits {
     pub fn files_of_no_row(&self) -> usize {
         let rows = [Some(&self.train), self.validation.as_ref()].into_iter().flatten();
         let used: HashSet<u32> = rows.flat_map(|rows| rows.file_of_row.iter().copied()).collect();
-        self.train.set.files().len() - used.len()
+        let repeated = self.train.set.repeated().map_or(0, |repeated| repeated.rows);
+        self.train.set.files().len() - used.len() - repeated
     }
 
     /// Those of the training or the validation rows.
