@@ -220,7 +220,8 @@ fn a_tensor_that_nothing_reads_is_an_error_unless_it_is_known_to_be_harmless() {
 fn an_adapter_beside_the_weights_is_refused() {
     let fixture = Fixture::open();
     let folder = fixture.folder(&fixture.cases["untied, without lm_head"]);
-    std::fs::write(folder.path().join("adapter_config.json"), "{}").expect("a file of a test");
+    let adapter = folder.path().join("adapter_config.json");
+    medusa::files::write_atomic(&adapter, |out| std::io::Write::write_all(out, b"{}")).expect("a file");
     let error = Llama::outline(folder.path()).map(drop).expect_err("an adapter").to_string();
     assert!(error.contains("adapter_config.json: transformers applies an adapter"), "{error}");
 }
