@@ -198,7 +198,10 @@ fn a_bad_row_is_named_by_file_line_and_key() {
     for (bad, expected) in [
         (r#"{"input_ids": [1, 2], "labels": [1]}"#, "labels: expected 2 values, one for each of input_ids, got 1"),
         (r#"{"input_ids": [1, 264]}"#, "input_ids[1]: expected a token id from 0 to 263"),
-        (r#"{"input_ids": [1, 2], "labels": [1, -101]}"#, "labels[1]: expected the token at this place, or -100, got -101"),
+        (
+            r#"{"input_ids": [1, 2], "labels": [1, -101]}"#,
+            "labels[1]: expected the token at this place, or -100, got -101",
+        ),
         (r#"{"input_ids": [1, "2"]}"#, r#"input_ids[1]: expected an integer, got "2""#),
         (r#"{"input_ids": [1, 2]"#, "not valid JSON (one object a line is expected), column 20"),
         (r#"{"ids": [1, 2]}"#, r#"expected a key "input_ids", "messages", "conversations", "instruction""#),

@@ -19,7 +19,7 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// Limit for the lines of code in src/, without comments, blank lines and tests. A change that exceeds it simplifies
 /// something first and only then raises the limit.
-const CODE_LINES: usize = 64_850;
+const CODE_LINES: usize = 64_950;
 
 /// Limit for the lines of README.md.
 const README_LINES: usize = 200;

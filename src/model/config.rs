@@ -12,7 +12,6 @@ pub use crate::model::block_spec::{Biases, RopeScaling};
 use crate::model::block_spec::{
     BlockSpec, HeadShape, LayerKind, LayerKinds, LinearSpec, MlpSpec, NormSpec, RotarySpec, names,
 };
-use crate::model::peft::ADAPTER_CONFIG;
 
 mod error;
 mod family;
@@ -22,6 +21,9 @@ mod keys;
 mod rotary;
 
 pub use error::ConfigError;
+
+/// An adapter's shape and base, as PEFT names the file.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 pub(super) use error::QUANTIZED_NOT_READ;
 use error::{bad, within};
 use family::Family;

@@ -12,6 +12,7 @@ use crate::bounds::JSON_FILE_BYTES;
 use crate::files::{self, FileError, failed, write_json};
 use crate::json;
 use crate::model::block_spec::names;
+pub use crate::model::config::ADAPTER_CONFIG;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::lora::{Adapter, LoraConfig, TargetModules, module_of, modules_of};
@@ -21,8 +22,6 @@ use crate::torch::wide;
 
 /// The weights of an adapter, as PEFT names the file.
 pub const ADAPTER_FILE: &str = "adapter_model.safetensors";
-/// Its shape and base, as PEFT names the file.
-pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 
 /// What makes an adapter folder unusable.
 #[derive(Debug, thiserror::Error)]
