@@ -1,7 +1,6 @@
 //! How a verb ends: its error as text, and the exit status.
 
 use std::error::Error;
-use std::io::{self, Write};
 
 use console::Term;
 
@@ -63,8 +62,7 @@ pub(super) fn status(error: &anyhow::Error) -> u8 {
 }
 
 /// Ends the process and skips the libraries' destructors: libtorch's take half as long as loading it, and the kernel frees
-/// the same memory. All that the verb itself held has been dropped before.
+/// the same memory. All that the verb itself held has been dropped before, and lines are flushed when they are printed.
 pub fn end(status: u8) -> ! {
-    let _ = io::stdout().flush(); // lines are flushed, and their errors reported, when they are printed
     signal_hook::low_level::exit(status.into())
 }

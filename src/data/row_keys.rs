@@ -36,7 +36,12 @@ const fn harmless(name: &'static str) -> RowKey {
 /// Columns of rows. A column that is not among them is [`NotRead`].
 pub static COLUMNS: [RowKey; 96] = [
     key("input_ids", Read, "TRL, axolotl, speculators", "token ids"),
-    key("labels", Read, "TRL, axolotl", "beside `input_ids`: the token ids, or -100 for no loss"),
+    key(
+        "labels",
+        Read,
+        "TRL, axolotl",
+        "beside `input_ids`: the token ids, or -100 for no loss; another number is an error",
+    ),
     key("loss_mask", Read, "speculators", "beside `input_ids`: 0 for no loss"),
     key("assistant_masks", Read, "TRL, transformers", "beside `input_ids`: 0 for no loss"),
     key("completion_mask", Read, "TRL", "beside `input_ids`: 0 for no loss"),
