@@ -123,7 +123,7 @@ class Server:
         body = {"model": self.model, "return_token_ids": True, "acceptance": "rejection"} | fields
         answer = await fetch(self.address, "POST", "/v1/completions", body)
         if answer.status != 200:
-            raise SystemExit(f"{json.dumps(body)}: {answer.status} {answer.body[:300]!r}")
+            raise RuntimeError(f"{json.dumps(body)}: {answer.status} {answer.body[:300]!r}")
         self.accepted += answer.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
         return answer.json()["choices"]
 

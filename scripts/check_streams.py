@@ -6,9 +6,10 @@
     python3 scripts/check_streams.py http://127.0.0.1:8123 --no-typical     # a tree for each load, on which typical acceptance depends
     python3 scripts/check_streams.py http://127.0.0.1:8123 --again FILE     # the requests that it printed before, a line each
 
-Compares texts, token ids, log-probabilities, text offsets, finish reasons and usage, all exactly. A third of the requests ask an earlier one again
-with a stop string from its answer: the text must be the earlier one up to there. Meanwhile other clients leave their streams, or ask with the same
-prompts for something else. Prints a summary as JSON. Ends with 1 after a difference; the request is on stderr. Only Python's standard library.
+Compares texts, token ids, log-probabilities, text offsets, finish reasons and usage, all exactly, so the server needs the CPU's kernels: libtorch
+rounds by what else is in the batch. A third of the requests ask an earlier one again with a stop string from its answer: the text must be the
+earlier one up to there. Meanwhile other clients leave their streams, or ask with the same prompts for something else. Prints a summary as JSON.
+Ends with 1 after a difference; the first 20 are on stderr with their requests. Only Python's standard library (3.11).
 """
 import argparse
 import asyncio
@@ -22,6 +23,7 @@ from http_by_hand import Closed, Connection, fetch, local_address, request
 
 PROMPTS = pathlib.Path(__file__).resolve().parent.parent / "data/tiny/prompts.jsonl"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SHOWN = 20  # differences
 COUNTS = "prompt_tokens", "completion_tokens", "total_tokens"  # of the usage: the others depend on the cache and the load
 
 
@@ -85,6 +87,8 @@ def some(rng, chances):
 
 def add(told, chunk):
     """Adds a chunk of an answer; a whole answer is one."""
+    if "error" in chunk:
+        raise Closed(f"the answer was cut: {chunk['error']}")
     for c in chunk["choices"]:
         choice = told.setdefault(c["index"], {"text": "", "finish_reason": None, "token_ids": [], "prompt_token_ids": []})
         if choice["finish_reason"]:
@@ -99,10 +103,18 @@ def add(told, chunk):
         told["usage"] = {name: chunk["usage"][name] for name in COUNTS}
 
 
+def shown(value, other):
+    """A value; of a list, the first element that differs."""
+    if not (isinstance(value, list) and isinstance(other, list)):
+        return repr(value)
+    at = next((at for at, (a, b) in enumerate(zip(value, other)) if a != b), min(len(value), len(other)))
+    return f"[{at}] = {value[at]!r}" if at < len(value) else f"{at} of them"
+
+
 class Streams:
     def __init__(self, args):
         self.args, self.address, self.done = args, local_address(args.url), False
-        self.counts, self.compared, self.wrong = collections.Counter(), collections.Counter(), 0
+        self.counts, self.compared, self.wrong = collections.Counter(), collections.Counter(), collections.Counter()
 
     async def whole(self, path, body):
         answer = await fetch(self.address, "POST", path, body)
@@ -135,8 +147,10 @@ class Streams:
 
     async def both(self, path, body, texts, together):
         """Compares both answers, and the texts with those that must come; returns the whole one."""
-        asked = self.whole(path, body), self.streamed(path, body)
-        whole, streamed = await asyncio.gather(*asked) if together else [await one for one in asked]
+        if together:
+            whole, streamed = await asyncio.gather(self.whole(path, body), self.streamed(path, body))
+        else:
+            whole, streamed = await self.whole(path, body), await self.streamed(path, body)
         self.counts["refused"] += "refused" in whole
         pairs = [(key, name, whole.get(key, {}).get(name), streamed.get(key, {}).get(name))
                  for key in whole | streamed for name in whole.get(key, {}) | streamed.get(key, {})]  # fmt: skip
@@ -144,23 +158,24 @@ class Streams:
         for key, name, one, other in pairs:
             self.compared[name] += len(one) if isinstance(one, list) else 1
             if one != other:
-                self.fault(path, body, f"{key}, {name}: whole {one!r}, expected or streamed {other!r}")
+                self.fault(path, body, name, f"choice {key}: whole {shown(one, other)}, expected or streamed {shown(other, one)}")
         return whole
 
-    def fault(self, path, body, what):
-        self.wrong += 1
-        print(json.dumps({"path": path, "body": body}), f"    {what:.2000}", sep="\n", file=sys.stderr)
+    def fault(self, path, body, name, what):
+        self.wrong[name] += 1
+        if self.wrong.total() <= SHOWN:
+            print(json.dumps({"path": path, "body": body}), f"    {name}: {what}", sep="\n", file=sys.stderr)
 
     async def compare(self, requests):
         rng = random.Random(self.args.seed)
-        lines = [json.loads(line) for line in open(self.args.again) if line.startswith("{")] if self.args.again else []
+        lines = [json.loads(line) for line in open(self.args.again) if line.startswith('{"path"')] if self.args.again else []
         for number in range(len(lines) or self.args.requests):
             path, body, texts = (lines[number]["path"], lines[number]["body"], None) if lines else requests.any(rng)
             self.now = path, body
             try:
                 requests.learn(path, body, await self.both(path, body, texts, together=rng.random() < 0.5))
             except (Closed, OSError) as error:
-                self.fault(path, body, repr(error))
+                self.fault(path, body, "answer", repr(error))
             self.counts["requests"] += 1
         self.done = True
 
@@ -174,7 +189,7 @@ class Streams:
             try:
                 await self.streamed(path, body, leaves)
             except (Closed, OSError) as error:
-                self.fault(path, body, f"beside: {error!r}")
+                self.fault(path, body, "answer beside", repr(error))
             self.counts["beside"] += 1
 
     async def run(self):
