@@ -42,7 +42,7 @@ const FIXTURES: [&str; 8] = [
 /// A fixture has its config in both formats.
 pub(crate) const SPELLINGS: [&str; 2] = ["config", "config_v4"];
 
-/// A small model and transformers' output for it, from `scripts/make_fixtures.py`.
+/// A small model and transformers' output for it, from `scripts/fixtures/make_fixtures.py`.
 pub(crate) struct Fixture {
     path: PathBuf,
     bytes: Vec<u8>,
@@ -99,7 +99,7 @@ impl Fixture {
     /// The fixture's origin, for failure messages.
     fn origin(&self) -> String {
         format!(
-            "{} (torch {}, transformers {}, seed {}; made again by `python3 scripts/make_fixtures.py`)",
+            "{} (torch {}, transformers {}, seed {}; made again by `python3 scripts/fixtures/make_fixtures.py`)",
             self.path.display(),
             self.metadata["torch"],
             self.metadata["transformers"],

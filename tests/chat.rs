@@ -107,7 +107,7 @@ fn talk(turns: &[(&str, &str)]) -> Value {
     turns.iter().map(|(role, content)| json!({"role": role, "content": content})).collect()
 }
 
-/// `scripts/make_chat_fixtures.py` documents how these files were made.
+/// `scripts/fixtures/make_chat_fixtures.py` documents how these files were made.
 fn fixture_named(name: &str) -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
     serde_json::from_slice(&fs::read(path).expect("a fixture")).expect("JSON")

@@ -72,7 +72,7 @@ fn the_page_lists_every_known_key() {
     assert_eq!(fs::read_to_string(path).expect("docs/compatibility.md"), page, "MEDUSA_WRITE_PAGES=1 writes it anew");
 }
 
-/// What scripts/make_config_fixtures.py writes.
+/// What scripts/fixtures/make_config_fixtures.py writes.
 #[derive(Deserialize)]
 struct OtherKeys {
     generation: Vec<String>,

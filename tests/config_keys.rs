@@ -12,7 +12,7 @@ use super::backbone::write;
 use super::published_configs::published;
 use crate::program::medusa;
 
-/// What scripts/make_config_fixtures.py writes.
+/// What scripts/fixtures/make_config_fixtures.py writes.
 #[derive(Deserialize)]
 struct Listing {
     transformers: String,

@@ -386,7 +386,7 @@ fn tools_and_variables_that_the_template_does_not_read_are_reported() {
 #[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with datasets")]
 fn files_that_datasets_writes_are_the_same_rows() {
     let world = World::new();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/make_containers.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/fixtures/make_containers.py");
     let python = std::env::var("MEDUSA_PYTHON").expect("set, says build.rs");
     let output = Command::new(python).arg(script).arg(world.folder.path()).output().expect("Python starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

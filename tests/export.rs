@@ -955,7 +955,7 @@ fn readers_of_another_hand_find_the_same_numbers() {
     write_heads(&small, "truncated", shape(3, 1, 20), Kind::Float);
     write_heads(&small, "both", HeadsShape { shared_w2: true, ..shape(3, 1, 20) }, Kind::Float);
     let python = std::env::var("MEDUSA_PYTHON").expect("set, says build.rs");
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/read_exports.py");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracles/read_exports.py");
     for heads in ["own", "two_layers", "shared", "one_w2", "truncated", "both"] {
         let formats = if ["truncated", "both"].contains(&heads) { &["vllm"][..] } else { &FORMATS };
         for (dtype, name) in [(Dtype::Float32, "float32"), (Dtype::BFloat16, "bfloat16"), (Dtype::Float16, "float16")] {
@@ -990,7 +990,7 @@ fn a_reader_of_another_hand_finds_heads_beside_an_adapter() {
     small.train(&[]).succeeded();
     export(&small, "run/final", "peft", "peft", &["--dtype", "bfloat16"]).succeeded();
     let python = std::env::var("MEDUSA_PYTHON").expect("set, says build.rs");
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/read_exports.py");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracles/read_exports.py");
     let arguments = [script, "run/final/heads.safetensors", "backbone", "bfloat16", "peft=peft"];
     let ended = Ended::from(small.program(&python, &arguments).output().expect("Python starts")).succeeded();
     assert_eq!(ended.stdout, "ok peft: 2 heads of 1 ResBlock(s), 6 tensors of bfloat16, logits equal\n");

@@ -26,7 +26,7 @@ use super::backbone::{
     FLOAT32_TOLERANCE, Fixture, SPELLINGS, assert_near, load, over_the_row, tensor, through_the_cache, write,
 };
 
-/// What scripts/make_family_fixtures.py makes.
+/// What scripts/fixtures/make_family_fixtures.py makes.
 const FAMILIES: [&str; 20] = [
     "qwen2",
     "qwen2_sliding_window",
@@ -51,7 +51,7 @@ const FAMILIES: [&str; 20] = [
 ];
 /// Without greedy tokens: the frequencies of one change with the length of the text, the other's text is long.
 const WITHOUT_GREEDY: [&str; 2] = ["llama_dynamic_long_text", "mistral_default_window"];
-/// What scripts/make_lora_gradients.py makes gradients for.
+/// What scripts/fixtures/make_lora_gradients.py makes gradients for.
 const WITH_GRADIENTS: [&str; 3] = ["qwen3", "gemma3", "phi3"];
 /// Against dequantised weights that are the same numbers, in other orders of summation.
 const QUANTIZED_TOLERANCE: f64 = 1e-3;
@@ -65,7 +65,7 @@ fn family(name: &str) -> Fixture {
 }
 
 fn origin(fixture: &Fixture) -> String {
-    format!("scripts/make_family_fixtures.py with seed {}", fixture.text("seed"))
+    format!("scripts/fixtures/make_family_fixtures.py with seed {}", fixture.text("seed"))
 }
 
 /// The model with the rotary embeddings of the fixture's longest text.
@@ -205,7 +205,7 @@ impl Gradients {
     }
 
     fn near(&self, what: &str, got: &Tensor, expected: &Tensor, tolerance: f64) {
-        assert_near(what, got, expected, tolerance, "scripts/make_lora_gradients.py");
+        assert_near(what, got, expected, tolerance, "scripts/fixtures/make_lora_gradients.py");
     }
 
     /// The largest element sets the tolerance, since elements are sums of products of its size.

@@ -96,7 +96,7 @@ impl World {
     /// Output of scripts/hub_client.py.
     fn python(&self, arguments: &[&str], offline: &str) -> String {
         let mut command = Command::new(std::env::var("MEDUSA_PYTHON").expect("set, says build.rs"));
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/hub_client.py");
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/server/hub_client.py");
         self.with_environment(&mut command).arg(script).args(arguments);
         command.envs([("HF_TOKEN", TOKEN), ("HF_HUB_OFFLINE", offline), ("HF_HUB_DISABLE_XET", "1")]);
         command.env("NO_PROXY", "127.0.0.1,localhost"); // this client has no built-in exception for localhost

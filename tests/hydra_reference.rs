@@ -1,4 +1,4 @@
-//! Training of sequential heads, and with soft targets, matches an independent PyTorch program (`scripts/hydra_oracle.py`): losses and
+//! Training of sequential heads, and with soft targets, matches an independent PyTorch program (`scripts/oracles/hydra_oracle.py`): losses and
 //! gradient norm of 20 steps, gradients of step 0, the final weights, and the guesses of the trained heads.
 
 use std::fs;

@@ -122,7 +122,7 @@ fn write_backbone(small: &SmallRun, recipe: &Recipe) -> LlamaConfig {
     LlamaConfig::load(&folder).expect("a config")
 }
 
-/// A file that scripts/make_vicuna_folder.py wrote.
+/// A file that scripts/fixtures/make_vicuna_folder.py wrote.
 fn vicuna(name: &str) -> PathBuf {
     Path::new(ROOT).join("tests/fixtures/vicuna").join(name)
 }

@@ -48,7 +48,7 @@ fn saved_logits(path: &Path, like: &Tensor) -> Tensor {
 
 fn assert_close(got: &Tensor, expected: &Tensor, tolerance: f64) {
     let largest = (got - expected).abs().max().double_value(&[]);
-    assert!(largest <= tolerance, "largest difference {largest:.1e}; made by scripts/peft_oracle.py");
+    assert!(largest <= tolerance, "largest difference {largest:.1e}; made by scripts/oracles/peft_oracle.py");
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn what_is_written_has_pefts_names_and_comes_back_bit_for_bit() {
     assert_eq!(logits(&again, Adapters::On), logits(&llama, Adapters::On));
 }
 
-/// What scripts/peft_oracle.py writes about PEFT's LoraConfig.
+/// What scripts/oracles/peft_oracle.py writes about PEFT's LoraConfig.
 #[derive(Deserialize)]
 struct Listing {
     /// The version.
@@ -176,7 +176,7 @@ fn peft_itself_reads_what_is_written() {
     let ids: Vec<i64> = Vec::try_from(&input_ids()).expect("ids");
     let (ids_file, out) = (folder.path().join("ids.json"), folder.path().join("logits.safetensors"));
     medusa::files::write_atomic(&ids_file, |file| Ok(serde_json::to_writer(file, &ids)?)).expect("a file");
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/peft_oracle.py");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracles/peft_oracle.py");
     let python = std::env::var("MEDUSA_PYTHON").expect("set, says build.rs");
     let mut command = std::process::Command::new(python);
     command.args([script, "logits"]).args([base.path(), folder.path(), &ids_file, &out]);

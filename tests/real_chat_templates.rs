@@ -116,10 +116,12 @@ fn what_the_model_writes_is_learned_with_every_template() {
 )]
 fn real_templates_render_and_mask_as_transformers_does() {
     let Some(folder) = std::env::var_os("MEDUSA_CHAT_TEMPLATES").map(PathBuf::from) else {
-        panic!("set MEDUSA_CHAT_TEMPLATES to a folder of .jinja files, as scripts/real_chat_templates.py describes");
+        panic!(
+            "set MEDUSA_CHAT_TEMPLATES to a folder of .jinja files, as scripts/oracles/real_chat_templates.py describes"
+        );
     };
     let python = std::env::var("MEDUSA_PYTHON").expect("set, says build.rs");
-    let output = Command::new(python).arg(root().join("scripts/real_chat_templates.py")).arg(&folder).output();
+    let output = Command::new(python).arg(root().join("scripts/oracles/real_chat_templates.py")).arg(&folder).output();
     let output = output.expect("Python starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");

@@ -186,7 +186,7 @@ fn another_choice_than_the_heads_is_reported_once_and_dense_engines_refuse_quant
 #[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with torch, transformers and bitsandbytes")]
 fn logits_are_those_of_transformers_on_bitsandbytes_weights() {
     const TOLERANCE: f64 = 1e-3; // of logits up to about 10
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/quantized_logits.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/oracles/quantized_logits.py");
     for (name, quantization) in [("nf4", Quantization::Nf4), ("int8", Quantization::Int8)] {
         let world = World::new();
         // bitsandbytes' CPU kernels dequantise nf4 wrongly where rows are no multiple of its blocks of 64.

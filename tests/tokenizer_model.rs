@@ -1,5 +1,5 @@
 //! Promise: a `tokenizer.model` gives the ids that sentencepiece, tiktoken and transformers give, and one that cannot be read is
-//! refused in a sentence. Many more lines and models: scripts/check_tokenizers.py, which made the fixtures.
+//! refused in a sentence. Many more lines and models: scripts/oracles/check_tokenizers.py, which made the fixtures.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// What scripts/check_tokenizers.py wrote.
+/// What scripts/oracles/check_tokenizers.py wrote.
 #[derive(Deserialize)]
 struct Expected {
     /// Without special tokens.

@@ -50,7 +50,7 @@ const REFUSED: [&str; 30] = [
     "transformers_weights",
 ];
 
-/// What scripts/make_config_fixtures.py writes.
+/// What scripts/fixtures/make_config_fixtures.py writes.
 #[derive(Deserialize)]
 struct Fixture {
     transformers: String,
@@ -121,7 +121,7 @@ fn weight(name: &str, shape: &[i64], seed: u32) -> Tensor {
 fn two_sources_of_one_fact_are_read_as_transformers_reads_them_or_refused() {
     let _no_grad = tch::no_grad_guard();
     let fixture = Fixture::open();
-    let origin = format!("scripts/make_config_fixtures.py, transformers {}", fixture.transformers);
+    let origin = format!("scripts/fixtures/make_config_fixtures.py, transformers {}", fixture.transformers);
     let mut refused = Vec::new();
     for (name, case) in &fixture.cases {
         let folder = fixture.folder(case);

@@ -1,4 +1,4 @@
-//! Prints the tokens of texts, for scripts/check_tokenizers.py: a JSON string on each line of stdin, and for each a line of
+//! Prints the tokens of texts, for scripts/oracles/check_tokenizers.py: a JSON string on each line of stdin, and for each a line of
 //! `{"ids": […], "around": […], "places": [[start, end], …], "text": "…"}`. `around` has what the tokenizer puts around a
 //! text, `places` are bytes of it, and `text` is decoded from `ids`, special tokens left out.
 //!

@@ -92,7 +92,7 @@ impl Mutator<'_> {
         let mut mutant = binary.clone();
         mutant.op = other;
         let was = binary.clone();
-        *expr = parse_quote!((if crate::mutants::is(#id) { #mutant } else { #was }));
+        *expr = parse_quote!((if crate::mutants::is(#id) { (#mutant) } else { (#was) }));
     }
 
     fn literal(&mut self, expr: &mut Expr, place: &Place) {
@@ -114,7 +114,7 @@ impl Mutator<'_> {
             return;
         };
         let was = literal.clone();
-        *expr = parse_quote!((if crate::mutants::is(#id) { #mutant } else { #was }));
+        *expr = parse_quote!((if crate::mutants::is(#id) { (#mutant) } else { (#was) }));
     }
 
     fn method(&mut self, expr: &mut Expr, place: &Place) {
@@ -136,7 +136,7 @@ impl Mutator<'_> {
         };
         let Some(id) = self.place(place, &kind) else { return };
         let was = call.clone();
-        *expr = parse_quote!((if crate::mutants::is(#id) { #mutant } else { #was }));
+        *expr = parse_quote!((if crate::mutants::is(#id) { (#mutant) } else { (#was) }));
     }
 
     fn condition(&mut self, condition: &mut Expr, place: &Place) {
