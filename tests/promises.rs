@@ -1,91 +1,112 @@
-//! Promises to users: one per module, each module in its own file in this folder. Unit tests of private code are at the
-//! end of its file.
+//! Promises to users: one per module, each module in its own file in this folder, which begins with the promise. Unit tests of private code
+//! are at the end of its file.
 
+// Decoding and measuring
 mod acceptance;
-mod api_server;
-mod backbone;
-mod bad_input;
-mod batch_attention;
 mod bench;
 mod bench_endpoint;
-mod big_data;
 mod calibrate;
-mod campaign;
-mod captured_states;
-mod chat;
 mod chat_command;
-mod checksums;
-mod command_line;
-mod compatibility;
-mod config_keys;
-mod containers;
-mod conversations;
-mod cuda_engine;
-mod cuda_hydra;
-mod cuda_kernels;
-mod data;
-mod data_command;
-mod data_formats;
 mod decoding;
-mod device_map;
+mod embedded_default;
+mod latency;
+mod same_bits;
+mod sequential_heads;
+mod stop_strings;
+mod trained_prompts;
+mod tree;
+mod tree_prediction;
+
+// Serving, and data from servers
 mod distill;
 mod distill_endpoint;
 mod distill_endpoint_faults;
-mod embedded_default;
-mod export;
-mod families;
+mod serve;
+mod served;
+
+// Training
+mod captured_states;
 mod fused;
-mod fuzz_corpus;
-mod gpu_check;
-mod hostile_input;
-mod hostile_templates;
-mod hub;
 mod hydra_reference;
 mod init;
 mod joint_training;
 mod keep_best;
-mod latency;
-mod launched_processes;
-mod launcher;
-mod launches;
-mod layering;
-mod limits;
-mod long_texts;
 mod losses;
 mod memory_plan;
 mod memory_table;
 mod packing;
-mod panicking_libraries;
 mod paper_recipes;
-mod peft;
-mod process_equality;
-mod program;
-mod published;
-mod published_configs;
-mod quantization;
-mod readme;
-mod real_chat_templates;
 mod recipe;
 mod report;
-mod row_keys;
-mod same_bits;
+mod training_command;
+mod training_run;
+
+// Several processes and devices
+mod device_map;
+mod launched_processes;
+mod process_equality;
 mod scaling_table;
-mod sequential_heads;
-mod serve;
-mod served;
-mod setup;
 mod several_processes;
-mod small_run;
-mod stop_strings;
-mod terminal;
 mod thread_ranks;
+
+// Data and conversations
+mod big_data;
+mod chat;
+mod containers;
+mod conversations;
+mod data;
+mod data_command;
+mod data_formats;
+mod hostile_templates;
+mod long_texts;
+mod real_chat_templates;
+mod row_keys;
+
+// Models, tokenizers and files of other programs
+mod backbone;
+mod checksums;
+mod compatibility;
+mod config_keys;
+mod export;
+mod families;
+mod hub;
+mod peft;
+mod published_configs;
+mod quantization;
 mod tokenizer_files;
 mod tokenizer_model;
 mod torch_backbone;
-mod trained_prompts;
-mod training_command;
-mod training_run;
-mod tree;
-mod tree_prediction;
 mod two_sources;
+
+// Kernels for GPUs, in the emulator
+mod batch_attention;
+mod cuda_engine;
+mod cuda_hydra;
+mod cuda_kernels;
+mod gpu_check;
+mod launches;
+
+// Bad input, faults and attacks
+mod bad_input;
+mod campaign;
+mod fuzz_corpus;
+mod hostile_input;
+mod limits;
+mod panicking_libraries;
+
+// Programs and packages
+mod command_line;
+mod launcher;
+mod setup;
+mod terminal;
 mod wheel;
+
+// The house: the source, the README
+mod layering;
+mod readme;
+
+// Support of the tests: no promises
+mod api_server;
+mod program;
+mod published;
+mod small_run;
