@@ -83,7 +83,7 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     exported.notices.iter().for_each(|notice| common.say(notice));
     common.say(checked(&exported));
     match common.json {
-        true => print_json(&Printed { out: &args.out, format: args.format.name(), exported: &exported }),
+        true => print_json(&Printed { out: &args.out, format: args.format.name, exported: &exported }),
         false => print_line(args.out.display()),
     }
 }

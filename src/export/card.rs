@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::companions::{CardBench, Companions};
 use super::error::ExportError;
-use super::request::ExportFormat;
+use super::format::FolderContents;
 use super::trained::Trained;
 use crate::draft::medusa::heads::HeadsArchitecture;
 use crate::files::write_synced;
@@ -41,7 +41,7 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
     let tree = companions.tree.as_ref().map(|found| &found.content.1.choices);
     let expected = companions.tree.as_ref().and_then(|found| found.content.1.expected_tokens_per_step);
     json!({
-            "format": trained.format.name(),
+            "format": trained.format.name,
             "base_model": trained.base_model,
             "serve": base.as_deref().unwrap_or(BACKBONE),
             "out": OUT,
@@ -60,7 +60,7 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "dtype": trained.dtype.to_string(),
             "tuned": trained.tuned_backbone().is_some(),
             "holds_backbone": trained.format.holds_backbone(),
-            "is_alone": !trained.format.holds_backbone() && trained.format != ExportFormat::Peft,
+            "is_alone": trained.format.contents == FolderContents::Heads,
             "pickle": trained.pickle,
             "recipe": companions.recipe.as_ref().map(|found| found.content.trim_end()),
             "accuracies": measured.map(|measured| accuracies(&measured.heads, shape.medusa_num_heads)),

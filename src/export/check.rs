@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 
 use super::error::ExportError;
 use super::finite::finite;
-use super::request::ExportFormat;
+use super::format::FolderContents;
 use super::trained::Trained;
 use super::write;
 use crate::draft::medusa::heads::import::HeadsFile;
@@ -54,7 +54,7 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<RoundingDiff
     if let Some(backbone) = &trained.backbone {
         same_backbone(folder, backbone)?;
     }
-    if let (ExportFormat::Peft, Some(adapter)) = (trained.format, &trained.adapter) {
+    if let (FolderContents::Adapter, Some(adapter)) = (trained.format.contents, &trained.adapter) {
         same_adapter(folder, adapter, trained)?;
     }
     for place in expected.places() {
@@ -155,9 +155,12 @@ fn largest(tensor: &Tensor) -> f64 {
 mod tests {
     use std::fs::{self, File, OpenOptions};
     use std::io::{Read, Seek, SeekFrom, Write};
+    use std::num::NonZeroUsize;
     use std::path::PathBuf;
 
-    use super::super::ExportRequest;
+    use clap::ValueEnum;
+
+    use super::super::{ExportFormat, ExportRequest};
     use super::*;
     use crate::dtype::Dtype;
     use crate::model::adapters::attach_new;
@@ -181,12 +184,12 @@ mod tests {
         Heads::new(&config, &lm_head_vh, None).save(folder).unwrap();
     }
 
-    fn request(heads: PathBuf, format: ExportFormat, out: PathBuf) -> ExportRequest {
+    fn request(heads: PathBuf, format: &str, out: PathBuf) -> ExportRequest {
         ExportRequest {
             heads,
             backbone: Some(tiny()),
             backbone_name: None,
-            format,
+            format: ExportFormat::from_str(format, false).unwrap(),
             out,
             dtype: None,
             medusa_num_heads: None,
@@ -224,8 +227,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         write_heads(&path("heads"));
-        for (format, prefix) in [(ExportFormat::Merged, "medusa_head"), (ExportFormat::ModelOpt, "medusa_heads")] {
-            let out = path(format.name());
+        for (format, prefix) in [("merged", "medusa_head"), ("modelopt", "medusa_heads")] {
+            let out = path(format);
             let mut trained = Trained::open(&request(path("heads"), format, out.clone())).unwrap();
             write::write(&out, &mut trained).unwrap();
             read_back(&out, &trained).unwrap();
@@ -241,12 +244,28 @@ mod tests {
     }
 
     #[test]
+    fn the_outputs_of_each_head_are_compared() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        write_heads(&path("heads"));
+        let request = ExportRequest {
+            dtype: Some(Dtype::BFloat16),
+            medusa_num_heads: NonZeroUsize::new(1),
+            ..request(path("heads"), "heads", path("out"))
+        };
+        let mut trained = Trained::open(&request).unwrap();
+        fs::create_dir(path("out")).unwrap();
+        write::write(&path("out"), &mut trained).unwrap();
+        let RoundingDifference { largest, of } = read_back(&path("out"), &trained).unwrap();
+        assert!(of > 0.0 && largest <= 0.02 * of, "{largest} of {of}");
+    }
+
+    #[test]
     fn a_tensor_of_another_dtype_is_found_though_its_numbers_are_the_same() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         write_heads(&path("heads"));
-        let request =
-            ExportRequest { dtype: Some(Dtype::BFloat16), ..request(path("heads"), ExportFormat::Heads, path("out")) };
+        let request = ExportRequest { dtype: Some(Dtype::BFloat16), ..request(path("heads"), "heads", path("out")) };
         let mut trained = Trained::open(&request).unwrap();
         fs::create_dir(path("out")).unwrap();
         write::write(&path("out"), &mut trained).unwrap();
@@ -274,7 +293,7 @@ mod tests {
         attach_new(&mut backbone, &config, 9);
         save_adapters(&path("heads"), &backbone, "tiny").unwrap();
         let out = path("out");
-        let mut trained = Trained::open(&request(path("heads"), ExportFormat::Peft, out.clone())).unwrap();
+        let mut trained = Trained::open(&request(path("heads"), "peft", out.clone())).unwrap();
         assert!(trained.backbone.is_none(), "it was tried on one, which is gone");
         fs::create_dir(&out).unwrap();
         write::write(&out, &mut trained).unwrap();

@@ -19,16 +19,19 @@ mod check;
 mod companions;
 mod error;
 mod finite;
+mod format;
 mod recorded;
 mod request;
 mod trained;
 mod write;
 
 pub use error::ExportError;
-pub use request::{ExportFormat, ExportRequest};
+pub use format::{ExportFormat, FormatSpec};
+pub use request::ExportRequest;
 
 use check::RoundingDifference;
 use companions::Companions;
+use format::FolderContents;
 use trained::Trained;
 
 /// The written files and the result of the check.
@@ -87,8 +90,9 @@ pub fn export(request: &ExportRequest) -> Result<Exported, ExportError> {
 /// Warnings for the user before the folder is served.
 fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, ExportError> {
     let mut notices: Vec<String> = trained.file.notices()?.iter().map(Notice::to_string).collect();
-    let alone = !request.format.holds_backbone() && request.format != ExportFormat::Peft;
-    if alone && let Some(own) = trained.tuned_backbone() {
+    if request.format.contents == FolderContents::Heads
+        && let Some(own) = trained.tuned_backbone()
+    {
         notices.push(format!(
             "these heads belong to the backbone that was trained with them ({own}); serve them with it, or use --format merged"
         ));
@@ -96,7 +100,7 @@ fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, Ex
     if trained.copies_lm_head() {
         notices.push(format!(
             "these heads share the backbone's lm_head, which --format {} does not support: each of the {} heads gets a copy",
-            request.format.name(),
+            request.format.name,
             trained.shape.medusa_num_heads
         ));
     }
@@ -114,8 +118,9 @@ fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, Ex
         ));
     }
     let path = request.out.to_string_lossy().to_lowercase();
-    if request.format == ExportFormat::Vllm && ["eagle", "dflash"].iter().any(|other| path.contains(other)) {
-        notices.push("vLLM mistakes a path with \"eagle\" or \"dflash\" for another drafter: rename the folder".into());
+    let (parts, notice) = request.format.mistaken_paths;
+    if parts.iter().any(|part| path.contains(part)) {
+        notices.push(notice.into());
     }
     Ok(notices)
 }

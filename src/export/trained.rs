@@ -7,7 +7,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::error::ExportError;
 use super::finite::finite_backbone;
-use super::request::{ExportFormat, ExportRequest};
+use super::format::{ExportFormat, FolderContents, SharedLmHead, WrittenHeads};
+use super::request::ExportRequest;
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
@@ -99,51 +100,49 @@ impl Trained {
 
     fn refuse(&self, request: &ExportRequest) -> Result<(), ExportError> {
         let (format, path, layers) = (self.format, request.heads.clone(), self.shape.medusa_num_layers);
-        if format == ExportFormat::Peft && self.adapter.is_none() {
+        if format.contents == FolderContents::Adapter && self.adapter.is_none() {
             return Err(ExportError::NoAdapter { path });
         }
-        if matches!(format, ExportFormat::Tgi | ExportFormat::Peft) && self.shares_lm_head() && layers != 1 {
-            return Err(ExportError::TgiLayers { format: format.name(), path, layers });
+        if format.lm_head == SharedLmHead::OfBackboneWithOneBlock && self.shares_lm_head() && layers != 1 {
+            return Err(ExportError::TgiLayers { format: format.name, path, layers });
         }
-        if let Some(tokens) = self.file.token_map().filter(|_| format != ExportFormat::Vllm || !self.is_for_vllm()) {
-            let (format, size) = (format.name(), tokens.len());
-            let advice = if self.is_for_vllm() { VLLM_CAN } else { NOBODY_CAN };
+        if let Some(tokens) = self.file.token_map().filter(|_| !format.draft_vocabulary || self.is_hydra().is_some()) {
+            let (format, size) = (format.name, tokens.len());
+            let advice = if self.is_hydra().is_none() { VLLM_CAN } else { NOBODY_CAN };
             return Err(ExportError::TruncatedVocabulary { format, path, size, advice });
         }
-        let what = match (self.shape.architecture.is_sequential(), self.shape.w2_bias) {
-            (true, _) => Some("Hydra heads"),
-            (false, true) => Some("a bias in the output layer of its heads"),
-            (false, false) => None,
-        };
-        if let Some(what) = what.filter(|_| !format.knows_hydra()) {
-            return Err(ExportError::HydraHeads { format: format.name(), path, what });
+        if let Some(what) = self.is_hydra().filter(|_| !format.hydra) {
+            return Err(ExportError::HydraHeads { format: format.name, path, what });
         }
-        if format == ExportFormat::Hydra {
+        if format.hydra {
             let most = 1 + self.file.first_square_block();
             if let Some(head) = self.file.head_of_several_blocks(self.shape.medusa_num_heads)? {
                 return Err(ExportError::HydraLayers { path, head, layers, most });
             }
         }
-        if self.pickle && !format.takes_pickle() {
-            return Err(ExportError::Pickle { format: format.name() });
+        if self.pickle && format.pickle.is_none() {
+            return Err(ExportError::Pickle { format: format.name });
         }
-        if format == ExportFormat::Tgi && self.base_name().is_none() {
-            let why = "text-generation-inference finds it by base_model_name_or_path in config.json";
-            return Err(ExportError::NoBackbone { format: format.name(), why });
+        match format.needs_name {
+            Some(why) if self.base_name().is_none() => Err(ExportError::NoBackbone { format: format.name, why }),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
-    /// Whether vLLM's format can hold these heads.
-    fn is_for_vllm(&self) -> bool {
-        !self.shape.architecture.is_sequential() && !self.shape.w2_bias
+    /// What of the heads only a format for Hydra holds.
+    fn is_hydra(&self) -> Option<&'static str> {
+        match (self.shape.architecture.is_sequential(), self.shape.w2_bias) {
+            (true, _) => Some("Hydra heads"),
+            (false, true) => Some("a bias in the output layer of its heads"),
+            (false, false) => None,
+        }
     }
 
     /// Loads the backbone if the export needs it, and checks the heads against it.
     fn load(&mut self, asked: Option<Dtype>) -> Result<(), ExportError> {
         let format = self.format;
         let Some(why) = self.use_of_backbone() else { return self.check_headers() };
-        let base = self.base.clone().ok_or(ExportError::NoBackbone { format: format.name(), why })?;
+        let base = self.base.clone().ok_or(ExportError::NoBackbone { format: format.name, why })?;
         let own = WeightFiles::open(&base)?.kind(names::EMBED_TOKENS).unwrap_or(Kind::Float);
         let written = asked.unwrap_or(Dtype::of(own).by_default());
         let kind = if format.holds_backbone() { written.kind() } else { own };
@@ -151,7 +150,7 @@ impl Trained {
             Some(adapter) => Llama::load_merged(&base, adapter, kind, Device::Cpu, Purpose::Training, None)?,
             None => Llama::load(&base, kind, Device::Cpu, Purpose::Training)?,
         };
-        if format.holds_backbone() || format == ExportFormat::Peft {
+        if format.contents != FolderContents::Heads {
             finite_backbone(&backbone)?; // before the backbone is freed: adapters are merged into it
         }
         self.file.check(&backbone.config)?;
@@ -170,16 +169,18 @@ impl Trained {
 
     /// Why the backbone is needed; `None` if it is not.
     pub(super) fn use_of_backbone(&self) -> Option<&'static str> {
-        match self.format {
-            format if format.holds_backbone() => Some("its weights are in the folder"),
-            ExportFormat::Peft => Some("the adapter is tried on it"),
-            _ if self.writes_lm_head() => Some("its lm_head is in the folder, since these heads share it"),
-            _ => None,
+        match self.format.contents {
+            FolderContents::Backbone => Some("its weights are in the folder"),
+            FolderContents::Adapter => Some("the adapter is tried on it"),
+            FolderContents::Heads if self.writes_lm_head() => {
+                Some("its lm_head is in the folder, since these heads share it")
+            }
+            FolderContents::Heads => None,
         }
     }
 
     fn writes_lm_head(&self) -> bool {
-        self.shares_lm_head() && (self.format == ExportFormat::Vllm || !self.format.knows_shared_lm_head())
+        self.shares_lm_head() && matches!(self.format.lm_head, SharedLmHead::Written | SharedLmHead::Copied)
     }
 
     /// Checks the heads against the backbone's config if there is one; a backbone may also be only a name on the Hub.
@@ -202,12 +203,12 @@ impl Trained {
 
     /// Whether every head gets a copy of the backbone's lm_head.
     pub(super) fn copies_lm_head(&self) -> bool {
-        self.shares_lm_head() && !self.format.knows_shared_lm_head()
+        self.shares_lm_head() && self.format.lm_head == SharedLmHead::Copied
     }
 
     /// Whether every head gets a copy of the W2 that all heads share.
     pub(super) fn copies_shared_w2(&self) -> bool {
-        self.shape.shared_w2 && self.format != ExportFormat::Vllm
+        self.shape.shared_w2 && !self.format.one_w2
     }
 
     /// The shape of the exported heads.
@@ -215,15 +216,25 @@ impl Trained {
         let of_copies = || self.lm_head_vh.as_ref().map_or(0, |lm_head| lm_head.size()[0]);
         let vocab_size = if self.copies_lm_head() { of_copies() } else { self.shape.vocab_size };
         // Hydra's loader leaves a missing bias random.
-        let w2_bias = self.format == ExportFormat::Hydra;
+        let w2_bias = self.format.hydra;
         let shared_w2 = self.shape.shared_w2 && !self.copies_shared_w2() && self.shape.medusa_num_heads > 1;
         HeadsShape { vocab_size, w2_bias, shared_w2, ..self.shape.at_full_rank() }
+    }
+
+    pub(super) fn written_heads(&self) -> WrittenHeads {
+        WrittenHeads {
+            trained: self.shape,
+            written: self.written_shape(),
+            dtype: self.dtype,
+            vocab_size: self.vocab_size(),
+            truncated: self.file.token_map().map(<[i64]>::len),
+        }
     }
 
     /// The layout of the written names.
     pub(super) fn layout(&self) -> HeadsLayout {
         let has_prefix = self.shape.architecture.has_prefix();
-        if self.format == ExportFormat::Hydra && has_prefix { HeadsLayout::HydraPlusPlus } else { self.format.layout() }
+        if self.format.hydra && has_prefix { HeadsLayout::HydraPlusPlus } else { self.format.layout }
     }
 
     /// V, if it is known.
@@ -250,9 +261,9 @@ impl Trained {
         }
     }
 
-    /// The backbone's lm_head, for vLLM's file, which has one for all heads.
+    /// The backbone's lm_head, for a file that has one for all heads.
     pub(super) fn one_lm_head(&self) -> Option<&Tensor> {
-        self.lm_head_vh.as_ref().filter(|_| self.format == ExportFormat::Vllm)
+        self.lm_head_vh.as_ref().filter(|_| self.format.lm_head == SharedLmHead::Written)
     }
 
     /// The trained backbone or adapter that the heads need, in words.

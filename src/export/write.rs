@@ -7,38 +7,42 @@ use serde_json::{Map, Value, json};
 use tch::Tensor;
 
 use super::error::ExportError;
+use super::format::{FolderContents, joined};
 use super::recorded;
-use super::request::ExportFormat;
 use super::trained::Trained;
 use crate::bounds::JSON_FILE_BYTES;
-use crate::draft::medusa::heads::import::{HYDRA_LM_HEAD_PT, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
 use crate::draft::medusa::heads::token_map::TOKEN_MAP;
 use crate::files::{self, write_json, write_synced};
-use crate::formats::heads_config::{SHARED_W2, TRAINING};
+use crate::formats::heads_config::TRAINING;
 use crate::model::folder::{Additions, save_folder_with};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::prefix_layer::PREFIX;
 use crate::model::torch_file;
-use crate::model::weights::{MODEL_FILE, Planned, save_each};
+use crate::model::weights::{Planned, save_each};
 
 /// The key with the backbone's name, in the heads' config.json and in PEFT's.
 const BASE: &str = "base_model_name_or_path";
 
 /// Writes weights, config and chat template of the layout into `folder`.
 pub(super) fn write(folder: &Path, trained: &mut Trained) -> Result<(), ExportError> {
-    match trained.format {
-        ExportFormat::Merged | ExportFormat::ModelOpt => with_backbone(folder, trained),
-        ExportFormat::Vllm => alone(folder, trained, MODEL_FILE),
-        ExportFormat::Peft => adapter(folder, trained).and_then(|()| alone(folder, trained, MEDUSA_LM_HEAD)),
-        ExportFormat::Hydra => pickled(folder, trained, HYDRA_LM_HEAD_PT),
-        _ if trained.pickle => pickled(folder, trained, MEDUSA_LM_HEAD_PT),
-        ExportFormat::Heads | ExportFormat::Tgi | ExportFormat::TensorRtLlm => alone(folder, trained, MEDUSA_LM_HEAD),
-    }?;
+    match trained.format.contents {
+        FolderContents::Backbone => with_backbone(folder, trained)?,
+        FolderContents::Adapter => adapter(folder, trained).and_then(|()| heads(folder, trained))?,
+        FolderContents::Heads => heads(folder, trained)?,
+    }
     recorded::write_template(folder, trained)
 }
 
 /// Writes the heads and their config.
+fn heads(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
+    match (trained.format.safetensors, trained.format.pickle) {
+        (Some(file), _) if !trained.pickle => alone(folder, trained, file),
+        (_, Some(file)) => pickled(folder, trained, file),
+        _ => unreachable!("refused, or in the backbone's files"),
+    }
+}
+
 fn alone(folder: &Path, trained: &Trained, file: &str) -> Result<(), ExportError> {
     let (mut planned, places) = plan(trained);
     let lm_head = trained.one_lm_head().map(|lm_head| (VLLM_LM_HEAD, lm_head.to_kind(trained.dtype.kind())));
@@ -127,56 +131,8 @@ fn config(trained: &Trained) -> Map<String, Value> {
     let base = named.map_or(json!({}), |base| json!({BASE: base}));
     let recorded = recorded::keys(trained);
     let recorded = if recorded.is_empty() { json!({}) } else { json!({TRAINING: recorded}) };
-    match joined(joined(base, keys_of_format(trained)), recorded) {
+    match joined(joined(base, (trained.format.keys)(&trained.written_heads())), recorded) {
         Value::Object(config) => config,
         _ => unreachable!("objects were joined"),
     }
-}
-
-/// What the programs that read the format expect in its config.json.
-fn keys_of_format(trained: &Trained) -> Value {
-    let (heads, layers) = (trained.shape.medusa_num_heads, trained.shape.medusa_num_layers);
-    let version = if trained.written_shape().vocab_size == 0 { 2 } else { 1 };
-    let counts = json!({"medusa_num_heads": heads, "medusa_num_layers": layers});
-    match trained.format {
-        ExportFormat::Merged => counts,
-        ExportFormat::ModelOpt => json!({"medusa": {"num_medusa_heads": heads, "num_medusa_layers": layers}}),
-        ExportFormat::Vllm => keys_of_vllm(trained),
-        // TensorRT-LLM reads each of the two spellings in a different place.
-        ExportFormat::TensorRtLlm => joined(counts, json!({"num_medusa_heads": heads, "num_medusa_layers": layers})),
-        ExportFormat::Heads | ExportFormat::Tgi => joined(counts, json!({"version": version.to_string()})),
-        ExportFormat::Peft => joined(counts, json!({"version": f64::from(version)})),
-        ExportFormat::Hydra => json!({
-            "hydra_num_heads": heads,
-            "hydra_num_layers": layers,
-            "hydra_head_arch": if trained.shape.architecture.has_prefix() { "prefix-mlp" } else { "mlp" },
-            "grounded_heads": trained.shape.architecture.is_sequential(),
-            "hidden_state_offset": 0,
-        }),
-    }
-}
-
-fn keys_of_vllm(trained: &Trained) -> Value {
-    let written = trained.written_shape();
-    let config = json!({
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": trained.shape.hidden_size,
-        "vocab_size": trained.vocab_size(),
-        "truncated_vocab_size": trained.file.token_map().map(<[i64]>::len),
-        "num_heads": trained.shape.medusa_num_heads,
-        "num_hidden_layers": trained.shape.medusa_num_layers,
-        "medusa_fc_bias": true,
-        // vLLM reads one lm_head for all heads, whether it is the backbone's or not.
-        "original_lm_head": written.vocab_size == 0 || written.shared_w2,
-        "dtype": trained.dtype.to_string(),
-    });
-    if written.shared_w2 { joined(config, json!({SHARED_W2: true})) } else { config }
-}
-
-fn joined(mut one: Value, other: Value) -> Value {
-    if let (Value::Object(one), Value::Object(other)) = (&mut one, other) {
-        one.extend(other);
-    }
-    one
 }
