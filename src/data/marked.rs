@@ -305,6 +305,15 @@ mod tests {
         WrittenText::of::<()>(messages, |messages| Ok(render(messages))).unwrap()
     }
 
+    #[test]
+    fn a_character_is_found_in_one_item_of_many() {
+        let call = json!([{"id": 1, "arguments": {"a": ["b", "x"], "c": null}}]);
+        assert_eq!(
+            ['b', 'x', 'c', 'i', 'z'].map(|letter| has_character(&call, letter)),
+            [true, true, true, true, false]
+        );
+    }
+
     fn around(written: &WrittenText, message: usize) -> [&str; 2] {
         written.around(message).map(|place| &written.text[place])
     }

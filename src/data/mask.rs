@@ -170,6 +170,10 @@ mod tests {
         };
         let right = svg.split("<rect").skip(1).map(|tag| number(tag, "x") + number(tag, "width")).fold(0.0, f64::max);
         assert!(right <= WIDTH - MARGIN, "{right}");
+        let words: Vec<TokenPiece> = (0..200).map(|_| piece(" word", false)).collect();
+        let mut lines: Vec<f64> = draw(&words).split("<rect").skip(1).map(|tag| number(tag, "y")).collect();
+        lines.dedup();
+        assert!(lines.len() > 3 && lines.windows(2).all(|pair| (pair[1] - pair[0] - LINE).abs() < 0.1), "{lines:?}");
     }
 
     #[test]

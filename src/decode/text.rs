@@ -223,7 +223,10 @@ fn possible_beginning(text: &str, stop: &[String]) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use proptest::prelude::*;
+    use serde_json::json;
 
     use super::*;
 
@@ -243,6 +246,34 @@ mod tests {
         assert_eq!(possible_beginning("xabab", &strings(&["abac", "b!"])), 2);
         assert_eq!(possible_beginning("xé", &strings(&["éa"])), 2);
         assert_eq!((possible_beginning("abc", &strings(&["bx"])), possible_beginning("abc", &[])), (0, 0));
+    }
+
+    #[test]
+    fn a_space_behind_a_special_token_belongs_to_the_text() {
+        let folder = tempfile::tempdir().unwrap();
+        let special = json!({"id": 0, "content": "<x>", "special": true, "normalized": false, "lstrip": false, "rstrip": false, "single_word": false});
+        let tokenizer = json!({
+            "added_tokens": [special],
+            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+            "model": {"type": "BPE", "vocab": {"<x>": 0, "Ġa": 1, "b": 2}, "merges": []},
+        });
+        crate::files::write_json(&folder.path().join("tokenizer.json"), &tokenizer).unwrap();
+        let tokenizer = TextTokenizer::load(folder.path()).unwrap();
+        let mut text = StreamedText::new(&tokenizer, &[], strings(&["b"]));
+        text.take(&[0, 1, 2]).unwrap();
+        let generation = Generation {
+            new_ids: vec![0, 1, 2],
+            scored: vec![],
+            accept_lengths: vec![1; 3],
+            cached: 0,
+            proposed: 0,
+            finish_reason: FinishReason::Length,
+            end: vec![],
+            end_steps: 0,
+            prefill: Duration::ZERO,
+            decoding: Duration::ZERO,
+        };
+        assert_eq!(text.finish(generation).unwrap().text_alone, " a");
     }
 
     /// Characters one by one, as tokens of one character would bring them.
@@ -274,7 +305,10 @@ mod tests {
             let expected = &text[..cut.unwrap_or(text.len())];
             let (told, known, stopped) = by_characters(&text, &stop);
             prop_assert_eq!((known.as_str(), stopped), (expected, cut.is_some()));
-            prop_assert!(expected.starts_with(&told.concat()), "nothing of a stop string is told");
+            let told = told.concat();
+            prop_assert!(expected.starts_with(&told), "nothing of a stop string is told");
+            let kept = &expected[told.len()..];
+            prop_assert!(kept.is_empty() || stop.iter().any(|stop| stop.starts_with(kept)), "all else is told at once: {kept}");
             // The same text in larger pieces.
             let mut ends: Vec<usize> = cuts.iter().map(|cut| cut.index(text.len() + 1)).filter(|&at| text.is_char_boundary(at)).collect();
             ends.extend([0, text.len()]);

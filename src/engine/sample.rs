@@ -350,6 +350,29 @@ mod tests {
     }
 
     #[test]
+    fn without_probability_no_token_is_drawn() {
+        assert_eq!(token_of(&[0.0, 0.0], (0.0, 1), 0.5), NO_TOKEN);
+        assert_eq!(token_of(&[0.0, 0.25], (0.0, 0), 0.5), 1);
+    }
+
+    #[test]
+    fn at_temperature_0_each_row_gets_its_most_probable_token() {
+        let logits = [[1f32, 3.0, 2.0], [4.0, 0.0, 1.0]];
+        for (rows, expected) in [(0, vec![]), (1, vec![1]), (2, vec![1, 0])] {
+            let logits_bv = Tensor::from_slice2(&logits).narrow(0, 0, rows);
+            let mut samplers: Vec<Sampler> =
+                (0..rows).map(|_| Sampler::new(sampling(0.0, 1.0), Stream::default())).collect();
+            assert_eq!(next_of_each(&logits_bv, &mut samplers.iter_mut().collect::<Vec<_>>()), expected);
+        }
+    }
+
+    #[test]
+    fn a_sum_that_is_exactly_top_p_ends_the_nucleus() {
+        let of_two = Sampling { top_k: NonZeroUsize::new(2), ..sampling(1.0, 0.5) };
+        assert_eq!(least_kept(&[0.25, 0.25, 0.125], of_two), (0.25, 0));
+    }
+
+    #[test]
     fn samples_come_as_often_as_their_probability_says() {
         let p = [0.5, 0.05, 0.15, 0.3];
         let logits = p.map(|p: f32| 2.0 * p.ln()); // temperature 2 undoes the square

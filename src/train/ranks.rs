@@ -220,8 +220,21 @@ impl<'c> Ranks<'c> {
     }
 }
 
+/// In place of an error's first line, if it is empty.
+const NO_WORDS: &str = "an error without a message";
+
 fn first_line(error: impl Display) -> String {
     let text = error.to_string();
     let line = text.lines().next().unwrap_or_default();
-    if line.is_empty() { "an error without a message".to_owned() } else { line.to_owned() }
+    if line.is_empty() { NO_WORDS.to_owned() } else { line.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_is_told_by_its_first_line() {
+        assert_eq!(["one", "one\ntwo", "", "\ntwo"].map(first_line), ["one", "one", NO_WORDS, NO_WORDS]);
+    }
 }

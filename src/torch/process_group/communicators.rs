@@ -211,6 +211,15 @@ mod tests {
     }
 
     #[test]
+    fn a_state_that_cannot_be_asked_is_an_error() {
+        let communicators = communicators(LONG);
+        sum(&communicators, 0).unwrap();
+        FakeNccl::with(|fake| fake.statuses.insert("state", FAILS));
+        let error = sum(&communicators, 0).unwrap_err().to_string();
+        assert!(error.starts_with("a sum failed: ncclCommGetAsyncError of NCCL failed"), "{error}");
+    }
+
+    #[test]
     fn a_rank_that_does_not_connect_is_waited_for_no_longer_than_the_timeout() {
         let communicators = communicators(SHORT);
         FakeNccl::with(|fake| fake.then = IS_BUSY);

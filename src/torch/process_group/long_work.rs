@@ -174,3 +174,24 @@ fn first_failure(store: &Store) -> Result<FailedRank, C10dError> {
     let (rank, why) = words.split_once(' ').unwrap_or(("0", &words));
     Ok(FailedRank { rank: rank.parse().unwrap_or(0), why: why.to_owned() })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::LocalStore;
+    use super::*;
+
+    #[test]
+    fn a_look_without_a_sign_of_life_counts_once() {
+        let server = LocalStore::start().expect("a store");
+        let store = Store::open("127.0.0.1", server.port(), None, "test", Duration::from_secs(20)).expect("a store");
+        let mut watched = WatchedRank::new(1);
+        let look = |watched: &mut WatchedRank| {
+            watched.looked = Instant::now().checked_sub(BEAT).expect("a clock that began earlier");
+            watched.silent_for(&store).expect("a store")
+        };
+        assert_eq!([look(&mut watched), look(&mut watched)], [1, 2]);
+        assert_eq!(watched.silent_for(&store).expect("a store"), 2, "it is too early to look again");
+        store.add(&beat(1), 1).expect("a store");
+        assert_eq!(look(&mut watched), 0);
+    }
+}

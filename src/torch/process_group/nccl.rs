@@ -323,6 +323,15 @@ mod tests {
         assert!(UniqueId::from_bytes(&[]).is_none());
     }
 
+    /// nccl.h, `ncclDataType_t`.
+    #[test]
+    fn dtypes_have_the_numbers_of_nccl() {
+        let kinds =
+            [Kind::Int8, Kind::Uint8, Kind::Int, Kind::Int64, Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16];
+        let numbers = kinds.map(|kind| kind_of(&Tensor::zeros([1], (kind, tch::Device::Cpu))).expect("a number"));
+        assert_eq!(numbers, [0, 1, 2, 4, 6, 7, 8, 9]);
+    }
+
     /// nccl.h: `size_t`, two unsigned and four int numbers, a pointer.
     #[test]
     fn the_config_has_the_layout_of_nccl_2_17() {

@@ -158,18 +158,20 @@ fn a_single_text_is_tried_again_without_all_else_and_ends_if_that_fails() {
     let before = calls_before(&llama);
     let wanted = Wanted::new(3, 30);
     let whole = decode(&llama, 0.8, 1, std::slice::from_ref(&wanted)).remove(0);
-    for (fails_at, fits) in
-        [(vec![1], true), (vec![4], true), (vec![4, 20], true), (vec![1, 2], false), (vec![4, 7], false)]
-    {
-        let fails_at: Vec<usize> = fails_at.into_iter().map(|call| before + call).collect();
-        let mut batch = with_beginnings(&llama, &fails_at, 4);
+    let cases = [(vec![1], true), (vec![4], true), (vec![4, 20], true), (vec![1, 2], false), (vec![4, 7], false)];
+    for ((fails_at, fits), before) in cases.iter().flat_map(|case| [(case, 0), (case, before)]) {
+        let fails_at: Vec<usize> = fails_at.iter().map(|call| before + call).collect();
+        let mut batch = match before {
+            0 => SequenceBatch::new(Box::new(Cramped::new(&llama, &fails_at)), None, NonZeroUsize::new(4).unwrap()),
+            _ => with_beginnings(&llama, &fails_at, 4),
+        };
         batch.enter(3, &wanted.request(0.8)).unwrap();
         let (key, text) = (0..60).find_map(|_| batch.step().unwrap().pop()).expect("it ends");
         match text {
-            Ok(text) => assert_eq!((told(&[text]), fits), (told(std::slice::from_ref(&whole)), true), "{fails_at:?}"),
+            Ok(text) => assert_eq!((told(&[text]), *fits), (told(std::slice::from_ref(&whole)), true), "{fails_at:?}"),
             Err(error) => {
                 let DecodeError::OutOfMemory { tokens, source } = &error else { panic!("{error}") };
-                assert!(source.out_of_memory && *tokens >= wanted.prompt.len() && !fits, "{fails_at:?}: {error}");
+                assert!(source.out_of_memory && *tokens >= wanted.prompt.len() && !*fits, "{fails_at:?}: {error}");
             }
         }
         assert_eq!((key, batch.is_idle(), batch.size().get()), (3, true, 4), "{fails_at:?}");

@@ -468,6 +468,11 @@ fn soft_losses_equal_the_plain_ones(pass: HeadPass, ab: [&Tensor; 2], hidden: &T
         let (got, expected) = (got.double_value(&[]), expected.double_value(&[]));
         assert!((got - expected).abs() / expected < rounding(hidden.kind(), 1e-5), "{got} {expected}");
     }
+    let evaluated = soft_head_loss(pass, output, &hidden.detach(), &soft, objective, None);
+    let (student_mv, target_m1) = (student_mv.detach(), soft.targets.tokens_m.clamp_min(0).unsqueeze(1));
+    let ranks_m = ranks_of_all(&student_mv, &student_mv.gather(1, &target_m1, false), &target_m1);
+    let off_m = (evaluated.ranks_m - ranks_m).abs().masked_fill(&soft.targets.tokens_m.lt(0), 0);
+    assert!(off_m.max().double_value(&[]) <= 2.0, "ranks of {} targets", off_m.numel()); // rounding changes places
     for (expected, got) in expected.iter().zip(&got) {
         let difference = (expected - got).abs().max().double_value(&[]);
         let largest = expected.abs().max().double_value(&[]);
