@@ -191,6 +191,27 @@ fn check_says_first_that_the_folder_holds_a_run_and_whether_it_has_finished() {
 }
 
 #[test]
+fn validation_rows_that_are_trained_on_and_a_rate_of_0_are_warned_of() {
+    let dir = workplace(1);
+    let rows = fs::read_to_string(dir.path().join("rows.jsonl")).unwrap();
+    let validation = dir.path().join("validation.jsonl");
+    write(&validation, &format!("{}\n{{\"input_ids\": [1, 2, 3], \"own\": 1}}\n", rows.lines().next().unwrap()));
+    let check = |recipe: &str| {
+        write(&dir.path().join("r.toml"), recipe);
+        String::from_utf8(train(&dir, &["--check"]).output().unwrap().stdout).unwrap()
+    };
+    let recipe = recipe(dir.path(), 1).replace("[data]\n", &format!("[data]\nvalidation = [{validation:?}]\n"));
+    let text = check(&recipe);
+    let trained_on = "warning      1 of 2 validation rows have the prompt of a training row: validation gives figures";
+    assert!(
+        text.contains(trained_on) && text.contains("\nvalidation   ") && text.contains("not read: `own`"),
+        "{text}"
+    );
+    let warm_up = recipe.replace("name = \"constant\"", "name = \"cosine\"\nwarmup_steps = 1");
+    assert!(check(&warm_up).contains("warning      the learning rate of the only step is 0"), "{}", check(&warm_up));
+}
+
+#[test]
 fn a_run_that_diverges_is_warned_of_once() {
     let said = |rate: &str| {
         let dir = workplace(40);

@@ -1,6 +1,7 @@
 //! A plan with everything that is read and checked before the backbone's weights: rows, tokenizer, config, tensor
 //! headers and the memory plan.
 
+use std::collections::HashSet;
 use std::iter;
 use std::num::NonZeroUsize;
 use std::path::Path;
@@ -21,6 +22,7 @@ use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
 use crate::formats::best::BestBy;
 use crate::formats::run_folder::FINAL;
+use crate::formats::trained_prompts::prompt_hash;
 use crate::model::config::LlamaConfig;
 use crate::model::device_map::DeviceMap;
 use crate::model::llama::Llama;
@@ -53,6 +55,8 @@ pub struct CheckedRun {
     pub has_weights: bool,
     pub train_report: LoadReport,
     pub validation_report: Option<LoadReport>,
+    /// Validation rows with the prompt of a training row.
+    pub validation_trained_on: usize,
     /// As [`Split::is_by_prompt`].
     pub split_by_prompt: bool,
     pub pack_report: PackReport,
@@ -120,6 +124,7 @@ impl CheckedRun {
             has_weights,
             train_report,
             validation_report,
+            validation_trained_on: rows.validation_trained_on,
             split_by_prompt: rows.split_by_prompt,
             pack_report,
             total_steps,
@@ -326,6 +331,7 @@ struct SplitRows {
     train_report: LoadReport,
     validation: Option<RowStore>,
     validation_report: Option<LoadReport>,
+    validation_trained_on: usize,
     /// As [`Split::is_by_prompt`].
     split_by_prompt: bool,
 }
@@ -376,14 +382,16 @@ fn load_rows(
         train_report,
         validation: None,
         validation_report: None,
+        validation_trained_on: 0,
         split_by_prompt: false,
     };
+    let header = prompts::answer_header(settings.tokenizer, settings.template);
     if !plan.data.validation.is_empty() {
         let (validation, report) = load_entries(&plan.data.validation_entries(), settings, captured)?;
+        rows.validation_trained_on = count_trained(&rows.train, &validation, &header)?;
         (rows.validation, rows.validation_report) = (Some(validation), Some(report));
     } else if let Some(fraction) = plan.data.validation_fraction {
         let sets = if plan.data.mix.is_some() { rows.train_counts } else { vec![rows.train.len()] };
-        let header = prompts::answer_header(settings.tokenizer, settings.template);
         let Split { training, counts, validation, is_by_prompt } =
             split::split_sets(rows.train, &sets, fraction, plan.train.seed, &header)?;
         rows = SplitRows {
@@ -395,6 +403,15 @@ fn load_rows(
         };
     }
     Ok(rows)
+}
+
+/// Validation rows with the prompt of a training row; text without answers is one whole.
+fn count_trained(train: &RowStore, validation: &RowStore, header: &[i32]) -> Result<usize, DataError> {
+    let hashes = |rows: &RowStore| {
+        rows.iter().map(|row| Ok(prompt_hash(row?.prompt(header)))).collect::<Result<Vec<_>, DataError>>()
+    };
+    let trained: HashSet<u64> = hashes(train)?.into_iter().collect();
+    Ok(hashes(validation)?.iter().filter(|hash| trained.contains(hash)).count())
 }
 
 /// All training rows, or the sets that the recipe mixes.

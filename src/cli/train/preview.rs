@@ -9,6 +9,7 @@ use tch::Device;
 
 use crate::cli::{gibibytes, mebibytes};
 use crate::data::mix::MixedShare;
+use crate::data::store::RowStore;
 use crate::data::{BadRows, LoadReport};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::dtype::Dtype;
@@ -51,6 +52,7 @@ pub(super) struct RunPreview {
     /// Of several devices, on the one that has the least to spare.
     peak_bytes: u64,
     data: LoadReport,
+    validation_data: Option<LoadReport>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     mix: Vec<MixedEntry>,
     sequences: usize,
@@ -181,6 +183,7 @@ impl RunPreview {
             adapters_bytes: bytes("adapters"),
             peak_bytes,
             data: checked.train_report.clone(),
+            validation_data: checked.validation_report.clone(),
             mix: recipe
                 .data
                 .train
@@ -237,6 +240,7 @@ impl RunPreview {
         lines.push(("heads", format!("{medusa_num_heads}{kind} of {}{w2}", counted(medusa_num_layers, "ResBlock"))));
         lines.extend(self.draft_vocabulary.iter().map(|vocabulary| ("vocabulary", vocabulary.to_string())));
         lines.push(("data", self.data.to_string()));
+        lines.extend(self.validation_data.iter().map(|report| ("validation", report.to_string())));
         lines.extend(self.hidden_states.iter().map(|files| ("states", files.to_string())));
         lines.extend(self.mix.iter().map(|MixedEntry { entry, share }| ("mix", format!("{entry}: {share}"))));
         lines.extend(self.data.tokenised.map(|took| ("tokenised", took.to_string())));
@@ -352,6 +356,17 @@ fn warnings(checked: &CheckedRun, fullest: &FullestDevice, savings: &[MemorySavi
     let mut warnings = vec![];
     if checked.plan.trained.has_teacher() && checked.plan.backbone.quantization.is_some() {
         warnings.push(quantized_teacher.into());
+    }
+    if checked.total_steps == 1 && checked.plan.schedule.factor(0, 1) == 0.0 {
+        warnings.push("the learning rate of the only step is 0, since it is a step of the warm-up".into());
+    }
+    if checked.validation_trained_on > 0 {
+        let rows = checked.held_out().map_or(0, RowStore::len);
+        warnings.push(format!(
+            "{} of {} have the prompt of a training row: validation gives figures that are too good",
+            checked.validation_trained_on,
+            counted(rows, "validation row")
+        ));
     }
     warnings.extend(uneven(checked.plan.train.gradient_accumulation_steps.get(), checked.plan.world_size));
     let too_small = room.filter(|room| !room.holds(peak_bytes));
