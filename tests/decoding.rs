@@ -473,6 +473,20 @@ fn a_full_context_ends_a_text_and_a_prompt_beyond_it_is_named() {
 }
 
 #[test]
+fn what_the_template_does_not_read_of_a_conversation_is_reported() {
+    let world = World::new();
+    let asked = json!([{"role": "user", "content": "a", "mood": "sad"}]);
+    let chat = json!({"messages": asked, "chat_template_kwargs": {"enable_thinking": false}});
+    let turns = json!({"turns": ["a"], "tools": [{"type": "function", "function": {"name": "f"}}]});
+    world.lines("p.jsonl", &[chat, turns, json!({"prompt": "a"})]);
+    let command =
+        world.medusa(&[&PLAIN[..], &["--max-new-tokens", "1", "--chat-template", "vicuna"]].concat()).assert();
+    let stderr = String::from_utf8_lossy(&command.success().get_output().stderr).into_owned();
+    let unread = "`chat_template_kwargs.enable_thinking` in 1 row, `messages[].mood` in 1 row, `tools` in 1 row";
+    assert!(stderr.contains(&format!("the chat template does not read: {unread}\n")), "{stderr}");
+}
+
+#[test]
 fn a_turn_that_does_not_fit_ends_its_conversation() {
     let world = World::new();
     let turns = json!({"turns": ["a", "b".repeat(CONTEXT)], "question_id": 81, "category": "writing"});

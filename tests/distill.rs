@@ -565,6 +565,11 @@ fn a_backbone_without_a_template_takes_one() {
     world.write("b/tokenizer_config.json", &json!({"bos_token": "<s>", "eos_token": "</s>"}));
     distill(&world, "given", &["--max-new-tokens", "6", "--chat-template", "t.jinja"]);
     assert_eq!(rows(&world.path("given")), rows(&world.path("own")));
+    world.lines("p.jsonl", &[json!({"turns": ["a"], "chat_template_kwargs": {"enable_thinking": false}})]);
+    let unread = [&DISTILL[..6], &["unread", "--max-new-tokens", "1", "--chat-template", "t.jinja"]].concat();
+    let stderr = world.medusa(&unread).assert().success().get_output().stderr.clone();
+    let expected = "the chat template does not read: `chat_template_kwargs.enable_thinking` in 1 row";
+    assert!(String::from_utf8_lossy(&stderr).contains(expected));
     let other = ["given", "--max-new-tokens", "6", "--chat-template", "chatml", "--resume"];
     let error = world.complaint(&[&DISTILL[..6], &other].concat(), 1);
     assert!(error.contains("chat_template_sha256: expected"), "{error}");

@@ -9,7 +9,9 @@ use rayon::prelude::*;
 
 use super::decoder::Decoder;
 use super::{CommonFlags, UsageError};
+use crate::data::OtherKeys;
 use crate::data::chat_template::ChatTemplate;
+use crate::data::conversation::ChatInput;
 use crate::data::prompts::{self, Prompt, PromptError, PromptFile, PromptInput, STDIN};
 use crate::data::rows::RowLocation;
 use crate::data::tokenize::TextTokenizer;
@@ -76,6 +78,7 @@ impl FitFlags {
         decoder: &Decoder,
         common: &CommonFlags,
     ) -> anyhow::Result<Vec<IndexedPrompt>> {
+        say_unread(prompts.iter().filter_map(|prompt| prompt.input.chat()), decoder.template.as_deref(), common);
         let context = usize::try_from(decoder.backbone.config.max_position_embeddings)?;
         let lengths = first_lengths(&prompts, &decoder.tokenizer, decoder.template.as_deref())?;
         let all = prompts.into_iter().zip(lengths).enumerate();
@@ -120,6 +123,18 @@ impl FitFlags {
             (false, _) => common.say(format_args!("skipping {why}; --strict makes this an error")),
         }
         Ok(())
+    }
+}
+
+/// Reports what of conversations the chat template does not read.
+pub(super) fn say_unread<'c>(
+    chats: impl Iterator<Item = &'c ChatInput>,
+    template: Option<&ChatTemplate>,
+    common: &CommonFlags,
+) {
+    let others = OtherKeys::of_chats(chats, template);
+    if !others.not_read.is_empty() {
+        common.say(format_args!("the chat template does not read: {others}"));
     }
 }
 

@@ -41,9 +41,22 @@ pub struct TemplateInputs {
 impl TemplateInputs {
     /// `tools`, and `chat_template_kwargs.NAME` for each variable.
     pub fn names(&self) -> impl Iterator<Item = String> {
-        let tools = self.tools.iter().map(|_| "tools".to_owned());
-        tools.chain(self.kwargs.keys().map(|name| format!("chat_template_kwargs.{name}")))
+        let tools = self.tools.iter().map(|_| TOOLS.to_owned());
+        tools.chain(self.kwargs.keys().map(|name| kwarg(name)))
     }
+}
+
+/// As [`OtherKeys`](super::OtherKeys) counts it.
+const TOOLS: &str = "tools";
+
+/// As [`OtherKeys`](super::OtherKeys) counts it.
+fn kwarg(name: &str) -> String {
+    format!("chat_template_kwargs.{name}")
+}
+
+/// As [`OtherKeys`](super::OtherKeys) counts it.
+pub(super) fn message_key(name: &str) -> String {
+    format!("messages[].{name}")
 }
 
 /// A conversation with what a template takes beside it.
@@ -118,6 +131,18 @@ impl ChatInput {
         Self { messages: vec![Message::new("user", content)], inputs: TemplateInputs::default() }
     }
 
+    /// Without the keys of messages and the inputs that `is_left_out` names as [`OtherKeys`](super::OtherKeys) does.
+    #[must_use]
+    pub fn without(&self, is_left_out: impl Fn(&str) -> bool) -> Self {
+        let mut chat = self.clone();
+        for message in &mut chat.messages {
+            message.more.retain(|key, _| !is_left_out(&message_key(key)));
+        }
+        chat.inputs.kwargs.retain(|name, _| !is_left_out(&kwarg(name)));
+        chat.inputs.tools.take_if(|_| is_left_out(TOOLS));
+        chat
+    }
+
     /// With these turns of the user at the end.
     #[must_use]
     pub fn followed_by<'t>(&self, turns: impl IntoIterator<Item = &'t String>) -> Self {
@@ -130,7 +155,7 @@ impl ChatInput {
     pub fn to_openai(&self) -> Map<String, Value> {
         let TemplateInputs { tools, kwargs } = &self.inputs;
         let messages = self.messages.iter().map(Message::to_openai).collect();
-        let tools = tools.as_ref().map(|tools| ("tools".to_owned(), json!(tools)));
+        let tools = tools.as_ref().map(|tools| (TOOLS.to_owned(), json!(tools)));
         let kwargs = (!kwargs.is_empty()).then(|| ("chat_template_kwargs".to_owned(), json!(kwargs)));
         [("messages".to_owned(), messages)].into_iter().chain(tools).chain(kwargs).collect()
     }

@@ -1,12 +1,13 @@
 //! Counts the columns and keys of rows that are not read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use super::chat_template::ChatTemplate;
-use super::row_keys::{ColumnUse, OtherKey};
+use super::conversation::{self, ChatInput};
+use super::row_keys::{self, ColumnUse, OtherKey};
 use super::template_abilities;
 use crate::plural::counted;
 
@@ -47,6 +48,20 @@ impl OtherKeys {
         {
             more.iter().for_each(|(name, rows)| add(names, name, *rows));
         }
+    }
+
+    /// What the chats have for a template, counted as rows; not read is what this one does not name.
+    pub fn of_chats<'c>(chats: impl IntoIterator<Item = &'c ChatInput>, template: Option<&ChatTemplate>) -> Self {
+        let mut keys = Self::default();
+        for ChatInput { messages, inputs } in chats {
+            let of_messages: BTreeSet<&String> = messages.iter().flat_map(|message| message.more.keys()).collect();
+            let of_messages =
+                of_messages.into_iter().map(|name| (row_keys::of_message(name), conversation::message_key(name)));
+            let variables = inputs.names().map(|name| (ColumnUse::Template, name));
+            of_messages.chain(variables).for_each(|key| keys.count(&key, 1));
+        }
+        keys.settle(template);
+        keys
     }
 
     /// Counts as not read what the template was given and does not name.

@@ -101,7 +101,16 @@ pub enum PromptInput {
 impl PromptInput {
     /// Whether a chat template renders it.
     pub fn needs_template(&self) -> bool {
-        matches!(self, Self::Chat(_) | Self::Turns { .. })
+        self.chat().is_some()
+    }
+
+    /// What a chat template gets.
+    pub fn chat(&self) -> Option<&ChatInput> {
+        match self {
+            Self::Text(_) | Self::Ids(_) => None,
+            Self::Chat(chat) => Some(chat),
+            Self::Turns { opening, .. } => Some(opening),
+        }
     }
 
     /// Its fields in a request of OpenAI's API. Of several turns the first is asked.
@@ -149,7 +158,12 @@ pub enum Questions {
 impl Questions {
     /// Whether a chat template renders them.
     pub fn needs_template(&self) -> bool {
-        matches!(self, Self::Turns { .. })
+        self.opening().is_some()
+    }
+
+    /// The context before the user's turns.
+    pub fn opening(&self) -> Option<&ChatInput> {
+        if let Self::Turns { opening, .. } = self { Some(opening) } else { None }
     }
 }
 

@@ -8,7 +8,7 @@ use clap::Args;
 use super::server_flags::ServerFlags;
 use crate::cli::engine::EngineFlags;
 use crate::cli::numbers::{above_zero, probability, temperature};
-use crate::cli::prompts::{FitFlags, TooLong};
+use crate::cli::prompts::{self, FitFlags, TooLong};
 use crate::cli::served::ServedFlags;
 use crate::cli::{CommonFlags, Interrupted, downloads};
 use crate::data::prompts::{Dialogue, PromptFile};
@@ -109,6 +109,10 @@ impl DistillArgs {
         settings: &DistillSettings,
         common: &CommonFlags,
     ) -> anyhow::Result<(Vec<Dialogue>, Vec<DialogueTokens>)> {
+        if let Some(renderer) = renderer {
+            let openings = dialogues.iter().filter_map(|dialogue| dialogue.questions.opening());
+            prompts::say_unread(openings, renderer.template, common);
+        }
         let tokens = distill::check(&dialogues, renderer, settings)?;
         let all = dialogues.into_iter().zip(tokens);
         let (fit, others): (Vec<_>, Vec<_>) = all.partition(|(_, tokens)| tokens.first < settings.context);

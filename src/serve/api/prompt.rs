@@ -4,6 +4,7 @@ use serde_json::Value;
 
 use super::error::ApiError;
 use super::fields::kind;
+use crate::data::OtherKeys;
 use crate::data::chat_template::{ChatTemplate, TemplateError, TemplateInputs};
 use crate::data::conversation::ChatInput;
 
@@ -22,9 +23,9 @@ impl ClientPrompt {
     /// The text of a conversation, which opens the assistant's turn.
     ///
     /// # Errors
-    /// [`ApiError`]: no template, tools that it does not show, and what it raises.
+    /// [`ApiError`]: no template, tools that it does not show, keys that it does not read, and what it raises.
     pub fn rendered(
-        ChatInput { messages, inputs }: &ChatInput,
+        chat @ ChatInput { messages, inputs }: &ChatInput,
         template: Option<&ChatTemplate>,
     ) -> Result<String, ApiError> {
         let template = template.ok_or(ApiError::NoTemplate)?;
@@ -35,7 +36,14 @@ impl ClientPrompt {
             let problem = "the chat template of this model does not show tools to the model; leave them out";
             return Err(ApiError::invalid("tools", problem));
         }
-        Ok(text)
+        let unread = OtherKeys::of_chats([chat], Some(template)).not_read;
+        let without = chat.without(|key| unread.contains_key(key));
+        match unread.keys().next() {
+            Some(key) if template.render_with(&without.messages, &without.inputs, true).is_ok_and(|it| it == text) => {
+                Err(ApiError::invalid(key, "the chat template of this model does not read it; leave it out"))
+            }
+            _ => Ok(text),
+        }
     }
 }
 
@@ -151,6 +159,20 @@ mod tests {
         assert_eq!(text.unwrap(), format!("{shown}{conversation}"));
         let text = rendered(source, json!({"messages": messages, "tools": tools, "tool_choice": "none"}));
         assert_eq!(text.unwrap(), conversation);
+    }
+
+    #[test]
+    fn keys_that_the_template_does_not_read_are_refused() {
+        let unread = |key: &str| format!("{key}: the chat template of this model does not read it; leave it out");
+        let content = "{% for m in messages %}{{ m.content }}{% endfor %}";
+        let with = |more: &str| format!("{content}{more}");
+        let thinking = json!({"chat_template_kwargs": {"enable_thinking": false}});
+        let mood = json!({"messages": [{"role": "user", "content": "hi", "mood": "sad", "refusal": null}]});
+        assert_eq!(rendered(content, thinking.clone()).unwrap_err(), unread("chat_template_kwargs.enable_thinking"));
+        assert_eq!(rendered(content, mood.clone()).unwrap_err(), unread("messages[].mood"));
+        assert_eq!(rendered(&with(" {{ enable_thinking or 'off' }}"), thinking).unwrap(), "hi off");
+        assert_eq!(rendered(&with(" {{ messages[0].mood }}"), mood.clone()).unwrap(), "hi sad");
+        assert!(rendered("{{ messages | tojson }}", mood).unwrap().contains("sad"), "read without its name");
     }
 
     #[test]
