@@ -16,7 +16,7 @@ use medusa::draft::ngram::NgramDrafter;
 use medusa::engine::cuda::error::CudaError;
 use medusa::engine::cuda::ops::Ops;
 use medusa::engine::cuda::plan::DevicePlan;
-use medusa::engine::cuda::shape::{Shape, Unfit};
+use medusa::engine::cuda::shape::{Shape, UnsupportedModel};
 use medusa::engine::fastest::fastest;
 use medusa::formats::tree::DynamicTree;
 use medusa::model::llama::Llama;
@@ -161,7 +161,7 @@ fn heads_that_the_kernels_cannot_run_are_refused_with_the_engines_that_can() {
         device_loop(&llama, (&heads, &tree), Acceptance::Greedy, Ops::Oracle).unwrap_err()
     };
     let plus_plus = refused(Variant { architecture: HeadsArchitecture::HydraPlusPlus, ..HYDRA });
-    assert!(matches!(plus_plus, CudaError::Unfit(Unfit::Prefix)), "{plus_plus:?}");
+    assert!(matches!(plus_plus, CudaError::UnsupportedModel(UnsupportedModel::Prefix)), "{plus_plus:?}");
     let expected = "Hydra++ heads read a prefix layer, which the CUDA engine has no kernels for; use --engine tch, or --engine cpu on the CPU";
     assert_eq!(plus_plus.to_string(), expected);
     let truncated = heads_of(&llama, 2, HYDRA, 17)

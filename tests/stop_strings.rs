@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use medusa::data::tokenize::TextTokenizer;
 use medusa::decode::request::{FinishReason, Generation};
-use medusa::decode::text::{Told, Wording, tell};
+use medusa::decode::text::{FinishedText, TextOptions, tell};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -24,8 +24,8 @@ fn tokenizer() -> TextTokenizer {
 
 /// Decodes these tokens with the given numbers of tokens per step; returns the text and the pieces in which it was
 /// passed on.
-fn told(tokenizer: &TextTokenizer, ids: &[i64], steps: &[usize], stop: &[String]) -> (Told, Vec<String>) {
-    let (mut pieces, wording) = (vec![], Wording { tokenizer, prompt: &[1, FIRST + 1], stop });
+fn told(tokenizer: &TextTokenizer, ids: &[i64], steps: &[usize], stop: &[String]) -> (FinishedText, Vec<String>) {
+    let (mut pieces, wording) = (vec![], TextOptions { tokenizer, prompt: &[1, FIRST + 1], stop });
     let mut hear = |piece: &str| {
         pieces.push(piece.to_owned());
         ControlFlow::Continue(())

@@ -28,7 +28,7 @@ pub(super) fn that_fits(
     waiting: usize,
     common: &CommonFlags,
 ) -> anyhow::Result<NonZeroUsize> {
-    let Fit { size, each, free } =
+    let BatchFit { size, each, free } =
         fit(engine, [tokens, guesses]).context("the batch size depends on the free memory; set --batch-size")?;
     let size = NonZeroUsize::new(size.get().min(waiting)).unwrap_or(size);
     let conversations = counted(size.get(), "conversation");
@@ -50,7 +50,7 @@ pub(super) fn of_server(
     [tokens, guesses]: [usize; 2],
     common: &CommonFlags,
 ) -> anyhow::Result<NonZeroUsize> {
-    let Fit { size, each, free } =
+    let BatchFit { size, each, free } =
         fit(engine, [tokens, guesses]).context("the number of texts depends on the free memory; set --max-texts")?;
     if let Some(free) = free.filter(|free| each > *free) {
         common.say(format_args!(
@@ -63,7 +63,7 @@ pub(super) fn of_server(
 }
 
 /// Texts that fit the free memory beside the beginnings that are kept.
-struct Fit {
+struct BatchFit {
     size: NonZeroUsize,
     /// Bytes of a text.
     each: u64,
@@ -71,13 +71,13 @@ struct Fit {
     free: Option<u64>,
 }
 
-fn fit(engine: &dyn Engine, [tokens, guesses]: [usize; 2]) -> anyhow::Result<Fit> {
+fn fit(engine: &dyn Engine, [tokens, guesses]: [usize; 2]) -> anyhow::Result<BatchFit> {
     let backbone = engine.backbone();
     let options = (backbone.kind(), backbone.device());
     let of_batch = BatchMemory::new(&backbone.config, options, [tokens, guesses], engine.prompt_pass());
     let free = free_bytes(backbone.device())?;
     let size = of_batch.texts(free.map_or(u64::MAX, |free| free - for_prefixes(Some(free)) as u64));
-    Ok(Fit { size, each: of_batch.each, free })
+    Ok(BatchFit { size, each: of_batch.each, free })
 }
 
 /// Bytes for the beginnings of conversations, which their later turns go on from. `None` where that could change an answer that must not

@@ -10,9 +10,9 @@ use console::Term;
 use self::drafters::{DrafterFacts, Rows};
 use self::load::in_process::LoadBench;
 use self::load::output::LoadOutput;
-use self::measure::{BenchRun, Contestant};
+use self::measure::{BenchDrafter, BenchRun};
 use self::progress::BenchProgress;
-use self::setting::{Setting, no_fixed_tree};
+use self::setting::{BenchSetting, no_fixed_tree};
 use super::decoder::Decoder;
 use super::drafter::loaded::LoadedDrafter;
 use super::drafter::plan::DrafterPlan;
@@ -108,7 +108,7 @@ impl<'a> Bench<'a> {
     /// The results of one setting, which are printed at once with `--json`.
     fn measure(
         &self,
-        setting: &Setting,
+        setting: &BenchSetting,
         ready: Vec<Drafts<'a>>,
         progress: &BenchProgress,
     ) -> anyhow::Result<Vec<BenchResult>> {
@@ -206,7 +206,7 @@ fn trained_on(
 /// Drafter `at` in a setting.
 fn drafts<'a>(
     decoder: &'a Decoder,
-    setting: &Setting,
+    setting: &BenchSetting,
     trees: &'a [Option<GuessTree>],
     at: usize,
 ) -> anyhow::Result<Drafts<'a>> {
@@ -228,12 +228,12 @@ fn contestants<'a>(
     drafts: Vec<Drafts<'a>>,
     request: &Request,
     common: &CommonFlags,
-) -> anyhow::Result<Vec<Contestant<'a>>> {
+) -> anyhow::Result<Vec<BenchDrafter<'a>>> {
     let contestant = |(drafts, facts): (Drafts<'a>, &DrafterFacts)| {
         let tree_nodes = drafts.drafter.max_nodes();
         let decoding = args.engine.take(decoder, Some(drafts), request, common);
         let decoding = decoding.with_context(|| format!("--drafters {}", facts.name))?;
-        Ok(Contestant { facts: facts.clone(), tree_nodes, decoding: RefCell::new(decoding) })
+        Ok(BenchDrafter { facts: facts.clone(), tree_nodes, decoding: RefCell::new(decoding) })
     };
     drafts.into_iter().zip(facts).map(contestant).collect()
 }

@@ -17,7 +17,7 @@ use super::numbers::{above_zero, temperature};
 use super::progress::Counter;
 use super::prompts::{self, EndedEarly, FitFlags};
 use super::reading::watched;
-use super::served::{Served, ServedFlags};
+use super::served::{ModelOptions, ServedFlags};
 use super::{CommonFlags, print_json, print_text, trained_on};
 use crate::calibrate::{self, CountedRows};
 use crate::data::cache::TokenCache;
@@ -127,7 +127,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
     let measured = CalibratedFolders::of(args)?;
     let served = args.served.resolve(measured.backbone, Some(measured.heads), common)?;
-    let served = Served { device_map: args.device_map.clone(), ..served };
+    let served = ModelOptions { device_map: args.device_map.clone(), ..served };
     let MeasuredRows { backbone, rows, prompts, too_long } = match &args.prompts {
         Some(prompts) => answers_to_file(args, measured, prompts, served, common)?,
         None if args.data.is_empty() => answers_to_held_out(args, measured, served, common)?,
@@ -206,7 +206,7 @@ impl<'a> CalibratedFolders<'a> {
         self,
         rows: &RowStore,
         args: &CalibrateArgs,
-        served: &Served,
+        served: &ModelOptions,
         common: &CommonFlags,
     ) -> anyhow::Result<Option<MeasuredPrompts>> {
         let template = served.template.as_ref();
@@ -214,7 +214,7 @@ impl<'a> CalibratedFolders<'a> {
     }
 
     /// The backbone, which the heads fit: that is known before minutes of decoding.
-    fn backbone_for(self, purpose: Purpose, served: &Served, common: &CommonFlags) -> anyhow::Result<Llama> {
+    fn backbone_for(self, purpose: Purpose, served: &ModelOptions, common: &CommonFlags) -> anyhow::Result<Llama> {
         let backbone = load_backbone(self.backbone, Some(self.heads), served, common, purpose)?;
         Heads::check(self.heads, &backbone.config)?;
         Ok(backbone)
@@ -263,7 +263,7 @@ fn answers_to_file(
     args: &CalibrateArgs,
     measured: CalibratedFolders,
     file: &Path,
-    served: Served,
+    served: ModelOptions,
     common: &CommonFlags,
 ) -> anyhow::Result<MeasuredRows> {
     let prompts = prompts::read(None, Some(file), common)?;
@@ -299,7 +299,7 @@ fn answers_to_file(
 fn answers_to_held_out(
     args: &CalibrateArgs,
     measured: CalibratedFolders,
-    served: Served,
+    served: ModelOptions,
     common: &CommonFlags,
 ) -> anyhow::Result<MeasuredRows> {
     let (held_out, notice) = held_out::rows(measured.heads, common)?;
@@ -323,7 +323,7 @@ fn answers_to_held_out(
 fn given_text(
     args: &CalibrateArgs,
     measured: CalibratedFolders,
-    served: Served,
+    served: ModelOptions,
     common: &CommonFlags,
 ) -> anyhow::Result<MeasuredRows> {
     let backbone = measured.backbone_for(Purpose::Training, &served, common)?;

@@ -23,7 +23,7 @@ use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::request::{FinishReason, Request};
 use crate::decode::step::Drafting;
-use crate::decode::text::{self, OnText, TextError, Told, Wording};
+use crate::decode::text::{self, FinishedText, OnText, TextError, TextOptions};
 use crate::engine::sample::Stream;
 use crate::plural::counted;
 
@@ -266,9 +266,9 @@ impl Chat<'_> {
         Ok(())
     }
 
-    fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<Told> {
+    fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<FinishedText> {
         let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
-        let wording = Wording { tokenizer, prompt: request.prompt, stop };
+        let wording = TextOptions { tokenizer, prompt: request.prompt, stop };
         let drafting = if self.is_plain { Drafting::Off } else { Drafting::On };
         let (decoding, stopped) = (&mut self.decoding, self.stop);
         Ok(text::tell(wording, on_text, |on_tokens| {
@@ -280,14 +280,14 @@ impl Chat<'_> {
         })?)
     }
 
-    fn as_json(&mut self, request: &Request) -> anyhow::Result<Told> {
+    fn as_json(&mut self, request: &Request) -> anyhow::Result<FinishedText> {
         let told = self.decode(request, &mut |_| ControlFlow::Continue(()))?;
         print_json(&generate::as_json(request.prompt, &told, self.decoding.engine_name()))?;
         Ok(told)
     }
 
     /// Streams the answer to stdout; prints the figures to stderr.
-    fn as_text(&mut self, request: &Request) -> anyhow::Result<Told> {
+    fn as_text(&mut self, request: &Request) -> anyhow::Result<FinishedText> {
         let told = generate::to_stdout(|on_text| self.decode(request, on_text))?;
         let tally = told.generation.tally();
         self.common.say(format_args!(

@@ -11,7 +11,7 @@ use super::drafter::loaded::LoadedDrafter;
 use super::drafter::model::{self, Target};
 use super::drafter::plan::DrafterPlan;
 use super::loading::load_backbone;
-use super::served::{self, Served};
+use super::served::{self, ModelOptions};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::conversation::{ChatInput, Message};
 use crate::data::prompts::{self, PromptInput};
@@ -63,7 +63,7 @@ impl Decoder {
         folder: &Path,
         heads: Option<&Path>,
         drafters: Vec<DrafterPlan>,
-        served: Served,
+        served: ModelOptions,
         common: &CommonFlags,
     ) -> anyhow::Result<Self> {
         let tokenizer = Arc::new(TextTokenizer::load(folder)?);

@@ -13,7 +13,7 @@ use super::drafter::Drafts;
 use super::drafter::plan::DrafterPlan;
 use super::drafter::row_times::set_row_times;
 use super::numbers::above_zero;
-use super::served::{Served, on_libtorch};
+use super::served::{ModelOptions, on_libtorch};
 use super::{CommonFlags, UsageError};
 use crate::decode::DecodeLoop;
 use crate::decode::device::DeviceLoop;
@@ -86,7 +86,7 @@ impl EngineFlags {
         backbone: &Path,
         heads: Option<&Path>,
         drafters: Vec<DrafterPlan>,
-        served: Served,
+        served: ModelOptions,
         common: &CommonFlags,
     ) -> anyhow::Result<Decoder> {
         self.check_quantization(served.quantization, heads)?;
@@ -101,7 +101,7 @@ impl EngineFlags {
             ));
         }
         // Before the heads are loaded: a prefix layer takes its rotary embeddings from the backbone.
-        let served = Served { context: Some(context), ..served };
+        let served = ModelOptions { context: Some(context), ..served };
         let mut decoder = Decoder::load(purpose, backbone, heads, drafters, served, common)?;
         set_row_times((self.engine.flag(), &|decoder| self.on_host(decoder)), &mut decoder, backbone, common)?;
         Ok(decoder)

@@ -29,7 +29,7 @@ use crate::decode::DecodeLoop;
 use crate::decode::likelihood::{self, ScoredToken};
 use crate::decode::request::{Generation, Request};
 use crate::decode::step::Drafting;
-use crate::decode::text::{self, OnText, Told, Wording};
+use crate::decode::text::{self, FinishedText, OnText, TextOptions};
 use crate::engine::sample::Stream;
 use crate::plural::counted;
 
@@ -223,15 +223,15 @@ impl Answers<'_> {
         likelihood::scored(&self.decoder.backbone, prompt, &generation.new_ids, count)?.iter().map(scored).collect()
     }
 
-    fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<Told> {
+    fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<FinishedText> {
         let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
-        let wording = Wording { tokenizer, prompt: request.prompt, stop };
+        let wording = TextOptions { tokenizer, prompt: request.prompt, stop };
         let decoding = &mut self.decoding;
         Ok(text::tell(wording, on_text, |on_tokens| decoding.decode(Drafting::On, request, on_tokens))?)
     }
 
     /// Streams the text to stdout; prints the figures to stderr.
-    fn stream(&mut self, request: &Request) -> anyhow::Result<Told> {
+    fn stream(&mut self, request: &Request) -> anyhow::Result<FinishedText> {
         let told = to_stdout(|on_text| self.decode(request, on_text))?;
         let tally = told.generation.tally();
         let figures = format!(
@@ -274,7 +274,7 @@ fn add_names(line: &mut Value, prompt: &Prompt, turn: u64) {
 }
 
 /// The `--json` object of an answer.
-pub(super) fn as_json(prompt: &[i64], told: &Told, engine: &str) -> Value {
+pub(super) fn as_json(prompt: &[i64], told: &FinishedText, engine: &str) -> Value {
     let (generation, tally) = (&told.generation, told.generation.tally());
     json!({
         "prompt_ids": prompt,
@@ -290,7 +290,9 @@ pub(super) fn as_json(prompt: &[i64], told: &Told, engine: &str) -> Value {
 }
 
 /// Decodes, streaming the text to stdout and ending it with a newline.
-pub(super) fn to_stdout(decode: impl FnOnce(&mut OnText) -> anyhow::Result<Told>) -> anyhow::Result<Told> {
+pub(super) fn to_stdout(
+    decode: impl FnOnce(&mut OnText) -> anyhow::Result<FinishedText>,
+) -> anyhow::Result<FinishedText> {
     let mut trouble = Ok(());
     let told = decode(&mut |piece| {
         trouble = write_out(piece);

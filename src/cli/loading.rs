@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::backbone::{backbone_config, report_keys_without_effect};
 use super::progress::Progress;
-use super::served::Served;
+use super::served::ModelOptions;
 use super::{CommonFlags, UsageError};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::folder_of;
@@ -34,7 +34,7 @@ use tch::Device;
 pub fn load_backbone(
     folder: &Path,
     heads: Option<&Path>,
-    served: &Served,
+    served: &ModelOptions,
     common: &CommonFlags,
     purpose: Purpose,
 ) -> anyhow::Result<Llama> {
@@ -48,7 +48,7 @@ pub fn load_backbone(
     let (kind, quantization) = (dtype.kind(), served.quantization);
     let stages = match &served.device_map {
         None => Stages::one(device),
-        Some(map) => spread(map, device, &Spread { config: &config, heads, dtype, quantization })?,
+        Some(map) => spread(map, device, &SplitRequest { config: &config, heads, dtype, quantization })?,
     };
     let heads = heads.map(folder_of);
     if let Some(tuned) = heads.map(|heads| heads.join(run_folder::BACKBONE)).filter(|tuned| tuned != folder)
@@ -78,7 +78,7 @@ pub fn load_backbone(
 }
 
 /// What `--device-map` spreads.
-struct Spread<'s> {
+struct SplitRequest<'s> {
     config: &'s LlamaConfig,
     heads: Option<&'s Path>,
     dtype: Dtype,
@@ -86,7 +86,7 @@ struct Spread<'s> {
 }
 
 /// The stages of `--device-map` on the GPUs of this process; `auto` spreads the weights, the heads' on the last GPU included.
-fn spread(map: &DeviceMap, device: Device, of: &Spread) -> anyhow::Result<Stages> {
+fn spread(map: &DeviceMap, device: Device, of: &SplitRequest) -> anyhow::Result<Stages> {
     let (gpus, layers) = (SharedGpus::alone(device), of.config.num_hidden_layers);
     if let Some(expected) = map.expected_layers(layers).or_else(|| map.expected_gpus(gpus.of_each(device))) {
         return Err(UsageError(format!("--device-map {map}: expected {expected}")).into());
@@ -104,7 +104,7 @@ fn spread(map: &DeviceMap, device: Device, of: &Spread) -> anyhow::Result<Stages
     Ok(Stages::new(devices.into_iter().zip(counts)))
 }
 
-fn weight_bytes(stage: StageShape, of: &Spread, heads: u64) -> u64 {
+fn weight_bytes(stage: StageShape, of: &SplitRequest, heads: u64) -> u64 {
     let element = of.dtype.kind().elt_size_in_bytes() as u64;
     let of_linears = match of.quantization {
         None => 8 * element,

@@ -55,7 +55,7 @@ pub enum TemplateFlag {
 
 /// The weights and the template to decode with.
 #[derive(Debug, Default)]
-pub struct Served {
+pub struct ModelOptions {
     pub quantization: Option<Quantization>,
     pub template: Option<ChatTemplate>,
     /// The context to load the backbone with; by default its own. [`ServedFlags::resolve`] gives that of the heads' training if rotary
@@ -105,12 +105,12 @@ impl ServedFlags {
     ///
     /// # Errors
     /// Files that cannot be read; a value in the heads' config.json that is not known here.
-    pub fn resolve(&self, backbone: &Path, heads: Option<&Path>, common: &CommonFlags) -> anyhow::Result<Served> {
+    pub fn resolve(&self, backbone: &Path, heads: Option<&Path>, common: &CommonFlags) -> anyhow::Result<ModelOptions> {
         let of_backbone = backbone_config(backbone)?; // first: its errors are the clearest for a folder without a backbone
         let file = heads.map(HeadsFile::open).transpose()?;
         let config = file.as_ref().and_then(HeadsFile::config);
         config.and_then(|config| other_backbone(backbone, config)).iter().for_each(|notice| common.say(notice));
-        Ok(Served {
+        Ok(ModelOptions {
             device_map: None,
             quantization: self.quantization(config, common)?,
             template: self.template(backbone, heads.zip(config), common)?,
@@ -174,7 +174,7 @@ impl ServedFlags {
     }
 }
 
-impl Served {
+impl ModelOptions {
     /// Refuses conversations without a template; `are_conversations` says of each prompt whether it is one.
     ///
     /// # Errors

@@ -85,7 +85,7 @@ pub(crate) fn attend(
             let q_d = &q[n * stride + head * d..][..d];
             // SAFETY: each part has its own heads of its own token.
             let out_d = unsafe { shared.part(n * width + head * d, d) };
-            let one = One { q_d, keys, values, group, slots, heads };
+            let one = SingleQuery { q_d, keys, values, group, slots, heads };
             with_lanes!(lanes => match keys.number {
                 Number::Float32 => one.attend::<_, false>(lanes, &mut scores, out_d),
                 Number::BFloat16 => one.attend::<_, true>(lanes, &mut scores, out_d),
@@ -98,7 +98,7 @@ pub(crate) fn attend(
 }
 
 /// One head of one token.
-struct One<'a> {
+struct SingleQuery<'a> {
     q_d: &'a [f32],
     keys: Plane<'a>,
     values: Plane<'a>,
@@ -107,7 +107,7 @@ struct One<'a> {
     heads: AttentionShape,
 }
 
-impl One<'_> {
+impl SingleQuery<'_> {
     /// `scores`: room for as many numbers as there are slots, in whole vectors.
     #[inline(always)]
     fn attend<L: Lanes, const BF16: bool>(&self, lanes: L, scores: &mut [f32], out_d: &mut [f32]) {

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use sha2::{Digest, Sha256};
 
-use super::token_file::{Fault, Medium, TokenFile, Whole, footer_sha256};
+use super::token_file::{Fault, OpenedTokenFile, Storage, TokenFile, footer_sha256};
 use crate::files;
 
 const PARTIAL: &str = "partial";
@@ -37,7 +37,7 @@ pub enum CacheError {
 /// The result of a cache lookup.
 #[derive(Debug)]
 pub(super) enum CacheEntry {
-    Rows(Box<Whole>),
+    Rows(Box<OpenedTokenFile>),
     Nothing,
     /// A file that is damaged, and how it shows.
     Damaged(String),
@@ -81,7 +81,7 @@ impl TokenCache {
         };
         let name = path.file_stem().map(OsStr::to_string_lossy).unwrap_or_default();
         let sha256 = name.rsplit('-').next().filter(|sha256| sha256.len() == 32);
-        Ok(match TokenFile::open(Medium::new(file), &path, Some(sha256.unwrap_or("no hash"))) {
+        Ok(match TokenFile::open(Storage::new(file), &path, Some(sha256.unwrap_or("no hash"))) {
             Ok(whole) => CacheEntry::Rows(Box::new(whole)),
             Err(Fault::Damage(how)) => CacheEntry::Damaged(format!("{}: {how}", path.display())),
             Err(Fault::Io(source)) => return Err(CacheError::Unreadable { path, source }),
@@ -115,9 +115,9 @@ impl TokenCache {
     ///
     /// # Errors
     /// The disk's own.
-    pub(super) fn commit(&self, key: &str, new: NewFile) -> Result<Whole, CacheError> {
+    pub(super) fn commit(&self, key: &str, new: NewFile) -> Result<OpenedTokenFile, CacheError> {
         let at_partial = |source| CacheError::Disk { path: new.partial.clone(), source };
-        let medium = Medium::new(new.file.try_clone().map_err(at_partial)?);
+        let medium = Storage::new(new.file.try_clone().map_err(at_partial)?);
         new.file.sync_all().map_err(at_partial)?;
         let sha256 = footer_sha256(&medium).map_err(|fault| at_partial(io::Error::other(fault)))?;
         let path = self.folder.join(format!("{key}-{}.arrow", &sha256[..32]));
@@ -229,7 +229,7 @@ pub fn check_file(path: &Path) -> Option<Result<(), CacheDamage>> {
     }
     let (_, footer) = stem.rsplit_once('-').filter(|(_, footer)| footer.len() == 32)?;
     let opened = files::open_regular(path).map_err(Fault::Io);
-    let opened = opened.and_then(|file| TokenFile::open(Medium::new(file), path, Some(footer)));
+    let opened = opened.and_then(|file| TokenFile::open(Storage::new(file), path, Some(footer)));
     Some(opened.and_then(|whole| whole.file.check()).map_err(|fault| CacheDamage(fault.to_string())))
 }
 

@@ -21,7 +21,7 @@ use super::rows::{IGNORE, ReadRow, RowForm, TokenRow};
 use super::settings::{LoadSettings, ReadProgress};
 use super::source::{SourceError, check_name, matches};
 use super::store::RowStore;
-use super::token_file::{TokenFileWriter, Whole};
+use super::token_file::{OpenedTokenFile, TokenFileWriter};
 use crate::files::checksums::ListedFiles;
 use crate::files::{self, check_regular, failed};
 use crate::formats::captured_states::{CapturedError, CapturedFile, StateSizes};
@@ -239,7 +239,7 @@ impl CapturedSet {
     /// A file without a mask, or an error of reading.
     pub fn rows(&self, settings: &LoadSettings) -> Result<(RowStore, LoadReport), DataError> {
         let (whole, cache) = self.token_file(settings)?;
-        let Whole { file, rows, summary, tokens_sha256 } = whole;
+        let OpenedTokenFile { file, rows, summary, tokens_sha256 } = whole;
         let path = PathBuf::from(&self.entry);
         let mut report = LoadReport { max_length: settings.max_length.get(), ..LoadReport::default() };
         let (read, left_out) = (summary.counts.read, summary.counts.left_out());
@@ -252,7 +252,7 @@ impl CapturedSet {
         Ok((RowStore::of(vec![(file, rows)]), report))
     }
 
-    fn token_file(&self, settings: &LoadSettings) -> Result<(Whole, CacheUse), DataError> {
+    fn token_file(&self, settings: &LoadSettings) -> Result<(OpenedTokenFile, CacheUse), DataError> {
         let encode = |source| DataError::Encode { path: PathBuf::from(&self.entry), source };
         let Some(cache) = settings.cache else {
             let bytes = self.write(settings, Vec::new(), encode)?;
@@ -266,7 +266,7 @@ impl CapturedSet {
         }
     }
 
-    fn build(&self, settings: &LoadSettings, cache: &TokenCache, key: &str) -> Result<Whole, DataError> {
+    fn build(&self, settings: &LoadSettings, cache: &TokenCache, key: &str) -> Result<OpenedTokenFile, DataError> {
         let new = cache.create(key)?;
         let failed = |error| match error {
             ArrowError::IoError(_, source) => new.error(source).into(),

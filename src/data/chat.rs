@@ -7,7 +7,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::answer_places::{AnswerPlaces, KnownFrames};
-use super::chat_template::{ChatTemplate, Marked, TemplateError};
+use super::chat_template::{ChatTemplate, MarkedTemplate, TemplateError};
 use super::conversation::{Message, TemplateInputs};
 use super::long_rows::RowFit;
 use super::marked::WrittenText;
@@ -49,20 +49,20 @@ const TURNS_OF_A_TALK: usize = 1000;
 
 /// Why a conversation cannot be rendered.
 #[derive(Debug)]
-enum Refused {
+enum ChatError {
     /// This one has none.
     Conversation(DropReason),
     /// No other would have one.
     Template(TemplateError),
 }
 
-impl From<DropReason> for Refused {
+impl From<DropReason> for ChatError {
     fn from(reason: DropReason) -> Self {
         Self::Conversation(reason)
     }
 }
 
-impl From<TemplateError> for Refused {
+impl From<TemplateError> for ChatError {
     fn from(error: TemplateError) -> Self {
         match error {
             TemplateError::Endless { turns, .. } | TemplateError::TooMuch { turns, .. } if turns < TURNS_OF_A_TALK => {
@@ -90,8 +90,8 @@ impl ConversationRenderer<'_> {
     pub(super) fn row(&self, messages: &[Message]) -> Result<Result<ReadRow, DropReason>, RowProblem> {
         let MaskedText { written, learned } = match self.render(messages) {
             Ok(masked) => masked,
-            Err(Refused::Conversation(reason)) => return Ok(Err(reason)),
-            Err(Refused::Template(error)) => return Err(error.into()),
+            Err(ChatError::Conversation(reason)) => return Ok(Err(reason)),
+            Err(ChatError::Template(error)) => return Err(error.into()),
         };
         let (input_ids, places) = self.tokenizer.encode_with_places(&written.text)?;
         let labels = labels(&input_ids, &places, &learned);
@@ -103,7 +103,7 @@ impl ConversationRenderer<'_> {
         Ok(Ok(ReadRow { tokens, of: RowForm::Conversation, exchanges, shortened_turns, calls_as_text }))
     }
 
-    fn render(&self, messages: &[Message]) -> Result<MaskedText, Refused> {
+    fn render(&self, messages: &[Message]) -> Result<MaskedText, ChatError> {
         if messages.iter().all(Message::is_empty) {
             return Err(DropReason::EmptyConversation.into());
         }
@@ -143,7 +143,7 @@ impl ConversationRenderer<'_> {
     /// The template's own `{% generation %}` blocks: one for each of the assistant's turns.
     fn generation(&self, messages: &[Message], whole: &str) -> Result<Option<Vec<Range<usize>>>, TemplateError> {
         let marked = self.template.render_generation(messages, self.inputs)?;
-        let Some(Marked { spans, .. }) = marked.filter(|marked| marked.text == whole) else { return Ok(None) };
+        let Some(MarkedTemplate { spans, .. }) = marked.filter(|marked| marked.text == whole) else { return Ok(None) };
         let mut assistants = (0..messages.len()).filter(|&at| messages[at].is_from_assistant());
         if spans.len() == assistants.clone().count() {
             let learned = spans.into_iter().zip(assistants).filter(|(_, at)| self.is_learned(messages, *at));

@@ -88,7 +88,7 @@ impl Mix {
             while left > 0 {
                 let (pass, begin) = (next / set.packed.len(), next % set.packed.len());
                 let count = left.min(set.packed.len() - begin);
-                let pass = Pass { seed, set: index as u64, number: pass as u64 };
+                let pass = EpochPass { seed, set: index as u64, number: pass as u64 };
                 parts.push((pass.packed(set, &self.rows), pass.order(set.packed.len())[begin..begin + count].to_vec()));
                 (next, left) = (next + count, left - count);
             }
@@ -126,13 +126,13 @@ impl fmt::Display for MixedShare {
 
 /// One reading of a set.
 #[derive(Clone, Copy)]
-struct Pass {
+struct EpochPass {
     seed: u64,
     set: u64,
     number: u64,
 }
 
-impl Pass {
+impl EpochPass {
     /// Apart from the streams of epochs, and from those in which rows are packed.
     const ORDERS: u64 = 1 << 62;
     const PACKINGS: u64 = 3 << 62;

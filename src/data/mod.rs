@@ -67,7 +67,7 @@ pub use rows::IGNORE;
 pub use settings::{DataConfig, FetchedData, LoadSettings, ReadProgress, Watch, entries};
 use source::SourceError;
 use store::RowStore;
-use token_file::Whole;
+use token_file::OpenedTokenFile;
 
 /// Reads rows from data files of any format, in the order of the list. Each item of the list is an entry of its own.
 ///
@@ -99,7 +99,7 @@ pub fn load_entries(entries: &[&[String]], settings: &LoadSettings) -> Result<(R
             let rest = LoadSettings { limit: limit.and_then(NonZeroUsize::new), ..*settings };
             let (file, whole) = read_file(&path, &rest, &mut report)?;
             file.sha256.as_ref().map_or(Ok(()), |sha256| listed.compare(&path, sha256))?;
-            let Whole { file: tokens, rows, summary, tokens_sha256 } = whole;
+            let OpenedTokenFile { file: tokens, rows, summary, tokens_sha256 } = whole;
             report.has_conversations |= summary.rendered;
             limit = limit.map(|limit| limit.saturating_sub(summary.counts.read));
             let (rows_read, left_out) = (summary.counts.read, summary.counts.left_out());
@@ -148,7 +148,11 @@ pub fn mixed(
 }
 
 /// The rows of a file, cut, from the cache where it has them.
-fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> Result<(DataFile, Whole), DataError> {
+fn read_file(
+    path: &Path,
+    settings: &LoadSettings,
+    report: &mut LoadReport,
+) -> Result<(DataFile, OpenedTokenFile), DataError> {
     let of = |sha256: Option<String>, cache: CacheUse| DataFile {
         path: path.to_owned(),
         sha256: sha256.filter(|_| settings.limit.is_none()), // also of a file that has no stamp yet
@@ -216,7 +220,7 @@ fn build(
     cache: &TokenCache,
     settings: &LoadSettings,
     report: &mut LoadReport,
-) -> Result<Whole, DataError> {
+) -> Result<OpenedTokenFile, DataError> {
     let (path, new) = (watched.path, cache.create(key)?);
     let failed = |error| match error {
         ArrowError::IoError(_, source) => new.error(source).into(),

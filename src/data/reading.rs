@@ -25,7 +25,7 @@ use super::report::{DropReason, FileSummary, Tokenised};
 use super::row_keys::OtherKey;
 use super::rows::{ReadRow, RowError, RowForm, RowLocation, RowProblem, TokenRow};
 use super::settings::{LoadSettings, ReadProgress};
-use super::token_file::{Medium, TokenFile, TokenFileWriter, Whole};
+use super::token_file::{OpenedTokenFile, Storage, TokenFile, TokenFileWriter};
 use super::{arrow_ipc, columns, parquet};
 
 /// Rows and bytes that are parsed and tokenised together: enough for every core, few enough for memory.
@@ -113,15 +113,15 @@ pub(super) fn write<W: Write>(
 }
 
 /// Rows that are in memory already, encoded there.
-pub(super) fn encode(rows: impl IntoIterator<Item = TokenRow>) -> Result<Whole, ArrowError> {
+pub(super) fn encode(rows: impl IntoIterator<Item = TokenRow>) -> Result<OpenedTokenFile, ArrowError> {
     let mut writer = TokenFileWriter::new(Vec::new())?;
     rows.into_iter().try_for_each(|row| writer.push(row))?;
     in_memory(writer.finish(FileSummary::default())?)
 }
 
 /// What was written to memory, open.
-pub(super) fn in_memory(bytes: Vec<u8>) -> Result<Whole, ArrowError> {
-    let whole = TokenFile::open(Medium::memory(bytes), Path::new("rows in memory"), None);
+pub(super) fn in_memory(bytes: Vec<u8>) -> Result<OpenedTokenFile, ArrowError> {
+    let whole = TokenFile::open(Storage::memory(bytes), Path::new("rows in memory"), None);
     whole.map_err(|fault| ArrowError::IpcError(fault.to_string()))
 }
 

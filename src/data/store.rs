@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::cache::{self, CacheError};
 use super::rows::TokenRow;
-use super::token_file::{RowPlace, TokenFile, Whole};
+use super::token_file::{OpenedTokenFile, RowPlace, TokenFile};
 
 /// Rows in some order. Clones and subsets share the files.
 #[derive(Debug, Clone, Default)]
@@ -32,7 +32,8 @@ impl RowStore {
 
     /// Rows that are in memory, encoded as they are on disk.
     pub fn in_memory(rows: impl IntoIterator<Item = TokenRow>) -> Self {
-        let Whole { file, rows, .. } = super::reading::encode(rows).expect("memory takes all rows of 32 bits");
+        let OpenedTokenFile { file, rows, .. } =
+            super::reading::encode(rows).expect("memory takes all rows of 32 bits");
         Self::of(vec![(file, rows)])
     }
 
@@ -104,7 +105,7 @@ impl RowStore {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::token_file::Medium;
+    use crate::data::token_file::Storage;
 
     #[test]
     fn a_file_that_the_disk_does_not_give_stays() {
@@ -113,10 +114,10 @@ mod tests {
         let path = dir.path().join("rows.arrow");
         let bytes = super::super::token_file::tests::written(&super::super::token_file::tests::rows(60));
         crate::files::write_atomic(&path, |out| out.write_all(&bytes)).unwrap();
-        let Whole { file, rows, .. } =
-            TokenFile::open(Medium::new(std::fs::File::open(&path).unwrap()), &path, None).unwrap();
+        let OpenedTokenFile { file, rows, .. } =
+            TokenFile::open(Storage::new(std::fs::File::open(&path).unwrap()), &path, None).unwrap();
         let for_writing = std::fs::File::options().write(true).open(&path).unwrap();
-        let store = RowStore::of(vec![(file.on(Medium::new(for_writing)), rows)]);
+        let store = RowStore::of(vec![(file.on(Storage::new(for_writing)), rows)]);
         assert!(matches!(store.row(9), Err(CacheError::Unreadable { .. })));
         assert!(path.exists());
     }

@@ -25,7 +25,7 @@ use super::report::FileSummary;
 use super::rows::TokenRow;
 use crate::files;
 
-/// Key of the Arrow metadata under which [`Facts`] stand as JSON.
+/// Key of the Arrow metadata under which [`FooterFacts`] stand as JSON.
 const FACTS: &str = "medusa";
 /// A batch is written when it has so many rows, or so many tokens (a MiB): it is read as a whole once, to check it.
 const ROWS_A_BATCH: usize = 4096;
@@ -96,7 +96,7 @@ impl RowPlace {
 
 /// What the footer says besides what Arrow says.
 #[derive(Debug, Default, Serialize, Deserialize)]
-struct Facts {
+struct FooterFacts {
     summary: FileSummary,
     batches: Vec<BatchFacts>,
 }
@@ -115,7 +115,7 @@ struct BatchFacts {
     going_on: Vec<u32>,
 }
 
-impl Facts {
+impl FooterFacts {
     /// Of each batch's checksum, and of one of its rows' lengths.
     fn tokens_sha256(&self) -> String {
         let mut sums = Sha256::new();
@@ -130,23 +130,23 @@ impl Facts {
 
 /// Writes rows.
 pub(super) struct TokenFileWriter<W: Write> {
-    writer: FileWriter<Summed<W>>,
+    writer: FileWriter<ChecksumWriter<W>>,
     schema: Arc<Schema>,
     waiting: Vec<TokenRow>,
     waiting_tokens: usize,
     /// Those of `waiting` that are later pieces of a long source row.
     going_on: Vec<u32>,
-    facts: Facts,
+    facts: FooterFacts,
 }
 
 /// Sums and counts what is written.
-struct Summed<W> {
+struct ChecksumWriter<W> {
     out: W,
     sum: crc32fast::Hasher,
     count: u64,
 }
 
-impl<W: Write> Write for Summed<W> {
+impl<W: Write> Write for ChecksumWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let written = self.out.write(bytes)?;
         self.sum.update(&bytes[..written]);
@@ -164,8 +164,8 @@ impl<W: Write> TokenFileWriter<W> {
         let list = || DataType::new_list(DataType::Int32, false);
         let fields = ["input_ids", "labels"].map(|name| Field::new(name, list(), false));
         let schema = Arc::new(Schema::new(fields.to_vec()));
-        let writer = FileWriter::try_new(Summed { out, sum: crc32fast::Hasher::new(), count: 0 }, &schema)?;
-        Ok(Self { writer, schema, waiting: vec![], waiting_tokens: 0, going_on: vec![], facts: Facts::default() })
+        let writer = FileWriter::try_new(ChecksumWriter { out, sum: crc32fast::Hasher::new(), count: 0 }, &schema)?;
+        Ok(Self { writer, schema, waiting: vec![], waiting_tokens: 0, going_on: vec![], facts: FooterFacts::default() })
     }
 
     /// Adds the pieces of one source row.
@@ -207,7 +207,7 @@ impl<W: Write> TokenFileWriter<W> {
         let labels = column(rows.iter().map(|row| &row.labels))?;
         let columns: Vec<Arc<dyn Array>> = vec![Arc::new(ids), Arc::new(labels)];
         self.writer.write(&RecordBatch::try_new(self.schema.clone(), columns)?)?;
-        let Summed { sum, count: end, .. } = self.writer.get_mut();
+        let ChecksumWriter { sum, count: end, .. } = self.writer.get_mut();
         let (checksum, lengths) = (std::mem::take(sum).finalize(), rows.iter().map(|row| row.input_ids.len() as u32));
         let going_on = std::mem::take(&mut self.going_on);
         self.facts.batches.push(BatchFacts { end: *end, checksum, lengths: lengths.collect(), going_on });
@@ -225,14 +225,14 @@ fn column<'a>(lists: impl Iterator<Item = &'a Vec<i32>> + Clone) -> Result<ListA
 /// Where the bytes are: a file, or memory. Rows come by `read`, not by a memory map: what was read is not the process's memory, and a file
 /// that another process cuts is an error, not a signal.
 #[derive(Debug)]
-pub(super) struct Medium(Mutex<Box<dyn Bytes>>);
+pub(super) struct Storage(Mutex<Box<dyn Bytes>>);
 
 /// What bytes are read from.
 pub(super) trait Bytes: Read + Seek + Send + std::fmt::Debug {}
 
 impl<B: Read + Seek + Send + std::fmt::Debug> Bytes for B {}
 
-impl Medium {
+impl Storage {
     pub(super) fn new(bytes: impl Bytes + 'static) -> Self {
         Self(Mutex::new(Box::new(bytes)))
     }
@@ -262,7 +262,7 @@ impl Medium {
 /// A file of rows, open.
 #[derive(Debug)]
 pub(super) struct TokenFile {
-    medium: Medium,
+    medium: Storage,
     path: PathBuf,
     batches: Vec<TokenBatch>,
 }
@@ -279,7 +279,7 @@ struct TokenBatch {
 
 /// A file that was opened, with all that its footer says.
 #[derive(Debug)]
-pub(super) struct Whole {
+pub(super) struct OpenedTokenFile {
     pub(super) file: TokenFile,
     pub(super) rows: Vec<RowPlace>,
     pub(super) summary: FileSummary,
@@ -289,15 +289,15 @@ pub(super) struct Whole {
 
 impl TokenFile {
     /// Reads the footer, and where each row stands. `footer_sha256` is the beginning of the hash that the footer must have.
-    pub(super) fn open(medium: Medium, path: &Path, footer_sha256: Option<&str>) -> Result<Whole, Fault> {
-        let tail = Tail::read(&medium)?;
+    pub(super) fn open(medium: Storage, path: &Path, footer_sha256: Option<&str>) -> Result<OpenedTokenFile, Fault> {
+        let tail = FooterBytes::read(&medium)?;
         if footer_sha256.is_some_and(|expected| !tail.sha256().starts_with(expected)) {
             return Err(Fault::damage("its footer is not the one that was written"));
         }
         let footer = root_as_footer(tail.footer()).map_err(Fault::damage)?;
         let facts = footer.custom_metadata().into_iter().flatten().find(|pair| pair.key() == Some(FACTS));
         let facts = facts.and_then(|pair| pair.value()).unwrap_or_default();
-        let facts: Facts = serde_json::from_str(facts).map_err(Fault::damage)?;
+        let facts: FooterFacts = serde_json::from_str(facts).map_err(Fault::damage)?;
         let tokens_sha256 = facts.tokens_sha256();
         let (mut batches, mut rows, mut before) = (Vec::with_capacity(facts.batches.len()), Vec::new(), 0);
         for (number, BatchFacts { end, checksum, lengths, going_on }) in (0..).zip(facts.batches) {
@@ -320,7 +320,7 @@ impl TokenFile {
             before = end;
         }
         let file = Self { medium, path: path.to_owned(), batches };
-        Ok(Whole { file, rows, tokens_sha256, summary: facts.summary })
+        Ok(OpenedTokenFile { file, rows, tokens_sha256, summary: facts.summary })
     }
 
     /// Its path, for messages.
@@ -353,7 +353,7 @@ impl TokenFile {
 
     /// The same file where its disk refuses to be read.
     #[cfg(test)]
-    pub(super) fn on(self, medium: Medium) -> Self {
+    pub(super) fn on(self, medium: Storage) -> Self {
         Self { medium, ..self }
     }
 
@@ -370,7 +370,7 @@ fn aligned(bytes: u64) -> u64 {
 }
 
 impl TokenBatch {
-    fn check(&self, medium: &Medium) -> Result<(), Fault> {
+    fn check(&self, medium: &Storage) -> Result<(), Fault> {
         const AT_ONCE: u64 = 1 << 18;
         let mut sum = crc32fast::Hasher::new();
         for start in self.bytes.clone().step_by(AT_ONCE as usize) {
@@ -385,10 +385,10 @@ impl TokenBatch {
 }
 
 /// All behind the last batch: the mark of its end, the footer, the footer's length.
-struct Tail(Vec<u8>);
+struct FooterBytes(Vec<u8>);
 
-impl Tail {
-    fn read(medium: &Medium) -> Result<Self, Fault> {
+impl FooterBytes {
+    fn read(medium: &Storage) -> Result<Self, Fault> {
         let trailer_at = medium.size()?.checked_sub(TRAILER as u64).ok_or_else(Fault::cut_off)?;
         let trailer = medium.read(trailer_at, TRAILER)?.try_into().map_err(|_| Fault::cut_off())?;
         let length = MARK + read_footer_length(trailer).map_err(Fault::damage)?;
@@ -406,8 +406,8 @@ impl Tail {
 }
 
 /// The hash that a file's name says.
-pub(super) fn footer_sha256(medium: &Medium) -> Result<String, Fault> {
-    Ok(Tail::read(medium)?.sha256())
+pub(super) fn footer_sha256(medium: &Storage) -> Result<String, Fault> {
+    Ok(FooterBytes::read(medium)?.sha256())
 }
 
 #[cfg(test)]
@@ -431,15 +431,15 @@ pub(super) mod tests {
         writer.finish(FileSummary::default()).unwrap()
     }
 
-    fn opened(bytes: Vec<u8>, sha256: Option<&str>) -> Result<Whole, Fault> {
-        TokenFile::open(Medium::memory(bytes), Path::new("rows.arrow"), sha256)
+    fn opened(bytes: Vec<u8>, sha256: Option<&str>) -> Result<OpenedTokenFile, Fault> {
+        TokenFile::open(Storage::memory(bytes), Path::new("rows.arrow"), sha256)
     }
 
     #[test]
     fn what_is_written_is_read_here_and_by_arrow() {
         let rows = rows(9000);
         let bytes = written(&rows);
-        let Whole { file, rows: places, .. } = opened(bytes.clone(), None).unwrap();
+        let OpenedTokenFile { file, rows: places, .. } = opened(bytes.clone(), None).unwrap();
         assert!(file.batches() > 2 && places.len() == rows.len());
         assert_eq!(file.checked(), 0, "opening reads no tokens");
         for at in (0..rows.len()).rev() {
@@ -460,12 +460,12 @@ pub(super) mod tests {
     #[test]
     fn a_disk_that_cannot_be_read_is_no_damage() {
         let dir = tempfile::tempdir().unwrap();
-        let for_writing = || Medium::new(File::options().write(true).open(dir.path().join("rows.arrow")).unwrap());
+        let for_writing = || Storage::new(File::options().write(true).open(dir.path().join("rows.arrow")).unwrap());
         files::write_atomic(&dir.path().join("rows.arrow"), |out| out.write_all(&written(&rows(60)))).unwrap();
         let refused = TokenFile::open(for_writing(), Path::new("rows.arrow"), None);
         assert!(matches!(refused, Err(Fault::Io(_))), "{refused:?}");
         assert!(matches!(opened(vec![], None), Err(Fault::Damage(_))));
-        let Whole { file, rows, .. } = opened(written(&rows(60)), None).unwrap();
+        let OpenedTokenFile { file, rows, .. } = opened(written(&rows(60)), None).unwrap();
         let unread = file.on(for_writing()).row(rows[9]);
         assert!(matches!(unread, Err(Fault::Io(_))), "{unread:?}");
     }
@@ -477,12 +477,12 @@ pub(super) mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows.arrow");
         let bytes = written(&rows(60));
-        let sha256 = footer_sha256(&Medium::memory(bytes.clone())).unwrap();
+        let sha256 = footer_sha256(&Storage::memory(bytes.clone())).unwrap();
         for at in 0..bytes.len().min(3000) {
             let mut damaged = bytes.clone();
             damaged[at] ^= 0x40;
             std::fs::write(&path, &damaged).unwrap();
-            let whole = TokenFile::open(Medium::new(File::open(&path).unwrap()), &path, Some(&sha256));
+            let whole = TokenFile::open(Storage::new(File::open(&path).unwrap()), &path, Some(&sha256));
             let fault = whole.and_then(|whole| whole.rows.iter().try_for_each(|&row| whole.file.row(row).map(drop)));
             assert!(!matches!(fault, Err(Fault::Io(_))), "byte {at}: {fault:?}");
         }
@@ -504,9 +504,9 @@ pub(super) mod tests {
     fn any_changed_byte_is_noticed_at_the_latest_when_its_row_is_read() {
         let rows = rows(60);
         let bytes = written(&rows);
-        let sha256 = footer_sha256(&Medium::memory(bytes.clone())).unwrap();
+        let sha256 = footer_sha256(&Storage::memory(bytes.clone())).unwrap();
         let is_noticed = |bytes: Vec<u8>| match opened(bytes, Some(&sha256)) {
-            Ok(Whole { file, rows, .. }) => rows.iter().any(|&place| file.row(place).is_err()),
+            Ok(OpenedTokenFile { file, rows, .. }) => rows.iter().any(|&place| file.row(place).is_err()),
             Err(_) => true,
         };
         assert!(!is_noticed(bytes.clone()));

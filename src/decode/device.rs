@@ -37,7 +37,7 @@ impl<'a> DeviceLoop<'a> {
     /// A loop whose operations run on `ops`.
     ///
     /// # Errors
-    /// [`CudaError::Unfit`] says what cannot be decoded.
+    /// [`CudaError::UnsupportedModel`] says what cannot be decoded.
     pub fn new(backbone: &'a Llama, drafts: HeadsAndRule<'_, 'a>, ops: Ops) -> Result<Self, CudaError> {
         let engine = CudaEngine::new(backbone, drafts.map(|(draft, _)| draft), ops)?;
         let acceptance = drafts.map(|(_, acceptance)| acceptance);

@@ -20,7 +20,7 @@ pub enum TextError {
 
 /// What becomes text, and where it ends.
 #[derive(Debug, Clone, Copy)]
-pub struct Wording<'a> {
+pub struct TextOptions<'a> {
     /// The backbone's.
     pub tokenizer: &'a TextTokenizer,
     /// Token ids that the text goes on from.
@@ -31,7 +31,7 @@ pub struct Wording<'a> {
 
 /// A generation and its text.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Told {
+pub struct FinishedText {
     /// Its tokens end with the last one that is wholly before the stop string.
     pub generation: Generation,
     /// All that was told, as it reads behind the prompt. It may go on, after the last of the tokens, with the beginning of the token
@@ -52,10 +52,10 @@ pub type OnText<'a> = dyn FnMut(&str) -> ControlFlow<()> + 'a;
 /// # Errors
 /// What `decode` or the tokenizer says.
 pub fn tell(
-    wording: Wording,
+    wording: TextOptions,
     on_text: &mut OnText,
     decode: impl FnOnce(&mut OnTokens) -> Result<Generation, DecodeError>,
-) -> Result<Told, TextError> {
+) -> Result<FinishedText, TextError> {
     let mut text = StreamedText::new(wording.tokenizer, wording.prompt, wording.stop.to_vec());
     let mut trouble = None;
     let generation = decode(&mut |ids| {
@@ -95,7 +95,7 @@ fn end_after(generation: &mut Generation, tokens: usize) {
 pub struct StreamedText<'t> {
     tokenizer: &'t TextTokenizer,
     stream: TextStream<'t>,
-    words: Words,
+    words: StopBuffer,
     /// Up to the token that completes a stop string.
     ids: Vec<i32>,
 }
@@ -103,7 +103,7 @@ pub struct StreamedText<'t> {
 impl<'t> StreamedText<'t> {
     /// Of a text that goes on from `prompt`, up to the first of the strings `stop` that is complete, none of which is empty.
     pub fn new(tokenizer: &'t TextTokenizer, prompt: &[i64], stop: Vec<String>) -> Self {
-        Self { tokenizer, stream: tokenizer.stream_after(&narrow(prompt)), words: Words::new(stop), ids: vec![] }
+        Self { tokenizer, stream: tokenizer.stream_after(&narrow(prompt)), words: StopBuffer::new(stop), ids: vec![] }
     }
 
     /// Whether a stop string came: the generation is to end here, and tokens that follow are not taken.
@@ -152,7 +152,7 @@ impl<'t> StreamedText<'t> {
     ///
     /// # Errors
     /// The tokenizer's.
-    pub fn finish(self, mut generation: Generation) -> Result<Told, TokenizeError> {
+    pub fn finish(self, mut generation: Generation) -> Result<FinishedText, TokenizeError> {
         let Self { tokenizer, stream, mut words, ids } = self;
         let from = words.told;
         if !words.stopped {
@@ -167,13 +167,13 @@ impl<'t> StreamedText<'t> {
         } else {
             tokenizer.decode(&narrow(&generation.new_ids), true)?
         };
-        Ok(Told { generation, text: words.text, text_alone, last })
+        Ok(FinishedText { generation, text: words.text, text_alone, last })
     }
 }
 
 /// The text so far, without its tokens.
 #[derive(Debug)]
-struct Words {
+struct StopBuffer {
     stop: Vec<String>,
     /// Up to the stop string, if there was one.
     text: String,
@@ -185,7 +185,7 @@ struct Words {
     stopped: bool,
 }
 
-impl Words {
+impl StopBuffer {
     fn new(stop: Vec<String>) -> Self {
         Self { stop, text: String::new(), told: 0, ends: vec![], stopped: false }
     }
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_space_behind_a_special_token_belongs_to_the_text() {
+    fn special_tokens_are_no_text_and_a_space_behind_one_is() {
         let folder = tempfile::tempdir().unwrap();
         let special = json!({"id": 0, "content": "<x>", "special": true, "normalized": false, "lstrip": false, "rstrip": false, "single_word": false});
         let tokenizer = json!({
@@ -259,26 +259,28 @@ mod tests {
         });
         crate::files::write_json(&folder.path().join("tokenizer.json"), &tokenizer).unwrap();
         let tokenizer = TextTokenizer::load(folder.path()).unwrap();
-        let mut text = StreamedText::new(&tokenizer, &[], strings(&["b"]));
-        text.take(&[0, 1, 2]).unwrap();
-        let generation = Generation {
-            new_ids: vec![0, 1, 2],
-            scored: vec![],
-            accept_lengths: vec![1; 3],
-            cached: 0,
-            proposed: 0,
-            finish_reason: FinishReason::Length,
-            end: vec![],
-            end_steps: 0,
-            prefill: Duration::ZERO,
-            decoding: Duration::ZERO,
-        };
-        assert_eq!(text.finish(generation).unwrap().text_alone, " a");
+        for (stop, new_ids, expected) in [(&["b"][..], vec![0, 1, 2], " a"), (&[], vec![0, 1, 2, 0], " ab")] {
+            let mut text = StreamedText::new(&tokenizer, &[], strings(stop));
+            text.take(&new_ids).unwrap();
+            let generation = Generation {
+                accept_lengths: vec![1; new_ids.len()],
+                new_ids,
+                scored: vec![],
+                cached: 0,
+                proposed: 0,
+                finish_reason: FinishReason::Length,
+                end: vec![],
+                end_steps: 0,
+                prefill: Duration::ZERO,
+                decoding: Duration::ZERO,
+            };
+            assert_eq!(text.finish(generation).unwrap().text_alone, expected);
+        }
     }
 
     /// Characters one by one, as tokens of one character would bring them.
     fn by_characters(text: &str, stop: &[String]) -> (Vec<String>, String, bool) {
-        let mut words = Words::new(stop.to_vec());
+        let mut words = StopBuffer::new(stop.to_vec());
         let mut told = vec![];
         for (character, tokens) in text.chars().map(String::from).zip(1..) {
             let from = words.told;
@@ -313,7 +315,7 @@ mod tests {
             let mut ends: Vec<usize> = cuts.iter().map(|cut| cut.index(text.len() + 1)).filter(|&at| text.is_char_boundary(at)).collect();
             ends.extend([0, text.len()]);
             ends.sort_unstable();
-            let mut words = Words::new(stop.clone());
+            let mut words = StopBuffer::new(stop.clone());
             for (piece, tokens) in ends.windows(2).map(|pair| &text[pair[0]..pair[1]]).zip(1..) {
                 if !words.stopped && !piece.is_empty() {
                     words.add(piece, tokens);

@@ -47,7 +47,7 @@ pub struct Conversation<'a> {
     /// Tokens and labels up to the last finished turn.
     row: Row,
     /// The conversation after its last answer, without a later unanswered question.
-    kept: Option<Finished>,
+    kept: Option<FinishedConversation>,
     /// Turns requested from the backbone; they number the random streams.
     asked: u64,
     answers: usize,
@@ -69,7 +69,7 @@ struct Row {
 
 /// A conversation as a row of a shard.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Finished {
+pub struct FinishedConversation {
     /// Its number among the prompts that fit.
     pub id: usize,
     /// Its index in the prompt file; `None` in journals of versions that skipped no prompt: its number.
@@ -81,7 +81,7 @@ pub struct Finished {
     /// The prompt's category.
     pub category: Option<String>,
     /// Its turns in ShareGPT's format.
-    pub conversations: Vec<Said>,
+    pub conversations: Vec<ShareGptMessage>,
     /// The prompt's tools, as JSON.
     #[serde(default)]
     pub tools: Option<String>,
@@ -99,7 +99,7 @@ pub struct Finished {
     pub refused: Option<RefusedTurn>,
 }
 
-impl Finished {
+impl FinishedConversation {
     /// Whether it has an answer.
     pub(super) fn is_row(&self) -> bool {
         !self.conversations.is_empty()
@@ -108,7 +108,7 @@ impl Finished {
 
 /// One message, in the ShareGPT shape.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Said {
+pub struct ShareGptMessage {
     /// `system`, `human` or `gpt`.
     pub from: String,
     pub value: String,
@@ -227,16 +227,16 @@ impl<'a> Conversation<'a> {
     ///
     /// # Panics
     /// If the conversation has no answer.
-    pub fn finish(self) -> Finished {
+    pub fn finish(self) -> FinishedConversation {
         self.kept.expect("a conversation ends after an answer")
     }
 
     /// What is left of a conversation whose last question is refused: the turns before it, and why.
-    pub fn refused(self, why: &Refusal) -> Finished {
+    pub fn refused(self, why: &Refusal) -> FinishedConversation {
         let refused = Some(RefusedTurn { turn: self.asked, why: why.to_string() });
         let of_prompt = self.as_finished(FinishReason::Length);
-        let without_row = Finished { conversations: vec![], finish_reason: String::new(), ..of_prompt };
-        Finished { refused, ..self.kept.unwrap_or(without_row) }
+        let without_row = FinishedConversation { conversations: vec![], finish_reason: String::new(), ..of_prompt };
+        FinishedConversation { refused, ..self.kept.unwrap_or(without_row) }
     }
 
     /// The prompt as the backbone read it, then its turn. Labels of earlier turns are copied if the prompt begins with
@@ -256,17 +256,17 @@ impl<'a> Conversation<'a> {
         Ok(Row { ids, labels })
     }
 
-    fn as_finished(&self, finish_reason: FinishReason) -> Finished {
+    fn as_finished(&self, finish_reason: FinishReason) -> FinishedConversation {
         let said = |message: &Message| {
             let from = match message.role.as_str() {
                 "user" => "human",
                 "assistant" => "gpt",
                 other => other,
             };
-            Said { from: from.to_owned(), value: message.content.clone() }
+            ShareGptMessage { from: from.to_owned(), value: message.content.clone() }
         };
         let TemplateInputs { tools, kwargs } = &self.chat.inputs;
-        Finished {
+        FinishedConversation {
             id: self.id,
             index: Some(self.dialogue.index),
             prompt_id: self.dialogue.id.as_ref().map(|id| id.as_str().map_or_else(|| id.to_string(), str::to_owned)),
@@ -342,7 +342,7 @@ mod tests {
         }
 
         /// The pieces of a row that carry loss.
-        fn learnt(&self, row: &Finished) -> Vec<String> {
+        fn learnt(&self, row: &FinishedConversation) -> Vec<String> {
             let pairs: Vec<_> = row.input_ids.iter().zip(&row.labels).collect();
             let pieces = pairs.chunk_by(|a, b| (*a.1 == IGNORE) == (*b.1 == IGNORE));
             let learnt = pieces.filter(|piece| *piece[0].1 != IGNORE);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use sha2::{Digest, Sha256};
 
 use super::DistillError;
-use super::conversation::Finished;
+use super::conversation::FinishedConversation;
 use crate::files::{self, sync_folder};
 
 /// A sync takes as long as several steps of a small model.
@@ -25,7 +25,10 @@ pub(super) struct Journal {
 
 impl Journal {
     /// Replaces the journal by `lines` and opens it for appending.
-    pub(super) fn start<'f>(path: &Path, lines: impl Iterator<Item = &'f Finished>) -> Result<Self, DistillError> {
+    pub(super) fn start<'f>(
+        path: &Path,
+        lines: impl Iterator<Item = &'f FinishedConversation>,
+    ) -> Result<Self, DistillError> {
         let text: String = lines.map(line).collect();
         let written = files::write_atomic(path, |out| out.write_all(text.as_bytes()));
         let file = written.and_then(|()| OpenOptions::new().append(true).open(path));
@@ -34,7 +37,7 @@ impl Journal {
     }
 
     /// Reads a journal: its whole lines, and the number of damaged ones before the last; empty if there is none.
-    pub(super) fn read(path: &Path) -> Result<(Vec<Finished>, usize), DistillError> {
+    pub(super) fn read(path: &Path) -> Result<(Vec<FinishedConversation>, usize), DistillError> {
         let mut lines = Self::lines(path)?;
         lines.pop_if(|last| last.is_none()); // a kill leaves it
         let damaged = lines.iter().filter(|line| line.is_none()).count();
@@ -49,7 +52,7 @@ impl Journal {
     }
 
     /// All lines, `None` for a damaged one.
-    fn lines(path: &Path) -> Result<Vec<Option<Finished>>, DistillError> {
+    fn lines(path: &Path) -> Result<Vec<Option<FinishedConversation>>, DistillError> {
         match files::read(path) {
             Ok(bytes) => Ok(bytes.split_inclusive(|&byte| byte == b'\n').map(parse).collect()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(vec![]),
@@ -58,7 +61,7 @@ impl Journal {
     }
 
     /// Appends, and syncs if the last time was a while ago.
-    pub(super) fn append(&mut self, finished: &[Finished]) -> Result<(), DistillError> {
+    pub(super) fn append(&mut self, finished: &[FinishedConversation]) -> Result<(), DistillError> {
         let text: String = finished.iter().map(line).collect();
         self.file.write_all(text.as_bytes()).map_err(|source| self.failed(source))?;
         if self.synced.elapsed() >= BETWEEN_SYNCS { self.sync() } else { Ok(()) }
@@ -81,13 +84,13 @@ impl Journal {
     }
 }
 
-fn line(finished: &Finished) -> String {
+fn line(finished: &FinishedConversation) -> String {
     let json = serde_json::to_string(finished).expect("strings and numbers become JSON");
     format!("{} {json}\n", checksum(json.as_bytes()))
 }
 
 /// `None` if the line is truncated or damaged.
-fn parse(line: &[u8]) -> Option<Finished> {
+fn parse(line: &[u8]) -> Option<FinishedConversation> {
     let line = line.strip_suffix(b"\n")?;
     let blank = line.iter().position(|&byte| byte == b' ')?;
     let (sum, json) = (&line[..blank], &line[blank + 1..]);
@@ -105,11 +108,11 @@ fn checksum(json: &[u8]) -> String {
 mod tests {
     use super::*;
     use crate::distill::RefusedTurn;
-    use crate::distill::conversation::Said;
+    use crate::distill::conversation::ShareGptMessage;
 
-    fn finished(id: usize) -> Finished {
-        let said = Said { from: "human".into(), value: format!("line\nbreak {id} \u{1f600}") };
-        Finished {
+    fn finished(id: usize) -> FinishedConversation {
+        let said = ShareGptMessage { from: "human".into(), value: format!("line\nbreak {id} \u{1f600}") };
+        FinishedConversation {
             id,
             index: None,
             prompt_id: None,
@@ -148,7 +151,7 @@ mod tests {
     fn of_damaged_lines_the_whole_ones_around_them_stay() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal.jsonl");
-        let all: Vec<Finished> = (0..6).map(finished).collect();
+        let all: Vec<FinishedConversation> = (0..6).map(finished).collect();
         Journal::start(&path, all.iter()).unwrap();
         let whole = fs::read(&path).unwrap();
         let [one, three, four] =
@@ -163,7 +166,7 @@ mod tests {
             let mut bytes = whole.clone();
             bytes[zeros.clone()].fill(0);
             files::write_atomic(&path, |out| out.write_all(&bytes)).unwrap();
-            let kept: Vec<Finished> = kept.into_iter().map(finished).collect();
+            let kept: Vec<FinishedConversation> = kept.into_iter().map(finished).collect();
             assert_eq!(Journal::read(&path).unwrap(), (kept, damaged), "{zeros:?}");
         }
     }

@@ -30,7 +30,7 @@ pub use error::{AnswerError, DistillError, ServerError};
 use output::Output;
 pub use refusal::{FEW_REFUSED, Refusal, RefusedTurn};
 use render::Renderer;
-use talk::Talk;
+use talk::OpenConversations;
 
 /// Tokens around a turn: more than any built-in template puts there.
 const OF_TEMPLATE: usize = 32;
@@ -148,7 +148,7 @@ pub fn run(
     on_step: &mut dyn FnMut(DistillProgress) -> ControlFlow<()>,
 ) -> Result<DistillEnd, DistillError> {
     output.check_refused(settings.max_refused)?;
-    let mut talk = Talk::new(dialogues, renderer, settings, output);
+    let mut talk = OpenConversations::new(dialogues, renderer, settings, output);
     loop {
         match go_on(&mut talk, &mut answerer, output) {
             Ok(ControlFlow::Continue(())) => {}
@@ -178,7 +178,11 @@ fn progress(answerer: &impl Answerer, output: &Output) -> DistillProgress {
 }
 
 /// Asks, and hears what is answered meanwhile. Breaks when nothing is left to ask.
-fn go_on(talk: &mut Talk, answerer: &mut impl Answerer, output: &mut Output) -> Result<ControlFlow<()>, DistillError> {
+fn go_on(
+    talk: &mut OpenConversations,
+    answerer: &mut impl Answerer,
+    output: &mut Output,
+) -> Result<ControlFlow<()>, DistillError> {
     talk.ask(answerer)?;
     if answerer.is_idle() {
         return Ok(ControlFlow::Break(()));

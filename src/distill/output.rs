@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use super::DistillError;
-use super::conversation::Finished;
+use super::conversation::FinishedConversation;
 use super::journal::Journal;
 use super::refused_file::{self, RefusedQuestion};
 use super::shards;
@@ -79,7 +79,7 @@ pub struct Output {
     provenance: Map<String, Value>,
     journal: Journal,
     /// Finished conversations that are in no shard yet.
-    pending: BTreeMap<usize, Finished>,
+    pending: BTreeMap<usize, FinishedConversation>,
     /// Refused questions by their conversations, of shards and of the journal.
     refused: BTreeMap<usize, RefusedQuestion>,
     /// Shards written so far.
@@ -118,7 +118,7 @@ impl Output {
         let in_shards: Vec<usize> = share.ids(total).take(shards * CONVERSATIONS_PER_SHARD).collect();
         let path = folder.join(file_of(share, "journal", ".jsonl"));
         let (finished, damaged) = Journal::read(&path)?;
-        let mut pending: BTreeMap<usize, Finished> =
+        let mut pending: BTreeMap<usize, FinishedConversation> =
             finished.into_iter().map(|finished| (finished.id, finished)).collect();
         pending.retain(|id, _| in_shards.binary_search(id).is_err());
         let journal = Journal::start(&path, pending.values())?;
@@ -193,7 +193,7 @@ impl Output {
     }
 
     /// Keeps conversations: a process that is killed after this has not lost them.
-    pub(super) fn keep(&mut self, finished: Vec<Finished>) -> Result<(), DistillError> {
+    pub(super) fn keep(&mut self, finished: Vec<FinishedConversation>) -> Result<(), DistillError> {
         if finished.is_empty() {
             return Ok(());
         }
@@ -229,7 +229,7 @@ impl Output {
         loop {
             let from = self.shards * CONVERSATIONS_PER_SHARD;
             let ids: Vec<usize> = self.share.ids(self.total).skip(from).take(CONVERSATIONS_PER_SHARD).collect();
-            let mut rows: Vec<&Finished> = ids.iter().filter_map(|id| self.pending.get(id)).collect();
+            let mut rows: Vec<&FinishedConversation> = ids.iter().filter_map(|id| self.pending.get(id)).collect();
             if ids.is_empty() || rows.len() < ids.len() {
                 break;
             }
@@ -343,7 +343,11 @@ pub(super) fn holds_next_shard(folder: &Path, share: Share) -> bool {
 }
 
 /// The conversations of a share that are in its journal, and in none of its first `shards` shards.
-pub(super) fn journalled(folder: &Path, share: Share, shards: usize) -> Result<Vec<Finished>, DistillError> {
+pub(super) fn journalled(
+    folder: &Path,
+    share: Share,
+    shards: usize,
+) -> Result<Vec<FinishedConversation>, DistillError> {
     let (lines, _) = Journal::read(&folder.join(file_of(share, "journal", ".jsonl")))?;
     let later = lines.into_iter().filter(|line| !is_in_shards(line.id, share, shards));
     Ok(later.map(|line| (line.id, line)).collect::<BTreeMap<_, _>>().into_values().collect())

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::DistillError;
-use super::conversation::Finished;
+use super::conversation::FinishedConversation;
 use super::refusal::RefusedTurn;
 use crate::files;
 use crate::formats::sealed::{self, Broken, sealed};
@@ -27,7 +27,7 @@ pub(super) struct RefusedQuestion {
 
 impl RefusedQuestion {
     /// `None` for a conversation that was not refused.
-    pub(super) fn of(finished: &Finished) -> Option<Self> {
+    pub(super) fn of(finished: &FinishedConversation) -> Option<Self> {
         let refused = finished.refused.clone()?;
         let index = finished.index.unwrap_or(finished.id);
         Some(Self { index, id: finished.prompt_id.clone(), conversation: finished.id, refused })

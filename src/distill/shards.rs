@@ -15,12 +15,12 @@ use parquet::file::properties::WriterProperties;
 use serde_json::{Map, Value};
 
 use super::DistillError;
-use super::conversation::Finished;
+use super::conversation::FinishedConversation;
 
 /// The bytes of a shard, which depend only on the conversations and `provenance`.
 pub(super) fn encode(
     path: &Path,
-    rows: &[&Finished],
+    rows: &[&FinishedConversation],
     provenance: &Map<String, Value>,
 ) -> Result<Vec<u8>, DistillError> {
     let has_tokens = provenance.get("backbone").is_none_or(|backbone| !backbone.is_null());
@@ -50,13 +50,13 @@ enum ShardColumns {
 /// What a prompt may lack.
 const NULLABLE: [&str; 4] = ["id", "category", "tools", "chat_template_kwargs"];
 
-fn record_batch(rows: &[&Finished], wanted: ShardColumns) -> RecordBatch {
+fn record_batch(rows: &[&FinishedConversation], wanted: ShardColumns) -> RecordBatch {
     let indices = Int64Array::from_iter_values(rows.iter().map(|row| row.index.unwrap_or(row.id) as i64));
-    let texts = |of: fn(&Finished) -> Option<&str>| -> ArrayRef {
+    let texts = |of: fn(&FinishedConversation) -> Option<&str>| -> ArrayRef {
         Arc::new(rows.iter().map(|row| of(row)).collect::<StringArray>())
     };
     let reasons = StringArray::from_iter_values(rows.iter().map(|row| &row.finish_reason));
-    let tokens = |of: fn(&Finished) -> &[i32]| -> ArrayRef {
+    let tokens = |of: fn(&FinishedConversation) -> &[i32]| -> ArrayRef {
         let lists = rows.iter().map(|row| Some(of(row).iter().copied().map(Some)));
         Arc::new(ListArray::from_iter_primitive::<Int32Type, _, _>(lists))
     };
@@ -81,7 +81,7 @@ fn record_batch(rows: &[&Finished], wanted: ShardColumns) -> RecordBatch {
 }
 
 /// Lists of `{from, value}`.
-fn conversations(rows: &[&Finished]) -> ArrayRef {
+fn conversations(rows: &[&FinishedConversation]) -> ArrayRef {
     let said = || rows.iter().flat_map(|row| &row.conversations);
     let from: ArrayRef = Arc::new(StringArray::from_iter_values(said().map(|said| &said.from)));
     let value: ArrayRef = Arc::new(StringArray::from_iter_values(said().map(|said| &said.value)));

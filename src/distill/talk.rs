@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 
 use super::DistillSettings;
 use super::answer::{Answered, Answerer, Question, WrittenAnswer};
-use super::conversation::{Conversation, Finished};
+use super::conversation::{Conversation, FinishedConversation};
 use super::error::{AnswerError, DistillError};
 use super::output::Output;
 use super::refusal::{FEW_REFUSED, Refusal};
@@ -13,7 +13,7 @@ use crate::data::prompts::{Dialogue, PromptError};
 use crate::decode::error::DecodeError;
 
 /// The conversations in progress.
-pub(super) struct Talk<'a> {
+pub(super) struct OpenConversations<'a> {
     dialogues: &'a [Dialogue],
     renderer: Option<&'a Renderer<'a>>,
     settings: &'a DistillSettings,
@@ -33,9 +33,9 @@ struct Refusals {
     count: usize,
     has_answer: bool,
     /// Not to be recorded yet.
-    held: Vec<(Refusal, Finished)>,
+    held: Vec<(Refusal, FinishedConversation)>,
     /// To be recorded.
-    settled: Vec<Finished>,
+    settled: Vec<FinishedConversation>,
     /// Since they were last taken.
     new: Vec<(usize, Refusal)>,
 }
@@ -50,7 +50,7 @@ impl Refusals {
         self.settled.extend(self.held.drain(..).map(|(_, finished)| finished));
     }
 
-    fn add(&mut self, why: Refusal, finished: Finished) {
+    fn add(&mut self, why: Refusal, finished: FinishedConversation) {
         self.count += 1;
         self.new.push((finished.id, why.clone()));
         if self.has_answer && !why.is_doubtful() {
@@ -61,7 +61,7 @@ impl Refusals {
     }
 }
 
-impl<'a> Talk<'a> {
+impl<'a> OpenConversations<'a> {
     pub(super) fn new(
         dialogues: &'a [Dialogue],
         renderer: Option<&'a Renderer<'a>>,
@@ -117,7 +117,7 @@ impl<'a> Talk<'a> {
         &mut self,
         id: usize,
         answer: Result<WrittenAnswer, AnswerError>,
-    ) -> Result<Option<Finished>, DistillError> {
+    ) -> Result<Option<FinishedConversation>, DistillError> {
         let mut conversation = self.open.remove(&id).expect("only open conversations are answered");
         let answer = match answer {
             Ok(answer) => answer,

@@ -8,7 +8,7 @@ use super::memory::{Memory, Remembered};
 use super::tree_cache::{TreeCache, WindowTokens};
 use super::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
 use crate::model::llama::Llama;
-use crate::tree::merged::{MAX_DRAFTERS, MeasuredHits, Merged, RankedGuess, RankedTree};
+use crate::tree::merged::{MAX_DRAFTERS, MeasuredHits, MergedTree, RankedGuess, RankedTree};
 use crate::tree::row_times::{RowTimes, StepRows};
 
 /// Proposes the likeliest guesses of several drafters, or of one.
@@ -50,7 +50,7 @@ impl Pace {
 #[derive(Debug)]
 struct Guessed {
     tokens: usize,
-    merged: Merged,
+    merged: MergedTree,
 }
 
 impl<'a> JoinedDrafter<'a> {
@@ -75,7 +75,7 @@ impl<'a> JoinedDrafter<'a> {
     }
 
     fn merge(&mut self, text: &TextSoFar, texts: usize, proposals: &[Proposal]) -> Proposal {
-        let merged = Merged::of(&proposals.iter().map(guesses).collect::<Vec<_>>());
+        let merged = MergedTree::of(&proposals.iter().map(guesses).collect::<Vec<_>>());
         let window = proposals.iter().find_map(window_tokens);
         // A text that depends on its guesses must not depend on the texts beside it.
         let pace = self.pace.as_ref().filter(|_| self.hits.is_common(text.row));

@@ -12,7 +12,7 @@ use crate::dtype::Dtype;
 use crate::formats::heads_config::SHARED_W2;
 use crate::model::weights::MODEL_FILE;
 
-/// A format of [`FORMATS`], by its name.
+/// A layout of heads, named after the program that loads it.
 #[derive(Debug, Clone, Copy)]
 pub struct ExportFormat(&'static FormatSpec);
 

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::error::{self, FormatError};
 use super::hit_counts::HitCounts;
-use super::misfit::{Misfit, misfit};
+use super::invalid_field::{InvalidField, invalid_field};
 use super::sealed::{CHECKSUM, sealed};
 use super::share::Share;
 use super::trained_prompts::MeasuredPrompts;
@@ -114,7 +114,7 @@ impl Calibration {
         if let Some(at) = calibration.heads.iter().position(|head| head.total == 0) {
             return Err(FormatError::NoTargets { path: path.into(), head: at + 1 });
         }
-        check(&calibration).map_err(|misfit| FormatError::misfit(path, misfit))?;
+        check(&calibration).map_err(|invalid_field| FormatError::invalid_field(path, invalid_field))?;
         Ok(calibration)
     }
 
@@ -175,7 +175,7 @@ impl Calibration {
 const ACCURACY_TOLERANCE: f64 = 1e-6;
 
 /// Checks that the numbers can be those of one measurement.
-fn check(of: &Calibration) -> Result<(), Misfit> {
+fn check(of: &Calibration) -> Result<(), InvalidField> {
     let hits = of.heads.iter().map(|head| &head.counts[..]).collect();
     let totals = of.heads.iter().map(|head| head.total).collect();
     let counts = HitCounts { hits, totals, names: ["heads", "counts", "total"] };
@@ -185,22 +185,22 @@ fn check(of: &Calibration) -> Result<(), Misfit> {
     counts.check_paths(of.joint.total, &paths, ["joint.total", "joint.paths"])?;
     counts.check_runs(&of.joint.runs, "joint.runs")?;
     match &of.dynamic {
-        Some(dynamic) if dynamic.top_k == 0 => misfit("dynamic.top_k", "a number above 0", 0),
+        Some(dynamic) if dynamic.top_k == 0 => invalid_field("dynamic.top_k", "a number above 0", 0),
         Some(dynamic) => counts.check_dynamic(&dynamic.runs, "dynamic.runs"),
         None => Ok(()),
     }
 }
 
-fn check_accuracies(head: usize, of: &HeadAccuracy) -> Result<(), Misfit> {
+fn check_accuracies(head: usize, of: &HeadAccuracy) -> Result<(), InvalidField> {
     if of.accuracy.len() != of.counts.len() {
         let expected = format!("{} numbers, as counts has", of.counts.len());
-        return misfit(format!("heads[{head}].accuracy"), expected, of.accuracy.len());
+        return invalid_field(format!("heads[{head}].accuracy"), expected, of.accuracy.len());
     }
     for (guess, (accuracy, count)) in of.accuracy.iter().zip(&of.counts).enumerate() {
         let expected = *count as f64 / of.total as f64;
         if (accuracy - expected).is_nan() || (accuracy - expected).abs() > ACCURACY_TOLERANCE {
             let expected = format!("{expected}, which is {count} of {} targets", of.total);
-            return misfit(format!("heads[{head}].accuracy[{guess}]"), expected, accuracy);
+            return invalid_field(format!("heads[{head}].accuracy[{guess}]"), expected, accuracy);
         }
     }
     Ok(())
@@ -263,7 +263,7 @@ mod tests {
         })
     }
 
-    fn misfit_of(key: &str, value: Value) -> Option<Misfit> {
+    fn misfit_of(key: &str, value: Value) -> Option<InvalidField> {
         let mut changed = whole();
         *changed.pointer_mut(key).unwrap_or_else(|| panic!("{key} is there")) = value;
         check(&serde_json::from_value(changed).expect("a calibration")).err()

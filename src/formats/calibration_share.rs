@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::calibration::{DynamicTrace, JointPath, RankTrace};
 use super::error::{self, FormatError};
 use super::hit_counts::HitCounts;
-use super::misfit::{Misfit, misfit};
+use super::invalid_field::{InvalidField, invalid_field};
 use super::sealed::sealed;
 use super::share::Share;
 use super::trained_prompts::MeasuredPrompts;
@@ -82,7 +82,7 @@ impl CalibrationShare {
     /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
         let share = error::read(path, WHAT, EXPECTED)?;
-        check(&share).map_err(|misfit| FormatError::misfit(path, misfit))?;
+        check(&share).map_err(|invalid_field| FormatError::invalid_field(path, invalid_field))?;
         Ok(share)
     }
 
@@ -97,16 +97,16 @@ impl CalibrationShare {
 }
 
 /// Checks that the numbers can be those of one measurement.
-fn check(of: &CalibrationShare) -> Result<(), Misfit> {
+fn check(of: &CalibrationShare) -> Result<(), InvalidField> {
     if of.hits.len() != of.totals.len() {
         let expected = format!("{}, one for each head in hits", of.hits.len());
-        return misfit("totals", expected, format!("{} numbers", of.totals.len()));
+        return invalid_field("totals", expected, format!("{} numbers", of.totals.len()));
     }
     let hits = of.hits.iter().map(|hits| &hits[..]).collect();
     let counts = HitCounts { hits, totals: of.totals.clone(), names: ["hits", "hits", "totals"] };
     counts.check_counts()?;
     if counts.width() != of.of.top_k {
-        return misfit("top_k", format!("{}, the width of hits", counts.width()), of.of.top_k);
+        return invalid_field("top_k", format!("{}, the width of hits", counts.width()), of.of.top_k);
     }
     let paths: Vec<(&[usize], u64)> = of.paths.iter().map(|of| (&of.path[..], of.count)).collect();
     counts.check_paths(of.joint_total, &paths, ["joint_total", "paths"])?;
@@ -114,7 +114,7 @@ fn check(of: &CalibrationShare) -> Result<(), Misfit> {
     for (at, ranks) in of.rows_with_ranks.iter().enumerate() {
         if !(first..of.of.rows).contains(&ranks.row) {
             let expected = format!("a row of {} behind those before it", of.of.rows);
-            return misfit(format!("rows_with_ranks[{at}].row"), expected, ranks.row);
+            return invalid_field(format!("rows_with_ranks[{at}].row"), expected, ranks.row);
         }
         first = ranks.row + 1;
     }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use super::misfit::Misfit;
+use super::invalid_field::InvalidField;
 use super::sealed::{self, Broken};
 use super::share::Share;
 use crate::{files, json};
@@ -65,7 +65,7 @@ pub enum FormatError {
     NoPrompts { path: PathBuf },
     /// Numbers that cannot all be right.
     #[error("{}: {key}: expected {expected}, got {got}; the file is damaged: {remedy}", path.display())]
-    Misfit { path: PathBuf, key: String, expected: String, got: String, remedy: &'static str },
+    InvalidField { path: PathBuf, key: String, expected: String, got: String, remedy: &'static str },
     /// A measurement that is not above 0.
     #[error("{}: {what} is {value}; expected a number above 0; remove the file to measure anew", path.display())]
     Damaged { path: PathBuf, what: &'static str, value: f64 },
@@ -75,8 +75,14 @@ pub enum FormatError {
 }
 
 impl FormatError {
-    pub(super) fn misfit(path: &Path, Misfit { key, expected, got }: Misfit) -> Self {
-        Self::Misfit { path: path.to_owned(), key, expected, got, remedy: "measure it anew with `medusa calibrate`" }
+    pub(super) fn invalid_field(path: &Path, InvalidField { key, expected, got }: InvalidField) -> Self {
+        Self::InvalidField {
+            path: path.to_owned(),
+            key,
+            expected,
+            got,
+            remedy: "measure it anew with `medusa calibrate`",
+        }
     }
 }
 

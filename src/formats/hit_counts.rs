@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::misfit::{Misfit, misfit};
+use super::invalid_field::{InvalidField, invalid_field};
 
 /// Counts above this are no longer exact as floating-point numbers.
 const MOST_TARGETS: u64 = 1 << 53;
@@ -23,25 +23,25 @@ impl HitCounts<'_> {
         self.hits.first().map_or(0, |hits| hits.len())
     }
 
-    pub(super) fn check_counts(&self) -> Result<(), Misfit> {
+    pub(super) fn check_counts(&self) -> Result<(), InvalidField> {
         let [heads, counts, total] = self.names;
         if self.width() == 0 {
-            return misfit(heads, "at least one head with one guess", "none");
+            return invalid_field(heads, "at least one head with one guess", "none");
         }
         for (head, (hits, &targets)) in self.hits.iter().zip(&self.totals).enumerate() {
             let key = |part: &str| {
                 if part == heads { format!("{part}[{head}]") } else { format!("{part} of head {}", head + 1) }
             };
             if hits.len() != self.width() {
-                return misfit(key(counts), format!("{} numbers, as head 1 has", self.width()), hits.len());
+                return invalid_field(key(counts), format!("{} numbers, as head 1 has", self.width()), hits.len());
             }
             if targets > MOST_TARGETS {
-                return misfit(key(total), "at most 2^53 targets", targets);
+                return invalid_field(key(total), "at most 2^53 targets", targets);
             }
             let right = hits.iter().fold(0u64, |sum, hits| sum.saturating_add(*hits));
             if right > targets {
                 let expected = format!("at most {targets} right guesses, one for each target");
-                return misfit(key(counts), expected, right);
+                return invalid_field(key(counts), expected, right);
             }
         }
         Ok(())
@@ -52,16 +52,20 @@ impl HitCounts<'_> {
         total: u64,
         paths: &[(&[usize], u64)],
         [total_key, paths_key]: [&str; 2],
-    ) -> Result<(), Misfit> {
+    ) -> Result<(), InvalidField> {
         let least = self.totals.iter().copied().min().unwrap_or(0);
         if total > least {
-            return misfit(total_key, format!("at most {least}, the targets of the head with the fewest"), total);
+            return invalid_field(
+                total_key,
+                format!("at most {least}, the targets of the head with the fewest"),
+                total,
+            );
         }
         let mut counts = HashMap::from([(&[][..], total)]);
         for (at, &(path, count)) in paths.iter().enumerate() {
             self.check_path(path, || format!("{paths_key}[{at}].path"))?;
             if path.is_empty() || counts.insert(path, count).is_some() {
-                return misfit(
+                return invalid_field(
                     format!("{paths_key}[{at}].path"),
                     "each path once, of one guess at least",
                     format!("{path:?}"),
@@ -73,7 +77,7 @@ impl HitCounts<'_> {
         for (at, &(path, count)) in paths.iter().enumerate() {
             let (&last, parent) = path.split_last().expect("checked above");
             let Some(&of_parent) = counts.get(parent) else {
-                return misfit(
+                return invalid_field(
                     format!("{paths_key}[{at}].path"),
                     format!("the path {parent:?} as well"),
                     format!("{path:?}"),
@@ -87,27 +91,31 @@ impl HitCounts<'_> {
                 *sum = sum.saturating_add(count);
                 if *sum > most {
                     let expected = format!("no more than the {most} {what}, together with paths like it");
-                    return misfit(format!("{paths_key}[{at}].count"), expected, *sum);
+                    return invalid_field(format!("{paths_key}[{at}].count"), expected, *sum);
                 }
             }
         }
         Ok(())
     }
 
-    fn check_path(&self, path: &[usize], key: impl Fn() -> String) -> Result<(), Misfit> {
+    fn check_path(&self, path: &[usize], key: impl Fn() -> String) -> Result<(), InvalidField> {
         if path.len() > self.hits.len() || path.iter().any(|guess| *guess >= self.width()) {
             let (heads, width) = (self.hits.len(), self.width());
-            return misfit(key(), format!("guesses 0 to {} of at most {heads} heads", width - 1), format!("{path:?}"));
+            return invalid_field(
+                key(),
+                format!("guesses 0 to {} of at most {heads} heads", width - 1),
+                format!("{path:?}"),
+            );
         }
         Ok(())
     }
 
     /// The positions of texts are among those that were counted.
-    pub(super) fn check_runs(&self, runs: &[Vec<Vec<usize>>], key: &str) -> Result<(), Misfit> {
+    pub(super) fn check_runs(&self, runs: &[Vec<Vec<usize>>], key: &str) -> Result<(), InvalidField> {
         let mut seen = vec![vec![0u64; self.width()]; self.hits.len()];
         for (at, run) in runs.iter().enumerate() {
             if run.is_empty() {
-                return misfit(format!("{key}[{at}]"), "a text of one token at least", "none");
+                return invalid_field(format!("{key}[{at}]"), "a text of one token at least", "none");
             }
             for (token, ranks) in run.iter().enumerate() {
                 self.check_path(ranks, || format!("{key}[{at}][{token}]"))?;
@@ -117,17 +125,17 @@ impl HitCounts<'_> {
         for (head, (seen, hits)) in seen.iter().zip(&self.hits).enumerate() {
             if let Some(guess) = (0..self.width()).find(|&guess| seen[guess] > hits[guess]) {
                 let expected = format!("guess {guess} of head {} at most {} times, as counted", head + 1, hits[guess]);
-                return misfit(key, expected, seen[guess]);
+                return invalid_field(key, expected, seen[guess]);
             }
         }
         Ok(())
     }
 
-    pub(super) fn check_dynamic(&self, runs: &[Vec<Vec<Vec<usize>>>], key: &str) -> Result<(), Misfit> {
+    pub(super) fn check_dynamic(&self, runs: &[Vec<Vec<Vec<usize>>>], key: &str) -> Result<(), InvalidField> {
         let heads = self.hits.len();
         for (at, run) in runs.iter().enumerate() {
             if run.is_empty() {
-                return misfit(format!("{key}[{at}]"), "a text of one token at least", "none");
+                return invalid_field(format!("{key}[{at}]"), "a text of one token at least", "none");
             }
             for (token, levels) in run.iter().enumerate() {
                 let fits = |(level, ranks): (usize, &Vec<usize>)| {
@@ -135,7 +143,7 @@ impl HitCounts<'_> {
                 };
                 if !levels.iter().enumerate().all(fits) {
                     let expected = format!("ascending ranks of at most {heads} levels, from each level to the last");
-                    return misfit(format!("{key}[{at}][{token}]"), expected, format!("{levels:?}"));
+                    return invalid_field(format!("{key}[{at}][{token}]"), expected, format!("{levels:?}"));
                 }
             }
         }

@@ -146,8 +146,8 @@ impl Latency {
         if let Some((what, value)) = numbers.find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
             return Err(FormatError::Damaged { path: path.to_owned(), what, value });
         }
-        match latency.misfit() {
-            Some((key, expected, got)) => Err(FormatError::Misfit {
+        match latency.invalid_field() {
+            Some((key, expected, got)) => Err(FormatError::InvalidField {
                 path: path.to_owned(),
                 key: key.to_owned(),
                 expected,
@@ -159,7 +159,7 @@ impl Latency {
     }
 
     /// The first number that does not fit the others, what would, and what it is.
-    fn misfit(&self) -> Option<(&'static str, String, String)> {
+    fn invalid_field(&self) -> Option<(&'static str, String, String)> {
         if let Some(busy) = self.busy_cores.filter(|busy| !(busy.is_finite() && *busy >= 0.0)) {
             return Some(("busy_cores", "a number of at least 0".to_owned(), busy.to_string()));
         }

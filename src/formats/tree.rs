@@ -101,8 +101,8 @@ impl TreeFile {
             }
             _ => {}
         }
-        match file.misfit() {
-            Some((key, expected, got)) => Err(FormatError::Misfit {
+        match file.invalid_field() {
+            Some((key, expected, got)) => Err(FormatError::InvalidField {
                 path: path.to_owned(),
                 key: key.to_owned(),
                 expected,
@@ -114,7 +114,7 @@ impl TreeFile {
     }
 
     /// The first number that the tree cannot have, what it could be, and what it is.
-    fn misfit(&self) -> Option<(&'static str, String, String)> {
+    fn invalid_field(&self) -> Option<(&'static str, String, String)> {
         let depth = self.dynamic.map_or(self.choices.iter().map(Vec::len).max().unwrap_or(0), |limits| limits.depth);
         let most = 1.0 + depth as f64; // each level and the root's token
         if let Some(tokens) = self.expected_tokens_per_step.filter(|tokens| !(1.0..=most + 1e-6).contains(tokens)) {

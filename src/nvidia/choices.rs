@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use super::cublas_lt::WORKSPACE_BYTES;
 use super::device::{Gpu, cublas_lt_version, driver_version};
 use super::error::GpuError;
-use super::gemm::{Product, TRIED, Way};
+use super::gemm::{GemmAlgorithm, Product, TRIED};
 use super::kernels::{KernelDtype, LINEAR_FEW, LINEAR_TILES, Program};
 use crate::files;
 
@@ -29,8 +29,8 @@ pub struct Choices {
 
 /// The time of one implementation of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct TimedWay {
-    pub way: Way,
+pub struct TimedAlgorithm {
+    pub way: GemmAlgorithm,
     pub microseconds: f32,
     /// Speed at which it reads its weights.
     pub gigabytes_per_second: f32,
@@ -41,16 +41,16 @@ pub struct TimedWay {
 pub struct TimedProduct {
     pub product: Product,
     /// Fastest first.
-    pub ways: Vec<TimedWay>,
+    pub ways: Vec<TimedAlgorithm>,
     /// Those of cublasLt that failed, and how. A product with one is timed again at the next start.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub refused: Vec<RefusedWay>,
+    pub refused: Vec<RejectedAlgorithm>,
 }
 
 /// An implementation that failed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct RefusedWay {
-    pub way: Way,
+pub struct RejectedAlgorithm {
+    pub way: GemmAlgorithm,
     pub reason: String,
 }
 
@@ -77,17 +77,17 @@ impl Choices {
     }
 
     /// Whether a product was timed and its fastest implementation is still among `ways`.
-    pub fn has(&self, product: Product, ways: &[Way]) -> bool {
+    pub fn has(&self, product: Product, ways: &[GemmAlgorithm]) -> bool {
         self.fastest(product).is_some_and(|way| ways.contains(&way))
     }
 
-    fn fastest(&self, product: Product) -> Option<Way> {
+    fn fastest(&self, product: Product) -> Option<GemmAlgorithm> {
         Some(self.timed.get(&product)?.ways.first()?.way)
     }
 
     /// The fastest implementation of a product, or the default if it was not timed.
-    pub fn way(&self, product: Product) -> Way {
-        self.fastest(product).unwrap_or_else(|| Way::untimed(product))
+    pub fn way(&self, product: Product) -> GemmAlgorithm {
+        self.fastest(product).unwrap_or_else(|| GemmAlgorithm::untimed(product))
     }
 
     /// Records the times of a product's implementations.
@@ -128,16 +128,19 @@ mod tests {
         let file = folder.path().join("cuda/products.json");
         let product = |rows| Product { rows, outputs: 64, inputs: 64, normed: false, written: WrittenSums::Rounded };
         let mut choices = Choices::open(Some(file.clone()));
-        let ways = [Way::CublasLt { algorithm: 2 }];
+        let ways = [GemmAlgorithm::CublasLt { algorithm: 2 }];
         assert!(!choices.has(product(1), &ways));
-        let timed = |way, microseconds| TimedWay { way, microseconds, gigabytes_per_second: 1e3 / microseconds };
-        let [slow, fast] = [timed(Way::Few { most: 1, split: 1 }, 2.5), timed(Way::CublasLt { algorithm: 2 }, 2.0)];
+        let timed = |way, microseconds| TimedAlgorithm { way, microseconds, gigabytes_per_second: 1e3 / microseconds };
+        let [slow, fast] = [
+            timed(GemmAlgorithm::Few { most: 1, split: 1 }, 2.5),
+            timed(GemmAlgorithm::CublasLt { algorithm: 2 }, 2.0),
+        ];
         let of = |rows, ways| TimedProduct { product: product(rows), ways, refused: vec![] };
-        choices.keep(of(9, vec![timed(Way::Tile { height: 64, width: 16, splits: 1 }, 7.0)]));
+        choices.keep(of(9, vec![timed(GemmAlgorithm::Tile { height: 64, width: 16, splits: 1 }, 7.0)]));
         choices.keep(of(1, vec![slow, fast]));
         choices.save();
         let again = Choices::open(Some(file.clone()));
-        let refused = vec![RefusedWay { way: fast.way, reason: "CUBLAS_STATUS_EXECUTION_FAILED".to_owned() }];
+        let refused = vec![RejectedAlgorithm { way: fast.way, reason: "CUBLAS_STATUS_EXECUTION_FAILED".to_owned() }];
         choices.keep(TimedProduct { refused, ..of(3, vec![slow]) });
         choices.save();
         assert_eq!(choices.way(product(3)), slow.way);
@@ -145,10 +148,10 @@ mod tests {
         choices.timed.remove(&product(3));
         assert_eq!(again.timed(), choices.timed());
         assert_eq!(again.timed()[0], of(1, vec![fast, slow]));
-        assert_eq!(again.way(product(1)), Way::CublasLt { algorithm: 2 });
-        assert_eq!(again.way(product(9)), Way::Tile { height: 64, width: 16, splits: 1 });
-        assert_eq!(again.way(product(2)), Way::untimed(product(2)));
-        assert!(again.has(product(1), &ways) && !again.has(product(1), &[Way::CublasLt { algorithm: 0 }]));
+        assert_eq!(again.way(product(1)), GemmAlgorithm::CublasLt { algorithm: 2 });
+        assert_eq!(again.way(product(9)), GemmAlgorithm::Tile { height: 64, width: 16, splits: 1 });
+        assert_eq!(again.way(product(2)), GemmAlgorithm::untimed(product(2)));
+        assert!(again.has(product(1), &ways) && !again.has(product(1), &[GemmAlgorithm::CublasLt { algorithm: 0 }]));
         assert!(!again.has(product(9), &ways), "a way that is gone is found anew");
         files::write_atomic(&file, |out| out.write_all(b"[{")).expect("a file of a test");
         assert!(!Choices::open(Some(file)).has(product(1), &ways));

@@ -119,24 +119,24 @@ impl Operands {
 
 impl Product {
     /// Its implementations: own kernels, then cublasLt's algorithms.
-    pub fn ways(&self) -> Vec<Way> {
+    pub fn ways(&self) -> Vec<GemmAlgorithm> {
         // cublasLt assumes that every row of y starts at a multiple of 16 bytes, even the first row of a slice of a larger y.
         let tried = if self.outputs % 8 == 0 { TRIED } else { 0 };
-        self.own_ways().into_iter().chain((0..tried).map(|algorithm| Way::CublasLt { algorithm })).collect()
+        self.own_ways().into_iter().chain((0..tried).map(|algorithm| GemmAlgorithm::CublasLt { algorithm })).collect()
     }
 
     /// The own kernels that can hold its rows.
-    pub fn own_ways(&self) -> Vec<Way> {
+    pub fn own_ways(&self) -> Vec<GemmAlgorithm> {
         let most = LINEAR_FEW.iter().map(|few| few.most).find(|&most| most >= self.rows);
         let few = LINEAR_FEW.iter().filter(|few| Some(few.most) == most);
-        let few = few.map(|few| Way::Few { most: few.most, split: few.split });
+        let few = few.map(|few| GemmAlgorithm::Few { most: few.most, split: few.split });
         let width = LINEAR_TILES.iter().map(|tile| tile.width).find(|&width| width >= self.rows);
         let tiles = LINEAR_TILES.iter().filter(|tile| Some(tile.width) == width);
         few.chain(tiles.flat_map(|tile| self.tile_ways(*tile))).collect()
     }
 
     /// A tile with K in one piece, and split where that leaves more multiprocessors with work.
-    fn tile_ways(&self, LinearTile { height, width, .. }: LinearTile) -> Vec<Way> {
+    fn tile_ways(&self, LinearTile { height, width, .. }: LinearTile) -> Vec<GemmAlgorithm> {
         let tiles = blocks(self.outputs, height);
         let useful = |splits: &i64| {
             let each = blocks(blocks(self.inputs, TILE_DEPTH), *splits);
@@ -145,7 +145,7 @@ impl Product {
                 && splits * tiles * height * width <= SPLIT_NUMBERS
         };
         let splits = [1].into_iter().chain([2, 4, 8].into_iter().filter(useful));
-        splits.map(|splits| Way::Tile { height, width, splits }).collect()
+        splits.map(|splits| GemmAlgorithm::Tile { height, width, splits }).collect()
     }
 
     /// The product without what only own kernels fuse into it.
@@ -163,7 +163,7 @@ impl Product {
 /// An implementation of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Way {
+pub enum GemmAlgorithm {
     /// The own kernel for at most `most` rows.
     Few {
         most: i64,
@@ -186,7 +186,7 @@ pub enum Way {
     },
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for GemmAlgorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Few { most, split } => write!(f, "{most}/{split}"),
@@ -197,7 +197,7 @@ impl fmt::Display for Way {
     }
 }
 
-impl Way {
+impl GemmAlgorithm {
     /// The default for a product that was not timed: the first own kernel.
     pub fn untimed(product: Product) -> Self {
         product.ways()[0]
@@ -293,8 +293,9 @@ mod tests {
 
     #[test]
     fn a_product_is_tried_with_the_smallest_kernels_that_hold_its_rows() {
-        let own =
-            |sizes| product(sizes, WrittenSums::Rounded).own_ways().iter().map(Way::to_string).collect::<Vec<_>>();
+        let own = |sizes| {
+            product(sizes, WrittenSums::Rounded).own_ways().iter().map(GemmAlgorithm::to_string).collect::<Vec<_>>()
+        };
         assert_eq!(own([3, 22016, 4096])[..3], ["4/1", "4/4", "32x16"]);
         // K is split where whole tiles are fewer than multiprocessors.
         let of_o =
@@ -311,7 +312,7 @@ mod tests {
         assert_eq!(all.len(), 4 + TRIED);
         let odd = product([1, 32001, 4096], WrittenSums::Float32).ways();
         assert_eq!(odd.len(), 5, "of no multiple of 16 bytes, the second row of logits is cublasLt's no more: {odd:?}");
-        let untimed = Way::untimed(product([64, 8, 8], WrittenSums::Float32));
-        assert_eq!(untimed, Way::Tile { height: 32, width: 64, splits: 1 });
+        let untimed = GemmAlgorithm::untimed(product([64, 8, 8], WrittenSums::Float32));
+        assert_eq!(untimed, GemmAlgorithm::Tile { height: 32, width: 64, splits: 1 });
     }
 }

@@ -5,12 +5,12 @@ use tch::{Device, Kind};
 
 use crate::torch::Generator;
 
-use super::choices::{Choices, RefusedWay, TimedProduct, TimedWay};
+use super::choices::{Choices, RejectedAlgorithm, TimedAlgorithm, TimedProduct};
 use super::cublas_lt::CublasLt;
 use super::device::Gpu;
 use super::error::GpuError;
 use super::functions::Functions;
-use super::gemm::{Operands, Product, SplitRoom, Way};
+use super::gemm::{GemmAlgorithm, Operands, Product, SplitRoom};
 use super::graph;
 use super::kernels::{KernelDtype, Program};
 use super::launch::Launch;
@@ -60,7 +60,7 @@ impl Launcher {
     }
 
     /// The fastest known implementation of a product.
-    pub fn way(&self, product: Product) -> Way {
+    pub fn way(&self, product: Product) -> GemmAlgorithm {
         self.choices.way(product)
     }
 
@@ -68,9 +68,10 @@ impl Launcher {
     ///
     /// # Errors
     /// [`GpuError::Failed`].
-    pub fn ways(&self, product: Product) -> Result<Vec<Way>, GpuError> {
+    pub fn ways(&self, product: Product) -> Result<Vec<GemmAlgorithm>, GpuError> {
         let algorithms = self.cublas_lt.algorithms(product.bare())?;
-        let is_there = |way: &Way| !matches!(way, Way::CublasLt { algorithm } if *algorithm >= algorithms);
+        let is_there =
+            |way: &GemmAlgorithm| !matches!(way, GemmAlgorithm::CublasLt { algorithm } if *algorithm >= algorithms);
         Ok(product.ways().into_iter().filter(is_there).collect())
     }
 
@@ -78,8 +79,8 @@ impl Launcher {
     ///
     /// # Errors
     /// [`GpuError::Failed`].
-    pub fn linear(&self, way: Way, of: &Operands, room: &SplitRoom) -> Result<(), GpuError> {
-        let Way::CublasLt { algorithm } = way else {
+    pub fn linear(&self, way: GemmAlgorithm, of: &Operands, room: &SplitRoom) -> Result<(), GpuError> {
+        let GemmAlgorithm::CublasLt { algorithm } = way else {
             return way.launches(of, room).iter().try_for_each(|launch| self.launch(launch));
         };
         let ((before, x_nk), (y_nm, after)) = (of.norm_before(), of.gate_after());
@@ -118,13 +119,18 @@ impl Launcher {
         Ok(())
     }
 
-    fn timed_ways(&self, ways: &[Way], needed: &[Operands], room: &SplitRoom) -> Result<TimedProduct, GpuError> {
+    fn timed_ways(
+        &self,
+        ways: &[GemmAlgorithm],
+        needed: &[Operands],
+        room: &SplitRoom,
+    ) -> Result<TimedProduct, GpuError> {
         let mut timed = TimedProduct { product: needed[0].product(), ways: vec![], refused: vec![] };
         for &way in ways {
             match (way, self.timed(way, needed, room)) {
                 // Recommended by cublasLt, but refused: the own kernels remain.
-                (Way::CublasLt { .. }, Err(error)) => {
-                    timed.refused.push(RefusedWay { way, reason: error.to_string() });
+                (GemmAlgorithm::CublasLt { .. }, Err(error)) => {
+                    timed.refused.push(RejectedAlgorithm { way, reason: error.to_string() });
                 }
                 (_, one) => timed.ways.push(one?),
             }
@@ -133,14 +139,14 @@ impl Launcher {
     }
 
     /// Times one implementation in a CUDA graph, like a decoding step, so that the host's launch overhead does not count.
-    fn timed(&self, way: Way, needed: &[Operands], room: &SplitRoom) -> Result<TimedWay, GpuError> {
+    fn timed(&self, way: GemmAlgorithm, needed: &[Operands], room: &SplitRoom) -> Result<TimedAlgorithm, GpuError> {
         let bytes = needed[0].w_mk.numel() * needed[0].w_mk.kind().elt_size_in_bytes();
         let count = (TIMED_BYTES / bytes + 1).min(needed.len());
         let round = || needed[..count].iter().try_for_each(|of| self.linear(way, of, room));
         round()?; // what is created on first use cannot be created while a graph is recorded
         let milliseconds = self.median_milliseconds(&graph::record(&self.gpu, round)?)?;
         let microseconds = milliseconds * 1e3 / count as f32;
-        Ok(TimedWay { way, microseconds, gigabytes_per_second: bytes as f32 / microseconds / 1e3 })
+        Ok(TimedAlgorithm { way, microseconds, gigabytes_per_second: bytes as f32 / microseconds / 1e3 })
     }
 
     /// The median time of [`SAMPLES`] launches of a graph, after one that is not timed. All are queued at once, so that none waits for

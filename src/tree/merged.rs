@@ -46,7 +46,7 @@ pub struct RankedGuess {
 
 /// The drafters' guesses for a text; equal ones share a node.
 #[derive(Debug, Clone)]
-pub struct Merged {
+pub struct MergedTree {
     nodes: Vec<MergedNode>,
 }
 
@@ -92,7 +92,7 @@ impl MergedNode {
     }
 }
 
-impl Merged {
+impl MergedTree {
     /// Of 1 to [`MAX_DRAFTERS`] drafters; all of them have the same root.
     pub fn of(trees: &[RankedTree]) -> Self {
         let mut merged = Self { nodes: vec![MergedNode::new(0, trees[0].nodes[0].token, 0)] };
@@ -153,7 +153,7 @@ impl Merged {
 
 impl MeasuredHits {
     /// Counts the guesses along the tokens that came after the root.
-    pub fn count(&mut self, merged: &Merged, text: &[i64]) {
+    pub fn count(&mut self, merged: &MergedTree, text: &[i64]) {
         let mut at = Some(0);
         for token in text {
             let Some(parent) = at.take() else { return };
@@ -236,7 +236,7 @@ mod tests {
             texts in proptest::collection::vec(proptest::collection::vec(0..4i64, 0..6), 0..9),
             count in 0..40usize,
         ) {
-            let merged = Merged::of(&trees);
+            let merged = MergedTree::of(&trees);
             let mut hits = MeasuredHits::default();
             texts.iter().for_each(|text| hits.count(&merged, text));
             let mut all: Vec<Vec<i64>> = trees.iter().flat_map(paths_of_guesses).collect();
@@ -261,8 +261,8 @@ mod tests {
     #[test]
     fn probabilities_are_the_counts_of_the_same_depth_and_ranks() {
         let mut hits = MeasuredHits::default();
-        let p = |merged: &Merged, place: usize, hits: &MeasuredHits| hits.probability(&merged.nodes[place]);
-        let apart = Merged::of(&[chain(&[5, 6], 0), chain(&[7], 1)]);
+        let p = |merged: &MergedTree, place: usize, hits: &MeasuredHits| hits.probability(&merged.nodes[place]);
+        let apart = MergedTree::of(&[chain(&[5, 6], 0), chain(&[7], 1)]);
         let assumed = 1.0 - (1.0 - 1.0 / 3.0); // rounded as in the code
         assert_eq!([1, 2, 3].map(|place| p(&apart, place, &hits)), [1.0 / 2.0, 1.0 / 2.0, assumed]);
         // Three texts: 5 comes twice, and then 6 once.
@@ -271,7 +271,7 @@ mod tests {
             [1, 2, 3].map(|place| p(&apart, place, &hits)),
             [(2.0 + 1.0) / 5.0, (1.0 + 1.0) / 4.0, (0.0 + 2.0 * assumed) / 5.0]
         );
-        let shared = Merged::of(&[chain(&[5], 0), chain(&[5], 1)]);
+        let shared = MergedTree::of(&[chain(&[5], 0), chain(&[5], 1)]);
         assert_eq!(
             (shared.nodes.len(), p(&shared, 1, &hits)),
             (2, 1.0 - 1.0 / 2.0 * (1.0 - 1.0 / 3.0)),
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn counts_follow_a_change_of_texts() {
-        let (mut hits, merged) = (MeasuredHits::default(), Merged::of(&[chain(&[5], 0)]));
+        let (mut hits, merged) = (MeasuredHits::default(), MergedTree::of(&[chain(&[5], 0)]));
         (0..5000).for_each(|_| hits.count(&merged, &[5]));
         assert!(hits.probability(&merged.nodes[1]) > 0.98);
         (0..1500).for_each(|_| hits.count(&merged, &[6]));
@@ -332,9 +332,10 @@ mod tests {
         for _ in 0..steps {
             let text: Vec<i64> = (0..8).map(|_| rng.random_range(0..1000)).collect();
             let trees = [0, 1].map(|drafter| drafters[drafter].guess(&text, right[drafter], rng));
-            let merged = Merged::of(&trees);
-            let all_of =
-                |tree: &RankedTree| Merged::of(std::slice::from_ref(tree)).likeliest(nodes, &MeasuredHits::default());
+            let merged = MergedTree::of(&trees);
+            let all_of = |tree: &RankedTree| {
+                MergedTree::of(std::slice::from_ref(tree)).likeliest(nodes, &MeasuredHits::default())
+            };
             tokens[0] += 1 + accepted(&all_of(&trees[0]), &text);
             tokens[1] += 1 + accepted(&all_of(&trees[1]), &text);
             tokens[2] += 1 + accepted(&merged.likeliest(nodes, hits), &text);

@@ -5,9 +5,9 @@
 use super::*;
 
 /// Room for the sums of a product with M outputs, and no more.
-fn split_room(case: &Case, way: Way, m: i64) -> SplitRoom {
+fn split_room(case: &Case, way: GemmAlgorithm, m: i64) -> SplitRoom {
     let [tiles, sums] = match way {
-        Way::Tile { height, width, splits } => {
+        GemmAlgorithm::Tile { height, width, splits } => {
             let tiles = (m + height - 1) / height;
             [tiles, splits * tiles * height * width]
         }
@@ -18,7 +18,7 @@ fn split_room(case: &Case, way: Way, m: i64) -> SplitRoom {
 }
 
 /// Runs one implementation of a product, and its oracle.
-fn check_product(case: &Case, way: Way, [n, m, k]: [i64; 3], (normed, written): (bool, WrittenSums)) {
+fn check_product(case: &Case, way: GemmAlgorithm, [n, m, k]: [i64; 3], (normed, written): (bool, WrittenSums)) {
     let columns = if written == WrittenSums::Gated { m / 2 } else { m };
     let kind = if written == WrittenSums::Float32 { Kind::Float } else { case.kind };
     let y =
@@ -59,11 +59,13 @@ fn products_are_those_of_every_row_and_weight() {
         }
         let plain = Product { rows: n, outputs: m, inputs: k, normed: false, written: WrittenSums::Rounded };
         let split = plain.own_ways().into_iter().filter_map(|way| match way {
-            Way::Tile { height, width, .. } if k == 8 || k == 328 => Some(Way::Tile { height, width, splits: 3 }),
+            GemmAlgorithm::Tile { height, width, .. } if k == 8 || k == 328 => {
+                Some(GemmAlgorithm::Tile { height, width, splits: 3 })
+            }
             _ => None,
         });
         for (number, way) in plain.own_ways().into_iter().chain(split).enumerate() {
-            let is_few = matches!(way, Way::Few { .. });
+            let is_few = matches!(way, GemmAlgorithm::Few { .. });
             if !is_few && [2, 7, 8].contains(&n) {
                 continue; // rows that fill a tile as little as one does
             }
@@ -85,9 +87,10 @@ fn repeating_weights(case: &Case, [m, k]: [i64; 2]) -> Tensor {
 #[test]
 fn long_rows_use_every_slot_of_the_ring_again() {
     // Five rounds of each kernel: with SPLIT warps a column, a round is 256·SPLIT numbers. The last one is not full.
-    let ways = [(1, 1), (4, 1), (8, 1), (1, 4), (4, 4), (8, 4), (1, 8)].map(|(most, split)| Way::Few { most, split });
+    let ways = [(1, 1), (4, 1), (8, 1), (1, 4), (4, 4), (8, 4), (1, 8)]
+        .map(|(most, split)| GemmAlgorithm::Few { most, split });
     cases(ways, |case, way| {
-        let Way::Few { most, split } = way else { unreachable!("of the list above") };
+        let GemmAlgorithm::Few { most, split } = way else { unreachable!("of the list above") };
         let k = 4 * 256 * split + 264;
         for fused in [(false, WrittenSums::Rounded), (true, WrittenSums::Gated)] {
             check_product(case, way, [most, 36, k], fused);

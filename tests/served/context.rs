@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use medusa::cli::CommonFlags;
 use medusa::cli::drafter::plan::DrafterPlan;
 use medusa::cli::engine::{EngineFlags, EngineName};
-use medusa::cli::served::Served;
+use medusa::cli::served::ModelOptions;
 use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
 use medusa::torch::DeviceChoice;
 
@@ -106,7 +106,7 @@ fn a_prefix_layer_has_the_rotary_embeddings_of_max_context() {
         seed_was_given: false,
         without_effect: None,
     };
-    let decoder = flags.load(&folder, Some(&heads), vec![plan], Served::default(), &common).expect("they fit");
+    let decoder = flags.load(&folder, Some(&heads), vec![plan], ModelOptions::default(), &common).expect("they fit");
     let (loaded, _) = decoder.drafter().and_then(|drafter| drafter.heads.as_ref()).expect("heads");
     assert_eq!(decoder.backbone.config.max_position_embeddings, 16);
     assert_eq!(states(loaded), of_context(16));

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::args::BenchArgs;
 use super::drafters::Rows;
-use crate::cli::served::{Served, shown};
+use crate::cli::served::{ModelOptions, shown};
 use crate::cli::{CommonFlags, UsageError};
 use crate::draft::medusa::heads::import::folder_of;
 use crate::model::peft::ADAPTER_CONFIG;
@@ -36,7 +36,7 @@ pub(super) fn served(
     rows: &Rows,
     heads: Option<&Path>,
     common: &CommonFlags,
-) -> anyhow::Result<Served> {
+) -> anyhow::Result<ModelOptions> {
     let served = args.served.resolve(args.backbone(), heads, common)?;
     for other in of_all(args, rows).into_iter().filter(|other| Some(*other) != heads) {
         let one = heads.unwrap_or(other).display();
@@ -46,7 +46,7 @@ pub(super) fn served(
             let why = format!("{one} was trained with quantization {ours}, {} with {theirs}", other.display());
             return Err(UsageError(format!("{why}: choose one for all with --quantization")).into());
         }
-        let template = |served: &Served| served.template.as_ref().map(|template| template.sha256().to_owned());
+        let template = |served: &ModelOptions| served.template.as_ref().map(|template| template.sha256().to_owned());
         if template(&served) != template(&others) {
             let why = format!("{one} and {} were trained with different chat templates", other.display());
             return Err(UsageError(format!("{why}: choose one for all with --chat-template")).into());

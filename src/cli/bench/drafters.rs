@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 
 use super::args::BenchArgs;
-use super::setting::Setting;
+use super::setting::BenchSetting;
 use crate::cli::UsageError;
 use crate::cli::drafter::plan::{DrafterPlan, PlannedTree, beside};
 use crate::cli::drafter::spec::{DrafterName, DrafterSpec};
@@ -111,7 +111,7 @@ impl DrafterFacts {
 /// [`UsageError`] if heads have no calibration, or it has no tree of that size.
 pub(super) fn searched_trees(
     args: &BenchArgs,
-    settings: &[Setting],
+    settings: &[BenchSetting],
     rows: &Rows,
 ) -> anyhow::Result<Vec<Vec<Option<GuessTree>>>> {
     let plans: Vec<&DrafterPlan> = rows.iter().flatten().collect();
@@ -124,7 +124,7 @@ pub(super) fn searched_trees(
             .map(|found| Some(GuessTree::Static(found.tree)))
             .map_err(|why| UsageError(format!("{flag}={nodes}: {why}")))
     };
-    let of_setting = |setting: &Setting| -> Result<Vec<_>, UsageError> {
+    let of_setting = |setting: &BenchSetting| -> Result<Vec<_>, UsageError> {
         calibrations
             .iter()
             .map(|calibration| setting.nodes.map_or(Ok(None), |nodes| tree(nodes, calibration)))

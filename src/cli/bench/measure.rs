@@ -8,7 +8,7 @@ use anyhow::Context;
 
 use super::drafters::DrafterFacts;
 use super::progress::BenchProgress;
-use super::setting::Setting;
+use super::setting::BenchSetting;
 use crate::cli::CommonFlags;
 use crate::cli::decoder::Decoder;
 use crate::cli::prompts::{EndedEarly, FitFlags, IndexedPrompt};
@@ -25,7 +25,7 @@ use crate::formats::bench::{ChosenToken, FirstDifference};
 const WARM_UP_TOKENS: usize = 32;
 
 /// A drafter in a setting, ready to decode.
-pub(super) struct Contestant<'a> {
+pub(super) struct BenchDrafter<'a> {
     pub(super) facts: DrafterFacts,
     /// Maximum number of guesses in a tree.
     pub(super) tree_nodes: usize,
@@ -37,10 +37,10 @@ pub(super) struct Contestant<'a> {
 pub(super) struct BenchRun<'a> {
     pub(super) decoder: &'a Decoder,
     /// At least one.
-    pub(super) contestants: Vec<Contestant<'a>>,
+    pub(super) contestants: Vec<BenchDrafter<'a>>,
     /// The loop of plain decoding; `None`: that of the only contestant.
     pub(super) plain: Option<RefCell<Box<dyn DecodeLoop + 'a>>>,
-    pub(super) setting: &'a Setting,
+    pub(super) setting: &'a BenchSetting,
     /// Those that fit.
     pub(super) prompts: &'a [IndexedPrompt],
     /// How many do not.
@@ -122,7 +122,7 @@ impl BenchRun<'_> {
     /// The expected relation between the two texts.
     pub(super) fn texts(&self) -> Texts {
         match self.setting {
-            Setting { forced: Some(_), .. } => Texts::Forced,
+            BenchSetting { forced: Some(_), .. } => Texts::Forced,
             setting if setting.decoding.temperature.get() == 0.0 => Texts::Greedy,
             _ => Texts::Sampled,
         }
@@ -212,7 +212,7 @@ impl BenchRun<'_> {
         };
         let plain = decode(self.plain.as_ref().unwrap_or(&self.contestants[0].decoding), Drafting::Off, request)?;
         let plain_log_p = scored(&plain.new_ids)?;
-        let measure = |contestant: &Contestant| {
+        let measure = |contestant: &BenchDrafter| {
             let fast = decode(&contestant.decoding, Drafting::On, request)?;
             let log_p = LogProbability { plain: plain_log_p, drafted: scored(&fast.new_ids)? };
             let times = Comparison { plain: plain.tally(), drafted: fast.tally() };

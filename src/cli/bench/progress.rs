@@ -3,14 +3,14 @@
 use std::cell::Cell;
 use std::num::NonZeroUsize;
 
-use super::setting::Setting;
+use super::setting::BenchSetting;
 use crate::cli::CommonFlags;
 use crate::cli::progress::Progress;
 
 /// Passes over the prompts: `repeats` for each setting.
 #[derive(Debug, Clone, Copy)]
 struct Passes<'s> {
-    settings: &'s [Setting],
+    settings: &'s [BenchSetting],
     repeats: NonZeroUsize,
     prompts: usize,
 }
@@ -24,7 +24,12 @@ pub(super) struct BenchProgress<'s> {
 }
 
 impl<'s> BenchProgress<'s> {
-    pub(super) fn new(settings: &'s [Setting], repeats: NonZeroUsize, prompts: usize, common: &CommonFlags) -> Self {
+    pub(super) fn new(
+        settings: &'s [BenchSetting],
+        repeats: NonZeroUsize,
+        prompts: usize,
+        common: &CommonFlags,
+    ) -> Self {
         let passes = Passes { settings, repeats, prompts };
         let progress = Progress::new(passes.all() as u64, 0, passes.text(0), common);
         Self { passes, done: Cell::new(0), progress }
@@ -55,7 +60,7 @@ impl Passes<'_> {
         if self.repeats.get() > 1 {
             text += &format!(", repeat {repeat} of {}", self.repeats);
         }
-        match self.settings.get(setting).map(Setting::label) {
+        match self.settings.get(setting).map(BenchSetting::label) {
             Some(label) if !label.is_empty() => {
                 format!("{text}, {label} ({} of {})", setting + 1, self.settings.len())
             }

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::drafters::Rows;
-use super::measure::{BenchPass, BenchRun, Contestant, LogProbability, Measured, Texts};
+use super::measure::{BenchDrafter, BenchPass, BenchRun, LogProbability, Measured, Texts};
 use super::rows::write_rows;
 use crate::cli::drafter::plan::DrafterPlan;
 use crate::decode::stats::{Comparison, Tally};
@@ -29,7 +29,7 @@ pub(super) fn results(bench: &BenchRun, rows: &Rows, repeats: &[Vec<BenchPass>])
 }
 
 /// The result of a drafter.
-fn result(bench: &BenchRun, contestant: &Contestant, passes: &[&BenchPass]) -> BenchResult {
+fn result(bench: &BenchRun, contestant: &BenchDrafter, passes: &[&BenchPass]) -> BenchResult {
     let first = passes[0];
     let of = |pick: &dyn Fn(&BenchPass) -> Measured| {
         comparison(&passes.iter().map(|pass| pick(pass)).collect::<Vec<_>>(), bench.texts())

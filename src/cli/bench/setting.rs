@@ -17,7 +17,7 @@ use crate::numbers::Positive;
 
 /// How to decode for one result: the flags, except the swept one.
 #[derive(Debug, Clone)]
-pub(super) struct Setting {
+pub(super) struct BenchSetting {
     pub(super) swept: Option<SweptValue>,
     pub(super) decoding: DecodingFlags,
     /// Size of the tree to search for every drafter with heads; `None`: they keep their trees.
@@ -32,7 +32,7 @@ pub(super) struct Setting {
 ///
 /// # Errors
 /// [`UsageError`] for conflicting flags and unusable values, or an unreadable calibration.
-pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
+pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<BenchSetting>> {
     let forced = args.force_acceptance_rate;
     if args.calibration.is_some() && args.nodes_flag().is_none() {
         return refused(
@@ -41,7 +41,7 @@ pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
     }
     check_without_heads(args)?;
     check_forced(args)?;
-    let base = Setting { swept: None, decoding: args.decoding.clone(), nodes: args.nodes, context: None, forced };
+    let base = BenchSetting { swept: None, decoding: args.decoding.clone(), nodes: args.nodes, context: None, forced };
     match &args.sweep {
         None => Ok(vec![base]),
         Some(sweep) => {
@@ -82,27 +82,29 @@ pub(super) fn check_load(args: &BenchArgs) -> anyhow::Result<()> {
 }
 
 /// A setting for each value of the sweep.
-fn swept(sweep: &SweepFlag, base: &Setting) -> Vec<Setting> {
-    let with = |decoding| Setting { decoding, ..base.clone() };
-    let settings: Vec<Setting> = match sweep {
-        SweepFlag::Nodes(sizes) => sizes.iter().map(|&nodes| Setting { nodes: Some(nodes), ..base.clone() }).collect(),
+fn swept(sweep: &SweepFlag, base: &BenchSetting) -> Vec<BenchSetting> {
+    let with = |decoding| BenchSetting { decoding, ..base.clone() };
+    let settings: Vec<BenchSetting> = match sweep {
+        SweepFlag::Nodes(sizes) => {
+            sizes.iter().map(|&nodes| BenchSetting { nodes: Some(nodes), ..base.clone() }).collect()
+        }
         SweepFlag::PosteriorThreshold(thresholds) => {
             let flags = |&epsilon| DecodingFlags { posterior_threshold: Some(epsilon), ..base.decoding.clone() };
             thresholds.iter().map(flags).map(with).collect()
         }
         SweepFlag::Context(lengths) => {
-            lengths.iter().map(|length| Setting { context: Some(length.get()), ..base.clone() }).collect()
+            lengths.iter().map(|length| BenchSetting { context: Some(length.get()), ..base.clone() }).collect()
         }
         SweepFlag::Temperature(temperatures) => {
             let flags = |&temperature| DecodingFlags { temperature, ..base.decoding.clone() };
             temperatures.iter().map(flags).map(with).collect()
         }
     };
-    let named = |(setting, swept)| Setting { swept: Some(swept), ..setting };
+    let named = |(setting, swept)| BenchSetting { swept: Some(swept), ..setting };
     settings.into_iter().zip(sweep.values()).map(named).collect()
 }
 
-impl Setting {
+impl BenchSetting {
     /// The prompt to decode from. The first token (BOS) and the end, which has the question, are kept; the middle is
     /// cut or repeated from the left.
     pub(super) fn prompt(&self, ids: &[i64]) -> Vec<i64> {
@@ -228,7 +230,7 @@ pub(super) mod examples {
     }
 
     /// The settings of that command line.
-    pub(in crate::cli::bench) fn sweep(more: &[&str]) -> Vec<Setting> {
+    pub(in crate::cli::bench) fn sweep(more: &[&str]) -> Vec<BenchSetting> {
         settings(&args(more)).expect("settings that can be")
     }
 }
@@ -254,7 +256,7 @@ mod tests {
 
     #[test]
     fn a_prompt_of_another_length_keeps_its_first_token_and_its_end() {
-        let swept = |context| Setting { context, ..settings(&args(&[])).expect("one setting").remove(0) };
+        let swept = |context| BenchSetting { context, ..settings(&args(&[])).expect("one setting").remove(0) };
         assert_eq!(swept(None).prompt(&[1, 2, 3]), [1, 2, 3]);
         assert_eq!(swept(Some(3)).prompt(&[1, 2, 3, 4, 5]), [1, 4, 5]);
         assert_eq!(swept(Some(7)).prompt(&[1, 2, 3, 4]), [1, 2, 3, 4, 2, 3, 4]);

@@ -5,7 +5,7 @@ use crate::cli::decoder::Decoder;
 use crate::data::conversation::{ChatInput, Message};
 use crate::data::prompts::{self, PromptError};
 use crate::data::tokenize::wide;
-use crate::decode::text::Told;
+use crate::decode::text::FinishedText;
 
 /// A conversation through the backbone's chat template or, without one, a text that grows with each input and answer.
 #[derive(Debug)]
@@ -63,7 +63,7 @@ impl<'a> ChatHistory<'a> {
     }
 
     /// Adds a user turn and its answer; `prompt` is the prompt made from `words`.
-    pub(super) fn add(&mut self, words: &str, prompt: Vec<i64>, answer: &Told) {
+    pub(super) fn add(&mut self, words: &str, prompt: Vec<i64>, answer: &FinishedText) {
         match &mut self.said {
             ChatContext::Turns(turns) => {
                 turns.extend([Message::new("user", words), Message::new("assistant", &answer.text_alone)]);

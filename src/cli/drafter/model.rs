@@ -8,7 +8,7 @@ use anyhow::Context;
 use crate::cli::CommonFlags;
 use crate::cli::loading::load_backbone;
 use crate::cli::print::mebibytes;
-use crate::cli::served::Served;
+use crate::cli::served::ModelOptions;
 use crate::data::tokenize::TextTokenizer;
 use crate::draft::levels::LevelDrafter;
 use crate::draft::model::{Guessing, ModelGuesser};
@@ -49,7 +49,7 @@ impl DraftModel {
     /// As [`check_vocabulary`]; a folder without a backbone, or a tree with more guesses at a node than there are tokens.
     pub fn load(folder: &Path, tree: GuessTree, target: Target, common: &CommonFlags) -> anyhow::Result<Self> {
         let tokenizer = check_vocabulary(folder, target.tokenizer)?;
-        let model = load_backbone(folder, None, &Served::default(), common, target.purpose)?;
+        let model = load_backbone(folder, None, &ModelOptions::default(), common, target.purpose)?;
         tokenizer.check_vocabulary(usize::try_from(model.config.vocab_size)?)?;
         let vocabulary = tokenizer.vocab_size().min(target.tokenizer.vocab_size());
         tree.check_fits(usize::MAX, vocabulary)?;

@@ -15,7 +15,7 @@ use super::super::drafter::{Drafts, ReadyDrafter};
 use super::super::engine::EngineFlags;
 use super::super::progress::Progress;
 use super::super::run_heads::check_calibration;
-use super::super::served::{Served, ServedFlags, shown};
+use super::super::served::{ModelOptions, ServedFlags, shown};
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
 use super::sequences;
@@ -79,7 +79,7 @@ fn tell_caveat(latency: &Latency, path: &Path, common: &CommonFlags) {
 }
 
 /// The weights to time, where the command line names backbone and heads.
-fn served(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<Option<Served>> {
+fn served(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<Option<ModelOptions>> {
     let (Some(backbone), Some(heads)) = (&args.backbone, &args.heads) else { return Ok(None) };
     let flags = ServedFlags { quantization: args.quantization, chat_template: None };
     Ok(Some(flags.resolve(backbone, Some(heads), common)?))
@@ -88,7 +88,7 @@ fn served(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<Option<Served
 /// The conditions that a file must match: those of the command line, and the calibration's heads.
 fn asked(
     args: &TreeArgs,
-    served: Option<&Served>,
+    served: Option<&ModelOptions>,
     calibration: &Calibration,
     common: &CommonFlags,
 ) -> anyhow::Result<LatencyConditions> {
@@ -127,7 +127,7 @@ fn disturbs_threads(busy: &f64) -> bool {
 fn measure(
     args: &TreeArgs,
     (backbone, heads): (&Path, &Path),
-    served: Served,
+    served: ModelOptions,
     calibration: &Calibration,
     common: &CommonFlags,
 ) -> anyhow::Result<Latency> {

@@ -63,7 +63,7 @@ impl<'a> CudaEngine<'a> {
     /// An engine for `backbone` and, if given, `draft`, computed by `ops`. The cache starts with one block.
     ///
     /// # Errors
-    /// [`CudaError::Unfit`] names what is not supported.
+    /// [`CudaError::UnsupportedModel`] names what is not supported.
     pub fn new(backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>, ops: Ops) -> CudaResult<Self> {
         Self::with_room(1, backbone, draft, ops)
     }

@@ -1,7 +1,7 @@
 //! Errors of the CUDA engine.
 
 use super::plan::Shortage;
-use super::shape::Unfit;
+use super::shape::UnsupportedModel;
 use crate::nvidia::error::GpuError;
 use crate::torch::TorchPanic;
 
@@ -13,7 +13,7 @@ pub type CudaResult<T = ()> = Result<T, CudaError>;
 pub enum CudaError {
     /// No kernels support this model or tree.
     #[error(transparent)]
-    Unfit(#[from] Unfit),
+    UnsupportedModel(#[from] UnsupportedModel),
     /// Not enough free memory.
     #[error(transparent)]
     Memory(#[from] Box<Shortage>),

@@ -8,7 +8,7 @@ use super::draft::{DeviceDraft, DraftInput, HeadMatrices, LayerMatrices, outputs
 use super::layout::Rotations;
 use super::plan::DevicePlan;
 use super::sequential::SequentialHeads;
-use super::shape::{Shape, Unfit};
+use super::shape::{Shape, UnsupportedModel};
 use crate::model::llama::{DenseWeights, Llama};
 
 /// The tensors that steps read and write, except for weights.
@@ -83,9 +83,9 @@ impl DeviceWeights {
     /// The weights of `backbone` and `draft`.
     ///
     /// # Errors
-    /// [`Unfit::Weights`] if they are not plain matrices.
-    pub fn new(backbone: &Llama, draft: Option<&DeviceDraft>) -> Result<Self, Unfit> {
-        let not_dense = |what| Unfit::Weights { what, why: NOT_DENSE };
+    /// [`UnsupportedModel::Weights`] if they are not plain matrices.
+    pub fn new(backbone: &Llama, draft: Option<&DeviceDraft>) -> Result<Self, UnsupportedModel> {
+        let not_dense = |what| UnsupportedModel::Weights { what, why: NOT_DENSE };
         Ok(Self {
             backbone: backbone.dense_weights().ok_or_else(|| not_dense("the backbone's weights"))?,
             heads: draft
@@ -97,20 +97,20 @@ impl DeviceWeights {
 
 impl HeadWeights {
     /// `None` if the weights are not plain matrices.
-    fn new(draft: &DeviceDraft) -> Result<Option<Self>, Unfit> {
+    fn new(draft: &DeviceDraft) -> Result<Option<Self>, UnsupportedModel> {
         let Some(heads) = &draft.heads else { return Ok(None) };
         Ok(Some(match draft.shape.input {
             DraftInput::Hidden => Self::AtOnce(MedusaWeights::new(heads)?),
             DraftInput::HiddenAndPath => Self::ByLevel(SequentialHeads::new(heads, draft.shape.tree)),
-            DraftInput::PrefixAndPath => return Err(Unfit::Prefix),
+            DraftInput::PrefixAndPath => return Err(UnsupportedModel::Prefix),
         }))
     }
 }
 
 impl MedusaWeights {
-    fn new(all: &[HeadMatrices]) -> Result<Self, Unfit> {
+    fn new(all: &[HeadMatrices]) -> Result<Self, UnsupportedModel> {
         if all.iter().any(|head| head.output_bias_v.is_some()) {
-            return Err(Unfit::Weights {
+            return Err(UnsupportedModel::Weights {
                 what: "the heads' W2",
                 why: "has a bias, which its kernels add for Hydra heads only",
             });

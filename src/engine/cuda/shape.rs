@@ -26,7 +26,7 @@ pub const MAX_GUESSES: usize = 16;
 
 /// Why a backbone, heads or a tree cannot be decoded on a GPU.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum Unfit {
+pub enum UnsupportedModel {
     /// A dtype other than bfloat16 and float16.
     #[error("its kernels compute in bfloat16 and float16, the backbone in {dtype}; use --dtype bfloat16")]
     Dtype { dtype: String },
@@ -96,18 +96,18 @@ impl<'a> Shape<'a> {
     /// Checks that there are kernels for this shape.
     ///
     /// # Errors
-    /// [`Unfit`] names what is not supported.
-    pub fn check_kernels(&self) -> Result<(), Unfit> {
+    /// [`UnsupportedModel`] names what is not supported.
+    pub fn check_kernels(&self) -> Result<(), UnsupportedModel> {
         let config = self.config;
         if !matches!(self.kind, Kind::BFloat16 | Kind::Half) {
-            return Err(Unfit::Dtype { dtype: Dtype::of(self.kind).to_string() });
+            return Err(UnsupportedModel::Dtype { dtype: Dtype::of(self.kind).to_string() });
         }
         if !HEAD_SIZES.contains(&config.head_dim) {
-            return Err(Unfit::HeadSize { head_dim: config.head_dim });
+            return Err(UnsupportedModel::HeadSize { head_dim: config.head_dim });
         }
         let widths = [("hidden size", config.hidden_size), ("width of the MLP", config.intermediate_size)];
         match widths.into_iter().find(|(_, width)| width % WIDTHS != 0) {
-            Some((what, got)) => Err(Unfit::Width { what, multiple: WIDTHS, got }),
+            Some((what, got)) => Err(UnsupportedModel::Width { what, multiple: WIDTHS, got }),
             None => Ok(()),
         }
     }
@@ -115,17 +115,18 @@ impl<'a> Shape<'a> {
     /// Checks that a step can compute the blocks of backbone and heads.
     ///
     /// # Errors
-    /// [`Unfit::Weights`].
-    pub fn check_blocks(&self) -> Result<(), Unfit> {
+    /// [`UnsupportedModel::Weights`].
+    pub fn check_blocks(&self) -> Result<(), UnsupportedModel> {
         if let Some(why) = self.unsupported() {
-            return Err(Unfit::Weights { what: "the backbone", why });
+            return Err(UnsupportedModel::Weights { what: "the backbone", why });
         }
         match self.draft {
-            Some(DraftShape { input: DraftInput::PrefixAndPath, .. }) => Err(Unfit::Prefix),
-            Some(DraftShape { is_truncated: true, .. }) => Err(Unfit::Vocabulary),
-            Some(DraftShape { blocks: 0, .. }) => {
-                Err(Unfit::Weights { what: "the heads", why: "have no ResBlocks, which its kernels begin with" })
-            }
+            Some(DraftShape { input: DraftInput::PrefixAndPath, .. }) => Err(UnsupportedModel::Prefix),
+            Some(DraftShape { is_truncated: true, .. }) => Err(UnsupportedModel::Vocabulary),
+            Some(DraftShape { blocks: 0, .. }) => Err(UnsupportedModel::Weights {
+                what: "the heads",
+                why: "have no ResBlocks, which its kernels begin with",
+            }),
             _ => Ok(()),
         }
     }
@@ -167,13 +168,13 @@ impl<'a> Shape<'a> {
     /// Checks that the tree fits a step.
     ///
     /// # Errors
-    /// [`Unfit::Tree`] and [`Unfit::Guesses`].
-    pub fn check_tree(&self) -> Result<(), Unfit> {
+    /// [`UnsupportedModel::Tree`] and [`UnsupportedModel::Guesses`].
+    pub fn check_tree(&self) -> Result<(), UnsupportedModel> {
         let Some(draft) = self.draft else { return Ok(()) };
         let guesses = self.guesses();
         match draft.tree.len() {
-            nodes if nodes > MAX_NODES => Err(Unfit::Tree { nodes }),
-            _ if guesses > MAX_GUESSES => Err(Unfit::Guesses { guesses }),
+            nodes if nodes > MAX_NODES => Err(UnsupportedModel::Tree { nodes }),
+            _ if guesses > MAX_GUESSES => Err(UnsupportedModel::Guesses { guesses }),
             _ => Ok(()),
         }
     }
@@ -252,25 +253,25 @@ pub(super) mod tests {
         let of = |config: &LlamaConfig, kind| Shape { config, kind, draft: None }.check_kernels();
         let config = LlamaConfig::llama_2_7b();
         assert_eq!(of(&config, Kind::Half), Ok(()));
-        assert_eq!(of(&config, Kind::Float), Err(Unfit::Dtype { dtype: "float32".into() }));
+        assert_eq!(of(&config, Kind::Float), Err(UnsupportedModel::Dtype { dtype: "float32".into() }));
         let odd = LlamaConfig { head_dim: 96, ..config.clone() };
-        assert_eq!(of(&odd, Kind::Half), Err(Unfit::HeadSize { head_dim: 96 }));
+        assert_eq!(of(&odd, Kind::Half), Err(UnsupportedModel::HeadSize { head_dim: 96 }));
         let odd = LlamaConfig { hidden_size: 4000, ..config.clone() };
-        assert!(matches!(of(&odd, Kind::Half), Err(Unfit::Width { what: "hidden size", .. })));
+        assert!(matches!(of(&odd, Kind::Half), Err(UnsupportedModel::Width { what: "hidden size", .. })));
         let with = |tree: &SparseTree| Shape { config: &config, kind: Kind::Half, draft: five(tree) }.check_tree();
         assert_eq!(with(&SparseTree::cartesian(&[16, 6]).unwrap()), Ok(()));
-        assert_eq!(with(&SparseTree::cartesian(&[16, 7]).unwrap()), Err(Unfit::Tree { nodes: 129 }));
-        assert_eq!(with(&SparseTree::cartesian(&[17]).unwrap()), Err(Unfit::Guesses { guesses: 17 }));
+        assert_eq!(with(&SparseTree::cartesian(&[16, 7]).unwrap()), Err(UnsupportedModel::Tree { nodes: 129 }));
+        assert_eq!(with(&SparseTree::cartesian(&[17]).unwrap()), Err(UnsupportedModel::Guesses { guesses: 17 }));
         let tree = tree();
         let blocks = |config: &LlamaConfig, draft| Shape { config, kind: Kind::Half, draft }.check_blocks();
         assert_eq!(blocks(&config, five(&tree)), Ok(()));
         let without = five(&tree).map(|draft| DraftShape { blocks: 0, ..draft });
-        assert!(matches!(blocks(&config, without), Err(Unfit::Weights { what: "the heads", .. })));
+        assert!(matches!(blocks(&config, without), Err(UnsupportedModel::Weights { what: "the heads", .. })));
         let plus_plus = five(&tree).map(|draft| DraftShape { input: DraftInput::PrefixAndPath, ..draft });
-        assert_eq!(blocks(&config, plus_plus), Err(Unfit::Prefix));
+        assert_eq!(blocks(&config, plus_plus), Err(UnsupportedModel::Prefix));
         let truncated = five(&tree).map(|draft| DraftShape { is_truncated: true, ..draft });
-        assert_eq!(blocks(&config, truncated), Err(Unfit::Vocabulary));
+        assert_eq!(blocks(&config, truncated), Err(UnsupportedModel::Vocabulary));
         let biased = LlamaConfig { biases: Biases { mlp: true, ..Biases::default() }, ..config.clone() };
-        assert!(matches!(blocks(&biased, None), Err(Unfit::Weights { what: "the backbone", .. })));
+        assert!(matches!(blocks(&biased, None), Err(UnsupportedModel::Weights { what: "the backbone", .. })));
     }
 }

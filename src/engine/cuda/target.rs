@@ -9,7 +9,7 @@ use super::error::CudaResult;
 use super::rule::StepKey;
 use crate::nvidia::choices::TimedProduct;
 use crate::nvidia::device::Gpu;
-use crate::nvidia::gemm::{Operands, Product, SplitRoom, Way};
+use crate::nvidia::gemm::{GemmAlgorithm, Operands, Product, SplitRoom};
 use crate::nvidia::graph::GraphCache;
 use crate::nvidia::launch::Launch;
 use crate::nvidia::launcher::Launcher;
@@ -30,20 +30,20 @@ pub trait LaunchTarget: fmt::Debug {
     ///
     /// # Errors
     /// A device error.
-    fn ways(&self, product: Product) -> CudaResult<Vec<Way>> {
+    fn ways(&self, product: Product) -> CudaResult<Vec<GemmAlgorithm>> {
         Ok(product.own_ways())
     }
 
     /// The fastest known implementation of a product.
-    fn way(&self, product: Product) -> Way {
-        Way::untimed(product)
+    fn way(&self, product: Product) -> GemmAlgorithm {
+        GemmAlgorithm::untimed(product)
     }
 
     /// Computes a product with one of the available implementations.
     ///
     /// # Errors
     /// A device error.
-    fn linear(&self, way: Way, of: &Operands, room: &SplitRoom) -> CudaResult {
+    fn linear(&self, way: GemmAlgorithm, of: &Operands, room: &SplitRoom) -> CudaResult {
         way.launches(of, room).iter().try_for_each(|launch| self.launch(launch))
     }
 
@@ -132,15 +132,15 @@ impl LaunchTarget for GpuTarget {
         Ok(self.launcher.launch(launch)?)
     }
 
-    fn ways(&self, product: Product) -> CudaResult<Vec<Way>> {
+    fn ways(&self, product: Product) -> CudaResult<Vec<GemmAlgorithm>> {
         Ok(self.launcher.ways(product)?)
     }
 
-    fn way(&self, product: Product) -> Way {
+    fn way(&self, product: Product) -> GemmAlgorithm {
         self.launcher.way(product)
     }
 
-    fn linear(&self, way: Way, of: &Operands, room: &SplitRoom) -> CudaResult {
+    fn linear(&self, way: GemmAlgorithm, of: &Operands, room: &SplitRoom) -> CudaResult {
         Ok(self.launcher.linear(way, of, room)?)
     }
 
