@@ -19,7 +19,40 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// Limits for the lines of code in each room of src/, without comments, blank lines and tests. A commit that raises one says what the lines
 /// buy, and nothing else raises it.
-const CODE_LINES: [(&str, usize); 1] = [("x", 1)];
+const CODE_LINES: [(&str, usize); 32] = [
+    ("bin", 6),
+    ("bounds", 42),
+    ("calibrate", 322),
+    ("cli", 10_991),
+    ("cpu", 1643),
+    ("data", 9394),
+    ("decode", 2152),
+    ("distill", 2441),
+    ("draft", 4032),
+    ("dtype", 42),
+    ("engine", 3164),
+    ("export", 1238),
+    ("files", 620),
+    ("formats", 1973),
+    ("fused", 534),
+    ("http", 551),
+    ("hub", 1920),
+    ("json", 67),
+    ("key_use", 35),
+    ("latency", 583),
+    ("lib", 32),
+    ("model", 6161),
+    ("numbers", 49),
+    ("nvidia", 1484),
+    ("panics", 46),
+    ("plural", 4),
+    ("recipe", 1695),
+    ("report", 1435),
+    ("serve", 2303),
+    ("torch", 2682),
+    ("train", 5993),
+    ("tree", 1602),
+];
 
 /// Limit for the lines of README.md.
 const README_LINES: usize = 200;

@@ -270,6 +270,38 @@ fn ctrl_c_saves_and_says_how_to_go_on() {
     );
 }
 
+/// As soon as the program takes signals: it reads rows then.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_signal_before_the_first_step_is_answered_with_a_word() {
+    let dir = workplace(1_000_000);
+    let row = format!("{{\"input_ids\": {:?}}}\n", [7; 16]);
+    write(&dir.path().join("rows.jsonl"), &row.repeat(100_000));
+    for signal in ["-TERM", "-INT"] {
+        let mut child = std::process::Command::new(assert_cmd::cargo::cargo_bin("medusa-train"))
+            .arg(dir.path().join("r.toml"))
+            .env("MEDUSA_CUDA", "off")
+            .env("XDG_CACHE_HOME", dir.path().join(signal))
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let names = format!("/proc/{}/task", child.id());
+        let takes_signals = || {
+            let threads = fs::read_dir(&names).into_iter().flatten().flatten();
+            threads
+                .map(|thread| thread.path().join("comm"))
+                .any(|comm| fs::read_to_string(comm).is_ok_and(|name| name == "signals\n"))
+        };
+        while !takes_signals() && child.try_wait().unwrap().is_none() {
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
+        std::process::Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(130) && said.contains("interrupted"), "{said}");
+    }
+}
+
 fn newest_checkpoint(run: &Path) -> PathBuf {
     let entries = fs::read_dir(run).expect("a run").flatten().map(|entry| entry.path());
     let is_step = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));

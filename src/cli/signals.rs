@@ -2,98 +2,118 @@
 //! Ctrl-C does. SIGHUP, which the end of a terminal or of a connection sends, counts as SIGTERM, unless nohup makes the program ignore it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 use std::{fs, io, thread};
 
-#[cfg(unix)]
 use anyhow::Context;
-#[cfg(unix)]
 use nix::sys::signal::{SigSet, Signal};
-use signal_hook::SigId;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
+use signal_hook::iterator::Signals;
 
+use super::CommonFlags;
 use super::exit::INTERRUPTED;
+
+/// How long the last line may take: nobody may read it.
+const LAST_LINE: Duration = Duration::from_millis(500);
+
+/// What signals have asked for.
+#[derive(Debug)]
+struct Asked {
+    /// While true, the next Ctrl-C ends the process; otherwise a signal sets it.
+    stop: AtomicBool,
+    /// As `stop`, for SIGTERM and SIGHUP.
+    sigterm_ends: AtomicBool,
+    /// Whether SIGTERM and SIGHUP never end the process.
+    saves: AtomicBool,
+    /// Whether SIGTERM or SIGHUP arrived.
+    terminate: AtomicBool,
+}
+
+static ASKED: Asked = Asked {
+    stop: AtomicBool::new(true),
+    sigterm_ends: AtomicBool::new(true),
+    saves: AtomicBool::new(false),
+    terminate: AtomicBool::new(false),
+};
+
+/// What the process says where a signal ends it.
+static LAST_WORDS: Mutex<&str> = Mutex::new("interrupted");
 
 /// Becomes true when the user asks to stop (Ctrl-C, SIGTERM). After calling this, a verb must check the flag and stop
 /// by itself; a second Ctrl-C ends the process at once. Verbs that never call it end at the first signal.
 pub fn interrupted() -> &'static AtomicBool {
-    sigterm_ends().store(false, Ordering::Relaxed);
-    stop().store(false, Ordering::Relaxed);
-    stop()
+    set_last_words("interrupted");
+    ASKED.sigterm_ends.store(false, Ordering::Relaxed);
+    ASKED.stop.store(false, Ordering::Relaxed);
+    &ASKED.stop
 }
 
 /// As [`interrupted`], but SIGTERM or SIGHUP never ends the process: service managers and schedulers send it to all processes of a run, and the one that
 /// started the others passes it on, so that one request to stop comes as several signals.
 pub fn interrupted_to_save() -> &'static AtomicBool {
-    ARM_SIGTERM.get().into_iter().flatten().for_each(|&id| {
-        signal_hook::low_level::unregister(id);
-    });
+    ASKED.saves.store(true, Ordering::Relaxed);
     interrupted()
 }
 
-/// While true, the next Ctrl-C ends the process; otherwise a signal sets it. It starts as true.
-fn stop() -> &'static Arc<AtomicBool> {
-    static STOP: OnceLock<Arc<AtomicBool>> = OnceLock::new();
-    STOP.get_or_init(|| Arc::new(AtomicBool::new(true)))
+/// What to say if a signal ends the process before [`interrupted`] is called; nothing for an empty text.
+pub(super) fn set_last_words(words: &'static str) {
+    *LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner) = words;
 }
-
-/// As [`stop`], for SIGTERM and SIGHUP.
-fn sigterm_ends() -> &'static Arc<AtomicBool> {
-    static SIGTERM_ENDS: OnceLock<Arc<AtomicBool>> = OnceLock::new();
-    SIGTERM_ENDS.get_or_init(|| Arc::new(AtomicBool::new(true)))
-}
-
-/// What sets [`sigterm_ends`] at a signal.
-static ARM_SIGTERM: OnceLock<Vec<SigId>> = OnceLock::new();
 
 /// Whether SIGTERM or SIGHUP arrived: then even a program that continues after Ctrl-C ends.
 pub(super) fn terminated() -> bool {
-    terminate().load(Ordering::Relaxed)
+    ASKED.terminate.load(Ordering::Relaxed)
 }
 
-fn terminate() -> &'static Arc<AtomicBool> {
-    static TERMINATE: OnceLock<Arc<AtomicBool>> = OnceLock::new();
-    TERMINATE.get_or_init(Arc::default)
-}
-
-/// Installs the handlers, also one that does nothing for SIGXFSZ: a file that reaches `ulimit -f` is then an error of the call that writes it.
-/// Call it before other threads are started.
-pub(super) fn watch() -> anyhow::Result<()> {
-    #[cfg(unix)]
-    handle_on_own_thread()?;
-    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
-    let ending = ending_signals();
-    for &signal in &ending {
-        let ends = if signal == SIGINT { stop() } else { sigterm_ends() };
-        if signal != SIGINT {
-            signal_hook::flag::register(signal, Arc::clone(terminate()))?;
-        }
-        signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED.into(), Arc::clone(ends))?;
-        signal_hook::flag::register(signal, Arc::clone(stop()))?;
-    }
-    let arm = |&signal: &i32| signal_hook::flag::register(signal, Arc::clone(sigterm_ends()));
-    let _ = ARM_SIGTERM.set(ending.iter().map(arm).collect::<io::Result<_>>()?); // set before only if the handlers are installed twice
-    Ok(())
-}
-
-/// Leaves signals to a thread that computes nothing. The kernel writes a handler's frame behind the stack pointer of the thread that it interrupts,
+/// Listens to signals, and installs a handler that does nothing for SIGXFSZ: a file that reaches `ulimit -f` is then an error of the call that
+/// writes it. Call it before other threads are started.
+///
+/// Signals are left to a thread that computes nothing. The kernel writes a handler's frame behind the stack pointer of the thread that it interrupts,
 /// and oneDNN's float32 products for AVX-512 have it in memory of the heap meanwhile: a Ctrl-C during a product would damage what lies there.
-#[cfg(unix)]
-fn handle_on_own_thread() -> anyhow::Result<()> {
+pub(super) fn watch() -> anyhow::Result<()> {
     const LEFT: [Signal; 6] =
         [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGWINCH, Signal::SIGCONT];
     const STACK: usize = 1 << 18; // bytes
     let left: SigSet = LEFT.into_iter().collect();
     left.thread_block()?; // here, and in all threads that are started from here
-    let handle = move || {
+    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
+    let mut signals = Signals::new(ending_signals())?;
+    let listen = move || {
         let _ = left.thread_unblock(); // fails for no mask of this thread
-        loop {
-            thread::park();
-        }
+        signals.forever().for_each(|signal| ASKED.hear(signal));
     };
-    let thread = thread::Builder::new().name("signals".into()).stack_size(STACK).spawn(handle);
+    let thread = thread::Builder::new().name("signals".into()).stack_size(STACK).spawn(listen);
     thread.context("cannot start a thread that takes signals")?;
     Ok(())
+}
+
+impl Asked {
+    fn hear(&self, signal: i32) {
+        let ends = if signal == SIGINT { &self.stop } else { &self.sigterm_ends };
+        self.terminate.fetch_or(signal != SIGINT, Ordering::Relaxed);
+        if ends.load(Ordering::Relaxed) {
+            end();
+        }
+        self.stop.store(true, Ordering::Relaxed);
+        self.sigterm_ends.fetch_or(signal != SIGINT && !self.saves.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+/// Ends the process with its last words.
+fn end() -> ! {
+    let (said, is_said) = channel();
+    let say = move || {
+        let words = *LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner);
+        if !words.is_empty() {
+            CommonFlags::print(words);
+        }
+        let _ = said.send(());
+    };
+    thread::spawn(say);
+    let _ = is_said.recv_timeout(LAST_LINE);
+    signal_hook::low_level::exit(INTERRUPTED.into())
 }
 
 fn ending_signals() -> Vec<i32> {
@@ -119,9 +139,8 @@ fn is_ignored(status: &str, signal: i32) -> bool {
 ///
 /// # Errors
 /// If the handlers cannot be installed.
-#[cfg(unix)]
 pub(super) fn before_the_end(is_on: Arc<AtomicBool>, restore: impl Fn() + Send + 'static) -> io::Result<()> {
-    let mut signals = signal_hook::iterator::Signals::new(ending_signals())?;
+    let mut signals = Signals::new(ending_signals())?;
     thread::spawn(move || {
         for _ in signals.forever() {
             if is_on.load(Ordering::Relaxed) {

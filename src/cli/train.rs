@@ -13,6 +13,7 @@ use tch::{Device, Kind};
 use super::backbone::report_keys_without_effect;
 use super::downloads::told;
 use super::reading::watched;
+use super::signals::set_last_words;
 use super::{CommonFlags, Interrupted, UsageError, interrupted_to_save, print_json, print_line, print_text};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::import::notices::Notice;
@@ -181,6 +182,7 @@ impl OfRank {
 
 fn train(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, place: &RunPlace) -> anyhow::Result<()> {
     let &RunPlace { ranks, gpus } = place;
+    set_last_words(if ranks.is_first() { "interrupted before the first step" } else { "" });
     let (loaded, checked) = ranks.first_of_machine_first(|| {
         let loaded = told(common, |tell| written.clone().fetch(ranks.device(), gpus, tell))?;
         let loaded = if args.check { loaded } else { told(common, |tell| loaded.with_weights(tell))? };
