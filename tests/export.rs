@@ -784,6 +784,11 @@ fn files_of_vllm_are_read_as_vllm_means_them() {
     small
         .medusa(&["export", "--heads", "lost_bias", "--format", "heads", "--out", "out"])
         .failed(1, &["no tensor \"blocks.0.layers.0.bias\""]);
+    let no_block = |name: &str| no_bias(name).filter(|name| name != "blocks.1.layers.0.weight");
+    rewrite("lost_block", &no_block, &[("medusa_fc_bias", json!(false))]);
+    small
+        .medusa(&["export", "--heads", "lost_block", "--format", "heads", "--out", "out"])
+        .failed(1, &["no tensor \"blocks.1.layers.0.weight\""]);
     rewrite("dropped", &|name| Some(name.to_owned()), &[("medusa_fc_bias", json!(false))]);
     assert!(matches!(
         &HeadsFile::open(&small.path("dropped")).expect("heads").notices().expect("notices")[..],
@@ -800,6 +805,26 @@ fn files_of_vllm_are_read_as_vllm_means_them() {
     small
         .medusa(&["export", "--heads", "truncated", "--format", "heads", "--out", "out"])
         .failed(1, &["token_map", "I64"]);
+}
+
+#[test]
+fn a_tensor_without_a_place_is_refused_and_a_single_head_shares_no_w2() {
+    let small = SmallRun::new();
+    let of_three = HeadsShape { shared_w2: true, ..shape(3, 1, V) };
+    let tensors: Vec<_> =
+        of_three.tensors().into_iter().map(|(name, _)| name).zip(random(of_three, Kind::Float)).collect();
+    let write = |folder: &str, rename: &dyn Fn(&str) -> Option<&'static str>| {
+        fs::create_dir_all(small.path(folder)).expect("a folder");
+        let named: Vec<_> =
+            tensors.iter().filter_map(|(name, tensor)| Some((rename(name)?.to_owned(), tensor))).collect();
+        save(&small.path(folder).join("heads.safetensors"), &named).expect("heads");
+        HeadsFile::open(&small.path(folder))
+    };
+    let one = |name: &str| ["0.0.linear.weight", "0.0.linear.bias", "w2.weight"].into_iter().find(|kept| *kept == name);
+    assert_eq!(write("one", &one).expect("heads").shape(), shape(1, 1, V));
+    let behind = write("behind", &|name| one(name).map(|name| if name == "w2.weight" { "0.3.weight" } else { name }));
+    let error = behind.expect_err("no third layer").to_string();
+    assert!(error.contains("tensor \"0.3.weight\" does not belong to Medusa or Hydra heads"), "{error}");
 }
 
 /// Files of vLLM with a token map: W2 may have a row for each token of the map, or for every token.

@@ -309,6 +309,23 @@ fn a_backbone_in_float16_trains_as_in_float32() {
     }
 }
 
+/// The mean over one target is that over two equal ones.
+#[test]
+fn a_step_with_a_single_target_has_its_whole_gradient() {
+    let norm = |rows: usize| {
+        let small =
+            small_run("[stage.medusa2]\nmedusa_heads_coefficient = 0.01\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+        let row = "{\"input_ids\": [3, 5, 7, 9], \"labels\": [-100, -100, -100, 9]}\n";
+        small.write("rows.jsonl", row.repeat(rows));
+        small.edit("recipe.toml", "epochs = 8", "epochs = 1");
+        small.edit("recipe.toml", "warmup_steps = 3", "warmup_steps = 0");
+        small.train(&[]).succeeded();
+        metrics(&small)[1]["grad_norm"].as_f64().expect("a number")
+    };
+    let (one, two) = (norm(1), norm(2));
+    assert!((one - two).abs() < 1e-5 * two, "{one}, of two rows {two}");
+}
+
 #[test]
 fn an_adapter_is_its_bases_in_whatever_dtype() {
     let small = small_run("[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");

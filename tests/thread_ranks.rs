@@ -168,6 +168,7 @@ fn the_first_rank_of_a_machine_works_before_the_others() {
     let done = Mutex::new(vec![]);
     as_ranks(3, |ranks| {
         let work = || {
+            thread::sleep(Duration::from_millis(if ranks.is_first() { 50 } else { 0 }));
             done.lock().expect("no panic").push(ranks.rank());
             Ok::<_, TrainError>(())
         };

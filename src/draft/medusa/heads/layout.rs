@@ -302,17 +302,6 @@ impl HeadsLayout {
         SHARED_NAMES.iter().find(|(layout, _, of)| (*layout, *of) == (self, name)).map(|(_, part, _)| *part)
     }
 
-    /// Whether heads of this shape can be written in this layout.
-    pub fn holds(self, shape: &HeadsShape) -> bool {
-        let has_prefix = shape.architecture.has_prefix();
-        let holds_prefix = if has_prefix { self.prefix_layer().is_some() } else { self != HeadsLayout::HydraPlusPlus };
-        let holds = |place: HeadTensor| match shape.is_shared(place) {
-            true => self.shared_name(place.part).is_some(),
-            false => self.pattern(place.part).is_some(),
-        };
-        holds_prefix && shape.places().into_iter().all(holds)
-    }
-
     fn pattern(self, part: HeadPart) -> Option<&'static str> {
         NAMES.iter().find(|(layout, of, _)| (*layout, *of) == (self, part)).map(|(.., pattern)| *pattern)
     }
@@ -458,6 +447,5 @@ mod tests {
         ];
         assert_eq!(sizes[8..], of_second);
         assert_eq!(sizes[0], ("0.0.linear.weight", &[8, 16][..]));
-        assert!(HeadsLayout::Hydra.holds(&shape) && !HeadsLayout::Vllm.holds(&shape));
     }
 }
