@@ -285,7 +285,7 @@ impl HeadsLayout {
     /// The name of a tensor of heads of this shape.
     ///
     /// # Panics
-    /// If the layout cannot hold such a tensor; see [`HeadsLayout::holds`].
+    /// If the layout cannot hold such a tensor.
     pub fn name_in(self, shape: &HeadsShape, place: HeadTensor) -> String {
         if shape.is_shared(place) {
             return self.shared_name(place.part).expect("a layout that holds this shared tensor").into();
