@@ -275,7 +275,7 @@ impl HeadsLayout {
     /// The name of a tensor in this layout.
     ///
     /// # Panics
-    /// If the layout cannot hold such a tensor; see [`HeadsLayout::holds`].
+    /// If the layout cannot hold such a tensor.
     pub fn name(self, place: HeadTensor) -> String {
         let pattern = self.pattern(place.part).expect("a layout that holds this tensor");
         let layer = if self == HeadsLayout::HydraPlusPlus { 2 * place.layer + 1 } else { place.layer };
