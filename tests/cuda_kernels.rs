@@ -10,7 +10,9 @@ use std::cell::{Cell, RefCell};
 
 use medusa::engine::cuda::launches::{self, AttentionParts, SliceRoom};
 use medusa::engine::cuda::layout::{Nodes, Rotations};
-use medusa::engine::cuda::oracle::{self, Accepted, Ancestors, BlockInput, Draws, HeadInputs, HeadNorms, Offsets};
+use medusa::engine::cuda::oracle::{
+    self, Accepted, BlockInput, Draws, HeadInputs, HeadNorms, ParentSums, StepPositions,
+};
 use medusa::engine::cuda::state::{self, Slot};
 use medusa::nvidia::gemm::{Ending, GemmAlgorithm, InputNorm, Operands, Product, SplitRoom, WrittenSums};
 use medusa::nvidia::kernels::{KernelDtype, PRELUDE, Program};
@@ -223,7 +225,7 @@ fn sequential_heads_inherit_the_sums_of_the_level_above() {
             let before = case.floats(&[above, w + if is_first { 0 } else { 2 * h }]);
             let parents_n = case.below(above, &[n]);
             let bias_w = is_first.then(|| case.normal(&[w]));
-            let inherited = Ancestors { before: &before, parents_n: &parents_n, bias_w: bias_w.as_ref() };
+            let inherited = ParentSums { before: &before, parents_n: &parents_n, bias_w: bias_w.as_ref() };
             let [sums, sums_oracle] = both(case, &case.floats(&[n, w]));
             let [got, expected] = both(case, &case.output(&[n, h]));
             case.run(&[launches::first_block(&sums, inherited, &got)]);

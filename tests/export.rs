@@ -968,7 +968,7 @@ fn an_adapter_goes_with_its_heads() {
     );
 }
 
-/// Each consumer's loading rules, reimplemented in Python: see scripts/read_exports.py.
+/// Each consumer's loading rules, reimplemented in Python: see scripts/oracles/read_exports.py.
 #[test]
 #[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with numpy and safetensors")]
 fn readers_of_another_hand_find_the_same_numbers() {

@@ -93,7 +93,7 @@ impl World {
         self.medusa(&[&push, arguments].concat(), &[("HF_TOKEN", TOKEN)])
     }
 
-    /// Output of scripts/hub_client.py.
+    /// Output of scripts/server/hub_client.py.
     fn python(&self, arguments: &[&str], offline: &str) -> String {
         let mut command = Command::new(std::env::var("MEDUSA_PYTHON").expect("set, says build.rs"));
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/server/hub_client.py");

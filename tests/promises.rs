@@ -101,7 +101,7 @@ mod setup;
 mod terminal;
 mod wheel;
 
-// The house: the source, the README
+// Source and README
 mod layering;
 mod readme;
 

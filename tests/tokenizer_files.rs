@@ -1,5 +1,5 @@
 //! Promise: where tokenizer.json and the files beside it name different tokens, a text has the ids that transformers 5 gives it, or the
-//! tokenizer is refused in a sentence that names both files. Made by scripts/make_two_source_tokenizers.py.
+//! tokenizer is refused in a sentence that names both files. Made by scripts/fixtures/make_two_source_tokenizers.py.
 
 use std::fs;
 use std::path::Path;

@@ -20,7 +20,7 @@ use crate::program::medusa;
 const SHARDS: [&str; 3] =
     ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"];
 
-/// A file written by scripts/make_torch_backbone.py.
+/// A file written by scripts/fixtures/make_torch_backbone.py.
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/torch_backbone").join(name)
 }

@@ -254,6 +254,9 @@ fn with_typed_flags(common: CommonFlags, matches: &ArgMatches) -> CommonFlags {
 /// Installs signal handlers, runs a verb and reports its error. Returns the exit status.
 fn finish_without_libtorch(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> u8 {
     let ready = threads::check_environment().map_err(|why| UsageError(why).into());
+    if common.quiet {
+        signals::set_last_words("");
+    }
     let ready = ready.and_then(|()| signals::watch()).and_then(|()| threads::start_tokenisers(common.threads));
     match ready.and_then(|()| verb()) {
         Ok(()) => SUCCESS,

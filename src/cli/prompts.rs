@@ -132,6 +132,7 @@ pub(super) fn say_unread<'c>(
     template: Option<&ChatTemplate>,
     common: &CommonFlags,
 ) {
+    let Some(template) = template else { return };
     let others = OtherKeys::of_chats(chats, template);
     if !others.not_read.is_empty() {
         common.say(format_args!("the chat template does not read: {others}"));

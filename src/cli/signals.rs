@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use std::{fs, io, thread};
 
@@ -15,56 +15,63 @@ use signal_hook::iterator::Signals;
 use super::CommonFlags;
 use super::exit::INTERRUPTED;
 
-/// How long the last line may take: nobody may read it.
+/// How long the last line may take: stderr may be a pipe that nobody reads.
 const LAST_LINE: Duration = Duration::from_millis(500);
 
-/// What signals have asked for.
+/// What signals came, and what the next one does.
 #[derive(Debug)]
-struct Asked {
+struct SignalState {
     /// While true, the next Ctrl-C ends the process; otherwise a signal sets it.
     stop: AtomicBool,
     /// As `stop`, for SIGTERM and SIGHUP.
     sigterm_ends: AtomicBool,
-    /// Whether SIGTERM and SIGHUP never end the process.
-    saves: AtomicBool,
+    sigterm_never_ends: AtomicBool,
     /// Whether SIGTERM or SIGHUP arrived.
     terminate: AtomicBool,
 }
 
-static ASKED: Asked = Asked {
+static STATE: SignalState = SignalState {
     stop: AtomicBool::new(true),
     sigterm_ends: AtomicBool::new(true),
-    saves: AtomicBool::new(false),
+    sigterm_never_ends: AtomicBool::new(false),
     terminate: AtomicBool::new(false),
 };
 
 /// What the process says where a signal ends it.
-static LAST_WORDS: Mutex<&str> = Mutex::new("interrupted");
+static LAST_WORDS: Mutex<&str> = Mutex::new(INTERRUPTED_WORD);
+const INTERRUPTED_WORD: &str = "interrupted";
 
 /// Becomes true when the user asks to stop (Ctrl-C, SIGTERM). After calling this, a verb must check the flag and stop
 /// by itself; a second Ctrl-C ends the process at once. Verbs that never call it end at the first signal.
 pub fn interrupted() -> &'static AtomicBool {
-    set_last_words("interrupted");
-    ASKED.sigterm_ends.store(false, Ordering::Relaxed);
-    ASKED.stop.store(false, Ordering::Relaxed);
-    &ASKED.stop
+    let mut words = last_words();
+    if !words.is_empty() {
+        *words = INTERRUPTED_WORD;
+    }
+    STATE.sigterm_ends.store(false, Ordering::SeqCst);
+    STATE.stop.store(false, Ordering::SeqCst);
+    &STATE.stop
 }
 
 /// As [`interrupted`], but SIGTERM or SIGHUP never ends the process: service managers and schedulers send it to all processes of a run, and the one that
 /// started the others passes it on, so that one request to stop comes as several signals.
 pub fn interrupted_to_save() -> &'static AtomicBool {
-    ASKED.saves.store(true, Ordering::Relaxed);
+    STATE.sigterm_never_ends.store(true, Ordering::SeqCst);
     interrupted()
 }
 
 /// What to say if a signal ends the process before [`interrupted`] is called; nothing for an empty text.
 pub(super) fn set_last_words(words: &'static str) {
-    *LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner) = words;
+    *last_words() = words;
+}
+
+fn last_words() -> MutexGuard<'static, &'static str> {
+    LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether SIGTERM or SIGHUP arrived: then even a program that continues after Ctrl-C ends.
 pub(super) fn terminated() -> bool {
-    ASKED.terminate.load(Ordering::Relaxed)
+    STATE.terminate.load(Ordering::SeqCst)
 }
 
 /// Listens to signals, and installs a handler that does nothing for SIGXFSZ: a file that reaches `ulimit -f` is then an error of the call that
@@ -82,37 +89,41 @@ pub(super) fn watch() -> anyhow::Result<()> {
     let mut signals = Signals::new(ending_signals())?;
     let listen = move || {
         let _ = left.thread_unblock(); // fails for no mask of this thread
-        signals.forever().for_each(|signal| ASKED.hear(signal));
+        if signals.forever().any(|signal| STATE.hear(signal)) {
+            end();
+        }
     };
     let thread = thread::Builder::new().name("signals".into()).stack_size(STACK).spawn(listen);
     thread.context("cannot start a thread that takes signals")?;
     Ok(())
 }
 
-impl Asked {
-    fn hear(&self, signal: i32) {
+impl SignalState {
+    /// Whether the signal ends the process.
+    fn hear(&self, signal: i32) -> bool {
         let ends = if signal == SIGINT { &self.stop } else { &self.sigterm_ends };
-        self.terminate.fetch_or(signal != SIGINT, Ordering::Relaxed);
-        if ends.load(Ordering::Relaxed) {
-            end();
-        }
-        self.stop.store(true, Ordering::Relaxed);
-        self.sigterm_ends.fetch_or(signal != SIGINT && !self.saves.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.terminate.fetch_or(signal != SIGINT, Ordering::SeqCst);
+        let is_the_end = ends.load(Ordering::SeqCst);
+        self.sigterm_ends
+            .fetch_or(signal != SIGINT && !self.sigterm_never_ends.load(Ordering::SeqCst), Ordering::SeqCst);
+        self.stop.store(true, Ordering::SeqCst);
+        is_the_end
     }
 }
 
-/// Ends the process with its last words.
+/// Ends the process with its last words, on a thread of their own.
 fn end() -> ! {
     let (said, is_said) = channel();
     let say = move || {
-        let words = *LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner);
+        let words = *last_words();
         if !words.is_empty() {
             CommonFlags::print(words);
         }
         let _ = said.send(());
     };
-    thread::spawn(say);
-    let _ = is_said.recv_timeout(LAST_LINE);
+    if thread::Builder::new().spawn(say).is_ok() {
+        let _ = is_said.recv_timeout(LAST_LINE);
+    }
     signal_hook::low_level::exit(INTERRUPTED.into())
 }
 
@@ -143,7 +154,7 @@ pub(super) fn before_the_end(is_on: Arc<AtomicBool>, restore: impl Fn() + Send +
     let mut signals = Signals::new(ending_signals())?;
     thread::spawn(move || {
         for _ in signals.forever() {
-            if is_on.load(Ordering::Relaxed) {
+            if is_on.load(Ordering::SeqCst) {
                 restore();
                 signal_hook::low_level::exit(INTERRUPTED.into());
             }
@@ -155,6 +166,28 @@ pub(super) fn before_the_end(is_on: Arc<AtomicBool>, restore: impl Fn() + Send +
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn state(stop: bool, sigterm_never_ends: bool) -> SignalState {
+        SignalState {
+            stop: AtomicBool::new(stop),
+            sigterm_ends: AtomicBool::new(stop),
+            sigterm_never_ends: AtomicBool::new(sigterm_never_ends),
+            terminate: AtomicBool::new(false),
+        }
+    }
+
+    #[test]
+    fn the_second_signal_ends_and_sigterm_never_does_while_a_run_is_saved() {
+        let ends =
+            |state: &SignalState, signals: &[i32]| signals.iter().map(|&signal| state.hear(signal)).collect::<Vec<_>>();
+        assert_eq!(ends(&state(true, false), &[SIGTERM]), [true], "before the verb listens");
+        assert_eq!(ends(&state(false, false), &[SIGINT, SIGINT]), [false, true]);
+        assert_eq!(ends(&state(false, false), &[SIGTERM, SIGHUP]), [false, true]);
+        assert_eq!(ends(&state(false, false), &[SIGINT, SIGTERM, SIGTERM]), [false, false, true]);
+        let saving = state(false, true);
+        assert_eq!(ends(&saving, &[SIGTERM, SIGTERM, SIGHUP, SIGINT]), [false, false, false, true]);
+        assert!(saving.terminate.load(Ordering::SeqCst));
+    }
 
     #[test]
     fn a_signal_that_nohup_ignores_is_known() {

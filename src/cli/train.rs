@@ -182,7 +182,11 @@ impl OfRank {
 
 fn train(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, place: &RunPlace) -> anyhow::Result<()> {
     let &RunPlace { ranks, gpus } = place;
-    set_last_words(if ranks.is_first() { "interrupted before the first step" } else { "" });
+    set_last_words(match args.check {
+        _ if common.quiet || !ranks.is_first() => "",
+        true => "interrupted",
+        false => "interrupted before the first step",
+    });
     let (loaded, checked) = ranks.first_of_machine_first(|| {
         let loaded = told(common, |tell| written.clone().fetch(ranks.device(), gpus, tell))?;
         let loaded = if args.check { loaded } else { told(common, |tell| loaded.with_weights(tell))? };

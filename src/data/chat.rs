@@ -7,7 +7,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::answer_places::{AnswerPlaces, KnownFrames};
-use super::chat_template::{ChatTemplate, MarkedTemplate, TemplateError};
+use super::chat_template::{ChatTemplate, MarkedText, TemplateError};
 use super::conversation::{Message, TemplateInputs};
 use super::long_rows::RowFit;
 use super::marked::WrittenText;
@@ -143,7 +143,7 @@ impl ConversationRenderer<'_> {
     /// The template's own `{% generation %}` blocks: one for each of the assistant's turns.
     fn generation(&self, messages: &[Message], whole: &str) -> Result<Option<Vec<Range<usize>>>, TemplateError> {
         let marked = self.template.render_generation(messages, self.inputs)?;
-        let Some(MarkedTemplate { spans, .. }) = marked.filter(|marked| marked.text == whole) else { return Ok(None) };
+        let Some(MarkedText { spans, .. }) = marked.filter(|marked| marked.text == whole) else { return Ok(None) };
         let mut assistants = (0..messages.len()).filter(|&at| messages[at].is_from_assistant());
         if spans.len() == assistants.clone().count() {
             let learned = spans.into_iter().zip(assistants).filter(|(_, at)| self.is_learned(messages, *at));

@@ -169,7 +169,7 @@ pub struct ChatTemplate {
 
 /// A rendered conversation, and the bytes of it that were between marks.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct MarkedTemplate {
+pub(super) struct MarkedText {
     pub(super) text: String,
     pub(super) spans: Vec<Range<usize>>,
 }
@@ -332,12 +332,12 @@ impl ChatTemplate {
         &self,
         messages: &[Message],
         inputs: &TemplateInputs,
-    ) -> Result<Option<MarkedTemplate>, TemplateError> {
-        let Some([start, end]) = MarkedTemplate::marks(messages) else { return Ok(None) };
+    ) -> Result<Option<MarkedText>, TemplateError> {
+        let Some([start, end]) = MarkedText::marks(messages) else { return Ok(None) };
         let marks = [start, end].map(String::from);
         let messages = self.abilities.adapt(messages);
         let text = self.render_between(&messages, inputs, false, [&marks[0], &marks[1]])?;
-        Ok(MarkedTemplate::read(&text, [start, end]))
+        Ok(MarkedText::read(&text, [start, end]))
     }
 
     fn render_between(
@@ -403,7 +403,7 @@ impl ChatTemplate {
     }
 }
 
-impl MarkedTemplate {
+impl MarkedText {
     /// Two characters that stand in no message: from those that Unicode keeps for a program's own use (noncharacters).
     pub(super) fn marks(messages: &[Message]) -> Option<[char; 2]> {
         let mut free =
@@ -460,12 +460,12 @@ mod tests {
 
     #[test]
     fn marks_are_read_in_pairs_and_never_taken_from_a_message() {
-        let spans = |text| MarkedTemplate::read(text, ['<', '>']).map(|marked| (marked.text, marked.spans));
+        let spans = |text| MarkedText::read(text, ['<', '>']).map(|marked| (marked.text, marked.spans));
         assert_eq!(spans("é<ab>c<>"), Some(("éabc".to_owned(), vec![2..4, 5..5])));
         assert_eq!((spans("<a"), spans("a>"), spans("<<a>>")), (None, None, None));
         let taken = [Message::new("user", "\u{fdd0} \u{fdd2}")];
-        assert_eq!(MarkedTemplate::marks(&taken), Some(['\u{fdd1}', '\u{fdd3}']));
-        assert_eq!(MarkedTemplate::marks(&[Message::new("user", ('\u{fdd0}'..='\u{fdee}').collect::<String>())]), None);
+        assert_eq!(MarkedText::marks(&taken), Some(['\u{fdd1}', '\u{fdd3}']));
+        assert_eq!(MarkedText::marks(&[Message::new("user", ('\u{fdd0}'..='\u{fdee}').collect::<String>())]), None);
     }
 
     #[test]

@@ -131,7 +131,7 @@ impl ChatInput {
         Self { messages: vec![Message::new("user", content)], inputs: TemplateInputs::default() }
     }
 
-    /// Without the keys of messages and the inputs that `is_left_out` names as [`OtherKeys`](super::OtherKeys) does.
+    /// Without the keys of messages and the variables that `is_left_out` names as [`OtherKeys`](super::OtherKeys) does.
     #[must_use]
     pub fn without(&self, is_left_out: impl Fn(&str) -> bool) -> Self {
         let mut chat = self.clone();
@@ -139,7 +139,6 @@ impl ChatInput {
             message.more.retain(|key, _| !is_left_out(&message_key(key)));
         }
         chat.inputs.kwargs.retain(|name, _| !is_left_out(&kwarg(name)));
-        chat.inputs.tools.take_if(|_| is_left_out(TOOLS));
         chat
     }
 
@@ -342,6 +341,17 @@ pub fn drop_nulls(value: &mut Value) {
             keys.values_mut().for_each(drop_nulls);
         }
         _ => {}
+    }
+}
+
+/// Whether a value is empty. Columns hold one for every row, and structs one for every key.
+pub(super) fn is_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        Value::Object(keys) => keys.is_empty(),
+        _ => false,
     }
 }
 

@@ -10,11 +10,12 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
 use super::column_names::ColumnNames;
+use super::conversation::is_nothing;
 use super::opened::UnpackedText;
 use super::python_json::PythonRow;
 use super::raw_row::RawRow;
 use super::row_keys::{self, OtherKey};
-use super::row_object::{RowObject, is_nothing};
+use super::row_object::RowObject;
 use super::rows::{RowLocation, RowProblem};
 use super::shown::shown;
 use super::source::SourceError;

@@ -4,9 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::chat_template::ChatTemplate;
-use super::conversation::{self, ChatInput};
+use super::conversation::{self, ChatInput, is_nothing};
 use super::row_keys::{self, ColumnUse, OtherKey};
 use super::template_abilities;
 use crate::plural::counted;
@@ -50,17 +51,20 @@ impl OtherKeys {
         }
     }
 
-    /// What the chats have for a template, counted as rows; not read is what this one does not name.
-    pub fn of_chats<'c>(chats: impl IntoIterator<Item = &'c ChatInput>, template: Option<&ChatTemplate>) -> Self {
+    /// What the chats have for a template, counted as rows; not read is what it does not name.
+    pub fn of_chats<'c>(chats: impl IntoIterator<Item = &'c ChatInput>, template: &ChatTemplate) -> Self {
         let mut keys = Self::default();
         for ChatInput { messages, inputs } in chats {
-            let of_messages: BTreeSet<&String> = messages.iter().flat_map(|message| message.more.keys()).collect();
+            let says_something = |(_, value): &(&String, &Value)| !is_nothing(value) && **value != Value::Bool(false);
+            let of_messages = messages.iter().flat_map(|message| message.more.iter().filter(says_something));
+            let of_messages: BTreeSet<&String> = of_messages.map(|(name, _)| name).collect();
             let of_messages =
                 of_messages.into_iter().map(|name| (row_keys::of_message(name), conversation::message_key(name)));
             let variables = inputs.names().map(|name| (ColumnUse::Template, name));
-            of_messages.chain(variables).for_each(|key| keys.count(&key, 1));
+            let for_template = of_messages.chain(variables).filter(|(usage, _)| *usage == ColumnUse::Template);
+            for_template.for_each(|key| keys.count(&key, 1));
         }
-        keys.settle(template);
+        keys.settle(Some(template));
         keys
     }
 

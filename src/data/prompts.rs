@@ -7,10 +7,10 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::chat_template::{ChatTemplate, TemplateChoice, TemplateError};
-use super::conversation::{ChatInput, Message};
+use super::conversation::{ChatInput, Message, is_nothing};
 use super::other_keys::OtherKeys;
 use super::row_keys::{self, BESIDE, OtherKey};
-use super::row_object::{RowObject, is_nothing};
+use super::row_object::RowObject;
 use super::rows::{RowError, RowLocation, RowProblem};
 use super::shown::shown;
 use super::token_lists::LISTS;

@@ -144,7 +144,7 @@ pub static COLUMNS: [RowKey; 96] = [
 ];
 
 /// Keys of messages. A key that is not among them goes to the [`Template`].
-pub static MESSAGE_KEYS: [RowKey; 28] = [
+pub static MESSAGE_KEYS: [RowKey; 34] = [
     key("role", Read, "OpenAI, TRL, axolotl, ms-swift", "who speaks"),
     key("from", Read, "LLaMA-Factory, axolotl, ms-swift", "who speaks"),
     key("content", Read, "OpenAI, TRL, axolotl, ms-swift", "what is said"),
@@ -163,6 +163,8 @@ pub static MESSAGE_KEYS: [RowKey; 28] = [
     key("train_detail", NotRead, "axolotl", "parts of a turn without loss"),
     key("training_detail", NotRead, "axolotl", "another name of `train_detail`"),
     key("loss_scale", NotRead, "ms-swift", "how much a turn's loss counts"),
+    key("reasoning_details", NotRead, "OpenRouter", "thoughts in a form of their own"),
+    key("thinking_blocks", NotRead, "LiteLLM", "thoughts in a form of their own"),
     key("refusal", Template, "OpenAI", "the words with which a model refuses"),
     key("audio", Template, "OpenAI", "a sound"),
     key("images", Template, "", "pictures"),
@@ -173,6 +175,10 @@ pub static MESSAGE_KEYS: [RowKey; 28] = [
     harmless("language"),
     harmless("metadata"),
     harmless("token_count"),
+    harmless("annotations"),
+    harmless("cache_control"),
+    harmless("provider_specific_fields"),
+    harmless("prefix"),
 ];
 
 /// Columns that make up a row, in the order in which forms count; lists of tokens count before them. Where a row has several, those that do

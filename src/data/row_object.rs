@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value};
 
 use super::column_names::ColumnNames;
-use super::conversation::{self, CALLS, ChatInput, Message, TemplateInputs, drop_nulls};
+use super::conversation::{self, CALLS, ChatInput, Message, TemplateInputs, drop_nulls, is_nothing};
 use super::raw_row::RawRow;
 use super::row_keys::{self, ColumnUse, FORMS, OtherKey, is_read, other_column};
 use super::rows::RowProblem;
@@ -147,17 +147,6 @@ impl RowObject {
         let inputs = template_inputs(self.take("tools"), self.take("chat_template_kwargs"))?;
         self.others.extend(inputs.names().map(|name| (ColumnUse::Template, name)));
         Ok(inputs)
-    }
-}
-
-/// Whether a value is empty. Columns hold one for every row, and structs one for every key.
-pub(super) fn is_nothing(value: &Value) -> bool {
-    match value {
-        Value::Null => true,
-        Value::String(text) => text.is_empty(),
-        Value::Array(items) => items.is_empty(),
-        Value::Object(keys) => keys.is_empty(),
-        _ => false,
     }
 }
 

@@ -1,6 +1,7 @@
 //! The formats: what each program that loads heads expects, as a row of a table.
 
 use std::ops::Deref;
+use std::sync::LazyLock;
 
 use clap::builder::PossibleValue;
 use serde_json::{Value, json};
@@ -38,8 +39,8 @@ pub struct FormatSpec {
     pub(super) hydra: bool,
     /// Why the backbone's name must be known, if it must.
     pub(super) needs_name: Option<&'static str>,
-    /// Parts of a path with which the program mistakes the folder for something else, and what to say.
-    pub(super) mistaken_paths: (&'static [&'static str], &'static str),
+    /// Parts of a path with which the program mistakes the folder for something else.
+    pub(super) mistaken_paths: Option<MistakenPaths>,
     /// The keys of config.json besides the backbone's name and what is recorded of the training.
     pub(super) keys: fn(&WrittenHeads) -> Value,
 }
@@ -54,6 +55,12 @@ pub(super) struct WrittenHeads {
     pub(super) vocab_size: Option<i64>,
     /// The size of a truncated vocabulary.
     pub(super) truncated: Option<usize>,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MistakenPaths {
+    pub(super) parts: &'static [&'static str],
+    pub(super) notice: &'static str,
 }
 
 /// What a folder holds.
@@ -92,7 +99,7 @@ const PLAIN: FormatSpec = FormatSpec {
     draft_vocabulary: false,
     hydra: false,
     needs_name: None,
-    mistaken_paths: (&[], ""),
+    mistaken_paths: None,
     keys: |heads| joined(counts(heads), json!({"version": version(heads).to_string()})),
 };
 
@@ -115,10 +122,10 @@ static FORMATS: [FormatSpec; 8] = [
         lm_head: SharedLmHead::Written,
         one_w2: true,
         draft_vocabulary: true,
-        mistaken_paths: (
-            &["eagle", "dflash"],
-            "vLLM mistakes a path with \"eagle\" or \"dflash\" for another drafter: rename the folder",
-        ),
+        mistaken_paths: Some(MistakenPaths {
+            parts: &["eagle", "dflash"],
+            notice: "vLLM mistakes a path with \"eagle\" or \"dflash\" for another drafter: rename the folder",
+        }),
         keys: keys_of_vllm,
         ..PLAIN
     },
@@ -184,15 +191,7 @@ impl Deref for ExportFormat {
 
 impl clap::ValueEnum for ExportFormat {
     fn value_variants<'a>() -> &'a [Self] {
-        static ALL: [ExportFormat; FORMATS.len()] = {
-            let mut all = [ExportFormat(&FORMATS[0]); FORMATS.len()];
-            let mut at = 0;
-            while at < all.len() {
-                all[at] = ExportFormat(&FORMATS[at]);
-                at += 1;
-            }
-            all
-        };
+        static ALL: LazyLock<Vec<ExportFormat>> = LazyLock::new(|| FORMATS.iter().map(ExportFormat).collect());
         &ALL
     }
 
@@ -256,4 +255,20 @@ pub(super) fn joined(mut one: Value, other: Value) -> Value {
         one.extend(other);
     }
     one
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn a_format_has_a_name_of_its_own_and_a_file_for_its_heads() {
+        assert_eq!(FORMATS.iter().map(|format| format.name).collect::<BTreeSet<_>>().len(), FORMATS.len());
+        for format in &FORMATS {
+            let has_file = format.safetensors.or(format.pickle).is_some();
+            assert_ne!(has_file, format.holds_backbone(), "{}", format.name);
+        }
+    }
 }

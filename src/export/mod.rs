@@ -118,10 +118,8 @@ fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, Ex
         ));
     }
     let path = request.out.to_string_lossy().to_lowercase();
-    let (parts, notice) = request.format.mistaken_paths;
-    if parts.iter().any(|part| path.contains(part)) {
-        notices.push(notice.into());
-    }
+    let mistaken = request.format.mistaken_paths.filter(|paths| paths.parts.iter().any(|part| path.contains(part)));
+    notices.extend(mistaken.map(|paths| paths.notice.to_owned()));
     Ok(notices)
 }
 

@@ -106,12 +106,14 @@ impl Trained {
         if format.lm_head == SharedLmHead::OfBackboneWithOneBlock && self.shares_lm_head() && layers != 1 {
             return Err(ExportError::TgiLayers { format: format.name, path, layers });
         }
-        if let Some(tokens) = self.file.token_map().filter(|_| !format.draft_vocabulary || self.is_hydra().is_some()) {
+        if let Some(tokens) =
+            self.file.token_map().filter(|_| !format.draft_vocabulary || self.for_hydra_alone().is_some())
+        {
             let (format, size) = (format.name, tokens.len());
-            let advice = if self.is_hydra().is_none() { VLLM_CAN } else { NOBODY_CAN };
+            let advice = if self.for_hydra_alone().is_none() { VLLM_CAN } else { NOBODY_CAN };
             return Err(ExportError::TruncatedVocabulary { format, path, size, advice });
         }
-        if let Some(what) = self.is_hydra().filter(|_| !format.hydra) {
+        if let Some(what) = self.for_hydra_alone().filter(|_| !format.hydra) {
             return Err(ExportError::HydraHeads { format: format.name, path, what });
         }
         if format.hydra {
@@ -129,8 +131,8 @@ impl Trained {
         }
     }
 
-    /// What of the heads only a format for Hydra holds.
-    fn is_hydra(&self) -> Option<&'static str> {
+    /// What only Hydra's format holds, if the heads have it.
+    fn for_hydra_alone(&self) -> Option<&'static str> {
         match (self.shape.architecture.is_sequential(), self.shape.w2_bias) {
             (true, _) => Some("Hydra heads"),
             (false, true) => Some("a bias in the output layer of its heads"),

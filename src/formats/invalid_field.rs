@@ -1,4 +1,4 @@
-//! A number of a file that cannot be right beside the others.
+//! A number that contradicts others in its file.
 
 /// The number's key, what the others allow, and what it is.
 #[derive(Debug, PartialEq, Eq)]

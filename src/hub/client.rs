@@ -48,7 +48,7 @@ pub(super) struct Ask<'a> {
     pub(super) url: Url,
     pub(super) headers: Vec<(&'a str, String)>,
     pub(super) body: Body<'a>,
-    pub(super) about: FileMetadata<'a>,
+    pub(super) about: RequestContext<'a>,
 }
 
 pub(super) enum Body<'a> {
@@ -65,7 +65,7 @@ pub(super) enum Body<'a> {
 
 /// The context of a request, for error messages.
 #[derive(Clone, Copy)]
-pub(super) struct FileMetadata<'a> {
+pub(super) struct RequestContext<'a> {
     pub(super) repo: &'a Repo,
     pub(super) revision: &'a str,
     pub(super) file: Option<&'a str>,
@@ -74,11 +74,11 @@ pub(super) struct FileMetadata<'a> {
 }
 
 impl<'a> Ask<'a> {
-    pub(super) fn get(url: Url, about: FileMetadata<'a>) -> Self {
+    pub(super) fn get(url: Url, about: RequestContext<'a>) -> Self {
         Self { method: "GET", url, headers: Vec::new(), body: Body::Nothing, about }
     }
 
-    pub(super) fn post(url: Url, body: Body<'a>, about: FileMetadata<'a>) -> Self {
+    pub(super) fn post(url: Url, body: Body<'a>, about: RequestContext<'a>) -> Self {
         Self { method: "POST", url, headers: Vec::new(), body, about }
     }
 }

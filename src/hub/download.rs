@@ -13,7 +13,7 @@ use sha1::Sha1;
 use sha2::Digest;
 
 use super::cache::make_parent;
-use super::client::{Ask, FileMetadata};
+use super::client::{Ask, RequestContext};
 use super::id::{Id, Repo};
 use super::listing::{self, Entry};
 use super::{Hub, HubError, TransferEvent, Wanted};
@@ -204,7 +204,7 @@ impl FileTransfer<'_> {
         let (SnapshotOf { repo, commit }, path) = (self.from, &self.file.path);
         let parts: Vec<&str> = ["resolve", commit].into_iter().chain(path.split('/')).collect();
         let doing = format!("downloading {path} of {repo}");
-        let about = FileMetadata { repo, revision: commit, file: Some(path), doing: &doing };
+        let about = RequestContext { repo, revision: commit, file: Some(path), doing: &doing };
         let mut ask = Ask::get(self.hub.client.page(repo, &parts), about);
         if have > 0 {
             ask.headers.push(("Range", format!("bytes={have}-")));

@@ -7,7 +7,7 @@ use url::Url;
 
 use super::HubError;
 use super::cache::{is_commit, is_hash};
-use super::client::{Ask, Client, FileMetadata, address, may_follow};
+use super::client::{Ask, Client, RequestContext, address, may_follow};
 use super::id::{self, Repo};
 use crate::bounds::LIST_PAGES;
 use crate::http::connection::HttpAnswer;
@@ -49,7 +49,7 @@ struct Lfs {
 
 /// The commit of a revision.
 pub(super) fn head(client: &Client<'_>, repo: &Repo, revision: &str, doing: &str) -> Result<BranchHead, HubError> {
-    let about = FileMetadata { repo, revision, file: None, doing };
+    let about = RequestContext { repo, revision, file: None, doing };
     let head: BranchHead = client.json(&Ask::get(client.api(repo, &["revision", revision]), about))?;
     if is_commit(&head.commit) { Ok(head) } else { Err(client.bad_answer(doing, "a commit that is no hash")) }
 }
@@ -57,7 +57,7 @@ pub(super) fn head(client: &Client<'_>, repo: &Repo, revision: &str, doing: &str
 /// All files of a commit, sorted by path. Fails if a name points outside its folder or is there twice.
 pub(super) fn tree(client: &Client<'_>, repo: &Repo, commit: &str) -> Result<Vec<Entry>, HubError> {
     let doing = format!("listing the files of {repo}");
-    let about = FileMetadata { repo, revision: commit, file: None, doing: &doing };
+    let about = RequestContext { repo, revision: commit, file: None, doing: &doing };
     let mut url = client.api(repo, &["tree", commit]);
     url.query_pairs_mut().append_pair("recursive", "true").append_pair("expand", "false");
     let (mut next, mut asked, mut entries) = (Some(url), HashSet::new(), Vec::new());

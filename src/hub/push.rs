@@ -11,7 +11,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::client::{Ask, Body, FileMetadata};
+use super::client::{Ask, Body, RequestContext};
 use super::download::{git_hash, hash_like};
 use super::error::BranchState;
 use super::id::Repo;
@@ -158,8 +158,8 @@ impl Hub<'_> {
         Ok(Pushed { commit: Some(commit), files, unchanged, left_out })
     }
 
-    fn about<'a>(push: &'a Push<'_>, doing: &'a str) -> FileMetadata<'a> {
-        FileMetadata { repo: push.repo, revision: push.revision, file: None, doing }
+    fn about<'a>(push: &'a Push<'_>, doing: &'a str) -> RequestContext<'a> {
+        RequestContext { repo: push.repo, revision: push.revision, file: None, doing }
     }
 
     /// The branch's head; creates the repository and the branch if they are missing.

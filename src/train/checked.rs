@@ -9,11 +9,13 @@ use std::sync::Arc;
 
 use tch::Device;
 
+use crate::data::cache::CacheError;
 use crate::data::captured::CapturedSet;
 use crate::data::chat_template::ChatTemplate;
 use crate::data::loader::{Batch, BatchShare, Loader};
 use crate::data::mix::{Mix, MixedShare};
 use crate::data::pack::{PackReport, Sequences};
+use crate::data::rows::TokenRow;
 use crate::data::split::{self, Split};
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
@@ -55,8 +57,6 @@ pub struct CheckedRun {
     pub has_weights: bool,
     pub train_report: LoadReport,
     pub validation_report: Option<LoadReport>,
-    /// Validation rows with the prompt of a training row.
-    pub validation_trained_on: usize,
     /// As [`Split::is_by_prompt`].
     pub split_by_prompt: bool,
     pub pack_report: PackReport,
@@ -124,7 +124,6 @@ impl CheckedRun {
             has_weights,
             train_report,
             validation_report,
-            validation_trained_on: rows.validation_trained_on,
             split_by_prompt: rows.split_by_prompt,
             pack_report,
             total_steps,
@@ -219,6 +218,22 @@ impl CheckedRun {
     /// The rows that the run evaluates on; `None` if its recipe holds out none.
     pub fn held_out(&self) -> Option<&RowStore> {
         Some(self.validation.as_ref()?.sequences().store())
+    }
+
+    /// How many rows of `data.validation` ask what a training row asks; a text without answers is compared whole. Reads all rows.
+    ///
+    /// # Errors
+    /// A damaged token cache.
+    pub fn validation_rows_trained_on(&self) -> Result<usize, DataError> {
+        let (Some(_), Some(validation)) = (&self.validation_report, self.held_out()) else { return Ok(0) };
+        let question = |row: Result<TokenRow, CacheError>| {
+            let row = row?;
+            Ok(prompt_hash(row.question(&self.answer_header).unwrap_or(&row.input_ids)))
+        };
+        let trained: HashSet<u64> =
+            self.train.sequences().store().iter().map(question).collect::<Result<_, DataError>>()?;
+        let asked = validation.iter().map(question).collect::<Result<Vec<_>, DataError>>()?;
+        Ok(asked.iter().filter(|hash| trained.contains(hash)).count())
     }
 
     /// What came of reading the training and the validation rows.
@@ -331,7 +346,6 @@ struct SplitRows {
     train_report: LoadReport,
     validation: Option<RowStore>,
     validation_report: Option<LoadReport>,
-    validation_trained_on: usize,
     /// As [`Split::is_by_prompt`].
     split_by_prompt: bool,
 }
@@ -382,16 +396,14 @@ fn load_rows(
         train_report,
         validation: None,
         validation_report: None,
-        validation_trained_on: 0,
         split_by_prompt: false,
     };
-    let header = prompts::answer_header(settings.tokenizer, settings.template);
     if !plan.data.validation.is_empty() {
         let (validation, report) = load_entries(&plan.data.validation_entries(), settings, captured)?;
-        rows.validation_trained_on = count_trained(&rows.train, &validation, &header)?;
         (rows.validation, rows.validation_report) = (Some(validation), Some(report));
     } else if let Some(fraction) = plan.data.validation_fraction {
         let sets = if plan.data.mix.is_some() { rows.train_counts } else { vec![rows.train.len()] };
+        let header = prompts::answer_header(settings.tokenizer, settings.template);
         let Split { training, counts, validation, is_by_prompt } =
             split::split_sets(rows.train, &sets, fraction, plan.train.seed, &header)?;
         rows = SplitRows {
@@ -403,15 +415,6 @@ fn load_rows(
         };
     }
     Ok(rows)
-}
-
-/// Validation rows with the prompt of a training row; text without answers is one whole.
-fn count_trained(train: &RowStore, validation: &RowStore, header: &[i32]) -> Result<usize, DataError> {
-    let hashes = |rows: &RowStore| {
-        rows.iter().map(|row| Ok(prompt_hash(row?.prompt(header)))).collect::<Result<Vec<_>, DataError>>()
-    };
-    let trained: HashSet<u64> = hashes(train)?.into_iter().collect();
-    Ok(hashes(validation)?.iter().filter(|hash| trained.contains(hash)).count())
 }
 
 /// All training rows, or the sets that the recipe mixes.

@@ -25,7 +25,7 @@ fn rotations(case: &Case, positions: i64, d: i64) -> Rotations {
 /// Checks attention of a step of `n` rows after `context` tokens: its output, and what it appends to the cache.
 fn check_attention(case: &Case, [n, context, q, g, d]: [i64; 5], window: Option<i64>, splits: i64) {
     let (nodes, state) = (case.nodes(n), case.state(context));
-    let places = Offsets { nodes: &nodes, state: &state };
+    let places = StepPositions { nodes: &nodes, state: &state };
     let room = context + n; // no spare row
     let rotations = rotations(case, room, d);
     let (has_bias, has_norms) = HEAD_INPUTS[case.seed as usize / HEADS.len() % HEAD_INPUTS.len()];

@@ -68,7 +68,7 @@ fn probabilities_and_entropies_are_those_of_a_softmax() {
 fn draw_both(case: &Case, logits_nv: &Tensor, [temperature, top_p]: [f64; 2]) -> [Tensor; 2] {
     let n = logits_nv.size()[0];
     let (nodes, state) = (case.nodes(n), case.state(40));
-    let places = Offsets { nodes: &nodes, state: &state };
+    let places = StepPositions { nodes: &nodes, state: &state };
     let uniforms_u = case.memory.tensor(&case.uniform(&[7]));
     let draws = Draws { temperature, top_p, uniforms_u: &uniforms_u };
     let [got, expected] = both(case, &case.output_of(&[n], Kind::Int));

@@ -52,6 +52,7 @@ pub(super) struct RunPreview {
     /// Of several devices, on the one that has the least to spare.
     peak_bytes: u64,
     data: LoadReport,
+    #[serde(skip_serializing_if = "Option::is_none")]
     validation_data: Option<LoadReport>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     mix: Vec<MixedEntry>,
@@ -166,6 +167,7 @@ impl RunPreview {
         let taken = check_output_dir(&checked.plan.train.output_dir, resume || finished_step.is_some()).err();
         let mut warnings =
             warnings(checked, &FullestDevice { device, peak_bytes, room: device_memory }, &memory_savings);
+        warnings.extend(trained_on(checked)?);
         warnings.extend(taken.map(|error| error.to_string()));
         Ok(Self {
             finished_step,
@@ -358,15 +360,7 @@ fn warnings(checked: &CheckedRun, fullest: &FullestDevice, savings: &[MemorySavi
         warnings.push(quantized_teacher.into());
     }
     if checked.total_steps == 1 && checked.plan.schedule.factor(0, 1) == 0.0 {
-        warnings.push("the learning rate of the only step is 0, since it is a step of the warm-up".into());
-    }
-    if checked.validation_trained_on > 0 {
-        let rows = checked.held_out().map_or(0, RowStore::len);
-        warnings.push(format!(
-            "{} of {} have the prompt of a training row: validation gives figures that are too good",
-            checked.validation_trained_on,
-            counted(rows, "validation row")
-        ));
+        warnings.push("the learning rate of the only step is 0, because it is the first of the warm-up".into());
     }
     warnings.extend(uneven(checked.plan.train.gradient_accumulation_steps.get(), checked.plan.world_size));
     let too_small = room.filter(|room| !room.holds(peak_bytes));
@@ -378,6 +372,15 @@ fn warnings(checked: &CheckedRun, fullest: &FullestDevice, savings: &[MemorySavi
         ));
     }
     warnings
+}
+
+/// That validation rows were trained on.
+fn trained_on(checked: &CheckedRun) -> Result<Option<String>, TrainError> {
+    let (count, rows) = (checked.validation_rows_trained_on()?, checked.held_out().map_or(0, RowStore::len));
+    Ok((count > 0).then(|| {
+        let rows = counted(rows, "validation row");
+        format!("{count} of {rows} ask what a training row asks, so validation looks better than it is")
+    }))
 }
 
 /// That the plan does not fit, and the changes with which it does.

@@ -6,7 +6,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::layout::{MAX_NODES, Nodes};
-use super::oracle::{Accepted, Ancestors, BlockInput, Draws, HeadInputs, Offsets};
+use super::oracle::{Accepted, BlockInput, Draws, HeadInputs, ParentSums, StepPositions};
 use super::state::RESULT_HEAD;
 use crate::nvidia::kernels::{BLOCK_COLUMNS, FEW_SHARED, KEYS, MOST_SLICES, Program, SLICE};
 use crate::nvidia::launch::{Argument, Launch, blocks, eighths, elements, float, floats, ints, size, tensor};
@@ -82,7 +82,7 @@ fn parts_a_split(rows: i64) -> i64 {
 /// See [`oracle::attention`](super::oracle::attention).
 pub fn attention(
     inputs: HeadInputs,
-    places: Offsets,
+    places: StepPositions,
     kv_2gsd: &Tensor,
     (scale, window): (f64, Option<i64>),
     parts: &AttentionParts,
@@ -237,7 +237,13 @@ pub fn posterior(
 }
 
 /// See [`oracle::draw`](super::oracle::draw).
-pub fn draw(logits_nv: &Tensor, room: &SliceRoom, places: Offsets, draws: Draws, drawn_n: &Tensor) -> [Launch; 2] {
+pub fn draw(
+    logits_nv: &Tensor,
+    room: &SliceRoom,
+    places: StepPositions,
+    draws: Draws,
+    drawn_n: &Tensor,
+) -> [Launch; 2] {
     let [n, v] = axes(logits_nv);
     let Draws { temperature, top_p, uniforms_u } = draws;
     let first = vec![floats(logits_nv), room.parts(), size(v), float(temperature)];
@@ -323,7 +329,7 @@ pub fn embed_nodes(tokens: &Tensor, nodes_n: &Tensor, table_vh: &Tensor, x_nh: &
 }
 
 /// See [`oracle::first_block`](super::oracle::first_block).
-pub fn first_block(sums_nw: &Tensor, inherited: Ancestors, y_nh: &Tensor) -> Launch {
+pub fn first_block(sums_nw: &Tensor, inherited: ParentSums, y_nh: &Tensor) -> Launch {
     let ([n, w], [_, before], [_, h]) = (axes(sums_nw), axes(inherited.before), axes(y_nh));
     let arguments = vec![
         floats(sums_nw),

@@ -9,7 +9,7 @@ use super::layout::Nodes;
 use super::levels;
 use super::memory::{DeviceMemory, DeviceWeights, HeadWeights, MedusaWeights};
 use super::ops::Ops;
-use super::oracle::{Ancestors, BlockInput};
+use super::oracle::{BlockInput, ParentSums};
 use super::sequential::{Level, SequentialHeads};
 use super::shape::Shape;
 use super::state::Slot;
@@ -79,7 +79,7 @@ impl NextTree<'_> {
         ops.linear(&Operands::new(&hidden_1h, &heads.of_hidden_wh, &sums[0]))?;
         for (at, (level, pair)) in heads.levels.iter().zip(sums.windows(2)).enumerate() {
             let bias_w = (at == 0).then_some(&heads.bias_w); // deeper nodes inherit it
-            let inherited = Ancestors { before: &pair[0], parents_n: &level.nodes.parents_n, bias_w };
+            let inherited = ParentSums { before: &pair[0], parents_n: &level.nodes.parents_n, bias_w };
             self.first_block(level, inherited, &pair[1])?;
             self.guess_level(level, next)?;
         }
@@ -87,7 +87,7 @@ impl NextTree<'_> {
     }
 
     /// The first block of a level's head, at the level's nodes that have children.
-    fn first_block(&self, level: &Level, inherited: Ancestors, sums_nw: &Tensor) -> CudaResult {
+    fn first_block(&self, level: &Level, inherited: ParentSums, sums_nw: &Tensor) -> CudaResult {
         let (ops, buffers, rows) = (self.ops, &self.memory.buffers, level.nodes.rows());
         let embedded_nh = buffers.heads_other_rh.narrow(0, 0, rows);
         let table_vh = &self.weights.backbone.embed_tokens_vh;

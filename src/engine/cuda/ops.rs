@@ -10,7 +10,7 @@ use super::compare::{Comparisons, KernelDistance};
 use super::error::CudaResult;
 use super::launches;
 use super::layout::Nodes;
-use super::oracle::{self, Accepted, Ancestors, BlockInput, Draws, HeadInputs, Offsets};
+use super::oracle::{self, Accepted, BlockInput, Draws, HeadInputs, ParentSums, StepPositions};
 use super::rule::StepKey;
 use super::scratch::Scratch;
 use super::shape::Shape;
@@ -63,7 +63,7 @@ operations! {
     advance(accepted: Accepted, tokens_n: &Tensor, results_rt: &Tensor) writes [accepted.state, results_rt];
     fill_tree(nodes: &Nodes, guesses_kp: &Tensor, state: &Tensor, tokens_n: &Tensor) writes [tokens_n];
     embed_nodes(tokens: &Tensor, nodes_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) writes [x_nh];
-    first_block(sums_nw: &Tensor, inherited: Ancestors, y_nh: &Tensor) writes [sums_nw, y_nh];
+    first_block(sums_nw: &Tensor, inherited: ParentSums, y_nh: &Tensor) writes [sums_nw, y_nh];
     residual(x_nh: &Tensor, product_nh: &Tensor, bias_h: &Tensor) writes [x_nh];
     fill_level(guesses_np: &Tensor, rows_c: &Tensor, ranks_c: &Tensor, tokens_c: &Tensor) writes [tokens_c];
 }
@@ -188,7 +188,7 @@ impl Ops {
     pub(super) fn attention(
         &self,
         inputs: HeadInputs,
-        places: Offsets,
+        places: StepPositions,
         kv_2gsd: &Tensor,
         config: &LlamaConfig,
         attended_nqd: &Tensor,
@@ -206,7 +206,7 @@ impl Ops {
 
     /// What is compared of attention: its output and the new keys and values by distance, each by itself, and as integers, whose
     /// differences count, the bits of what was in the cache.
-    fn written_by_attention(&self, places: Offsets, kv_2gsd: &Tensor, attended_nqd: &Tensor) -> Vec<Tensor> {
+    fn written_by_attention(&self, places: StepPositions, kv_2gsd: &Tensor, attended_nqd: &Tensor) -> Vec<Tensor> {
         let Self::Beside(..) = self else { return vec![] };
         let (context, n) = (places.context(), places.nodes.len());
         let committed = kv_2gsd.narrow(2, 0, context).view_dtype(Kind::Int16);
@@ -235,7 +235,7 @@ impl Ops {
         })
     }
 
-    pub(super) fn draw(&self, logits_nv: &Tensor, places: Offsets, draws: Draws, drawn_n: &Tensor) -> CudaResult {
+    pub(super) fn draw(&self, logits_nv: &Tensor, places: StepPositions, draws: Draws, drawn_n: &Tensor) -> CudaResult {
         let oracle = || oracle::draw(logits_nv, places, draws, drawn_n);
         self.run("draw", &[drawn_n], oracle, |Kernels { target, scratch }| {
             let both = launches::draw(logits_nv, scratch.slices(), places, draws, drawn_n);

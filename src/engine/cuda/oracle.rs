@@ -32,14 +32,14 @@ fn normed(x_nh: &Tensor, weight_h: &Tensor, eps: f64) -> Tensor {
 
 /// Positions of a step's rows: after the committed tokens, each at its depth.
 #[derive(Debug, Clone, Copy)]
-pub struct Offsets<'a> {
+pub struct StepPositions<'a> {
     /// Depths and attention mask.
     pub nodes: &'a Nodes,
     /// See [`Slot`].
     pub state: &'a Tensor,
 }
 
-impl Offsets<'_> {
+impl StepPositions<'_> {
     /// Tokens in the cache, which waits for the device.
     pub(super) fn context(&self) -> i64 {
         state::read(self.state, Slot::Context)
@@ -72,7 +72,7 @@ pub struct HeadNorms<'a> {
 /// neighbours), and appends k and v to the committed rows of a layer's cache. Sum and norm are rounded to the product's dtype, as in
 /// libtorch's pass.
 /// - `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`
-pub fn rope_append(inputs: HeadInputs, places: Offsets, q_nqd: &Tensor, kv_2gsd: &Tensor) {
+pub fn rope_append(inputs: HeadInputs, places: StepPositions, q_nqd: &Tensor, kv_2gsd: &Tensor) {
     let qkv_nw = inputs.qkv_nw;
     let [n, q, d] = q_nqd.size()[..] else { panic!("[N, Q, D], got {q_nqd:?}") };
     let g = kv_2gsd.size()[1];
@@ -114,7 +114,7 @@ fn rotate(x_nhd: &Tensor, positions_n: &Tensor, rotations: &Rotations) -> Tensor
 /// - `kv_2gsd`: `[2, G, S, D]` — `o_nqd`: `[N, Q, D]`
 pub fn attention(
     inputs: HeadInputs,
-    places: Offsets,
+    places: StepPositions,
     kv_2gsd: &Tensor,
     (scale, window): (f64, Option<i64>),
     o_nqd: &Tensor,
@@ -130,7 +130,7 @@ pub fn attention(
 pub fn tree_attention(
     q_nqd: &Tensor,
     kv_2gsd: &Tensor,
-    places: Offsets,
+    places: StepPositions,
     scale: f64,
     window: Option<i64>,
     o_nqd: &Tensor,
@@ -147,8 +147,8 @@ pub fn tree_attention(
 }
 
 /// The attention mask: `[N, context + N]` bool.
-fn seen(places: Offsets, window: Option<i64>) -> Tensor {
-    let Offsets { nodes, .. } = places;
+fn seen(places: StepPositions, window: Option<i64>) -> Tensor {
+    let StepPositions { nodes, .. } = places;
     let (n, context) = (nodes.len(), places.context());
     let on = nodes.depths_n.device();
     let of_step_nn = Tensor::stack(&(0..n).map(|key| bit(&nodes.sees_n2, key)).collect::<Vec<_>>(), 1);
@@ -253,7 +253,7 @@ pub struct Draws<'a> {
 /// consumes the same numbers whatever the tree; plain decoding is the tree with only the root. Draws like
 /// [`Sampler`](crate::engine::sample::Sampler), but the kernel sums probabilities in another order: where a number falls on the
 /// border between two tokens, within float32 rounding, it may draw the neighbour. [`NO_TOKEN`] if probabilities are NaN.
-pub fn draw(logits_nv: &Tensor, places: Offsets, draws: Draws, drawn_n: &Tensor) {
+pub fn draw(logits_nv: &Tensor, places: StepPositions, draws: Draws, drawn_n: &Tensor) {
     let p_nv = sample::tempered(logits_nv, draws.temperature).softmax(-1, Kind::Float);
     let uniforms = to_host::<f64>(&draws.uniforms_u.to_kind(Kind::Double));
     let drawn = host(&places.nodes.depths_n).into_iter().enumerate().map(|(node, depth)| {
@@ -359,7 +359,7 @@ pub fn embed_nodes(tokens: &Tensor, nodes_n: &Tensor, table_vh: &Tensor, x_nh: &
 
 /// What the nodes of a level inherit, see [`levels`](super::levels).
 #[derive(Debug, Clone, Copy)]
-pub struct Ancestors<'a> {
+pub struct ParentSums<'a> {
     /// The sums of the level above, `[.., W + used]`; their last W numbers are inherited.
     pub before: &'a Tensor,
     /// `[N]`: each node's row in `before`.
@@ -370,8 +370,8 @@ pub struct Ancestors<'a> {
 
 /// The first block of a sequential head at N nodes: `sums_nw`, which holds what the nodes' tokens add, plus what is inherited; then
 /// `y = residual + SiLU(linear)` of the first head among the sums, `[N, H]`.
-pub fn first_block(sums_nw: &Tensor, inherited: Ancestors, y_nh: &Tensor) {
-    let Ancestors { before, parents_n, bias_w } = inherited;
+pub fn first_block(sums_nw: &Tensor, inherited: ParentSums, y_nh: &Tensor) {
+    let ParentSums { before, parents_n, bias_w } = inherited;
     let (w, h) = (sums_nw.size()[1], y_nh.size()[1]);
     let inherited_nw = before.index_select(0, parents_n).narrow(1, before.size()[1] - w, w);
     let sum_nw = bias_w.map_or_else(|| sums_nw + &inherited_nw, |bias_w| sums_nw + &inherited_nw + float(bias_w));

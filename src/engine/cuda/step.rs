@@ -12,7 +12,7 @@ use super::layout::Nodes;
 use super::memory::{DeviceMemory, DeviceWeights};
 use super::next_tree::NextTree;
 use super::ops::Ops;
-use super::oracle::{Accepted, Draws, HeadInputs, HeadNorms, Offsets};
+use super::oracle::{Accepted, Draws, HeadInputs, HeadNorms, StepPositions};
 use super::rule::Rule;
 use super::shape::Shape;
 use crate::model::config::LlamaConfig;
@@ -114,8 +114,8 @@ impl DecodeStep<'_> {
         ops.walk(nodes, &tokens_n, &best_n, self.accepted())
     }
 
-    fn places(&self) -> Offsets<'_> {
-        Offsets { nodes: self.nodes, state: &self.memory.buffers.state }
+    fn places(&self) -> StepPositions<'_> {
+        StepPositions { nodes: self.nodes, state: &self.memory.buffers.state }
     }
 
     fn accepted(&self) -> Accepted<'_> {

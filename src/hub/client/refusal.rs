@@ -6,12 +6,12 @@ use serde_json::Value;
 
 use super::super::HubError;
 use super::super::id::RepoKind;
-use super::{Ask, Client, FileMetadata, LONGEST_WAIT, address, retry_after};
+use super::{Ask, Client, LONGEST_WAIT, RequestContext, address, retry_after};
 use crate::http::connection::{HttpAnswer, header};
 
 impl Client<'_> {
     pub(super) fn refusal(&self, ask: &Ask<'_>, response: HttpAnswer) -> HubError {
-        let FileMetadata { repo, revision, file, doing } = ask.about;
+        let RequestContext { repo, revision, file, doing } = ask.about;
         let (status, code) =
             (response.status().as_u16(), header(&response, "x-error-code").unwrap_or_default().to_owned());
         let endpoint = self.host_of(&address(&response));

@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use url::Url;
 
-use super::super::client::{Ask, Body, FileMetadata};
+use super::super::client::{Ask, Body, RequestContext};
 use super::super::{Hub, HubError, TransferEvent};
 use super::{Addition, BATCH, Local, Push};
 use crate::http::connection::{HttpAnswer, header};
@@ -95,7 +95,7 @@ impl Hub<'_> {
     fn send_object(&self, push: &Push<'_>, file: &Local, object: &Object) -> Result<(), HubError> {
         let Some(Actions { upload: Some(upload), verify }) = &object.actions else { return Ok(()) };
         let doing = format!("uploading {}", file.name);
-        let about = FileMetadata { file: Some(&file.name), ..Self::about(push, &doing) };
+        let about = RequestContext { file: Some(&file.name), ..Self::about(push, &doing) };
         match upload.header.as_ref().and_then(|header| header.get("chunk_size")) {
             None => drop(self.put(file, &upload.href, (0, file.size), about)?),
             Some(size) => self.send_parts(file, object, (upload, size), about)?,
@@ -113,7 +113,7 @@ impl Hub<'_> {
         file: &Local,
         object: &Object,
         (upload, chunk_size): (&Action, &Value),
-        about: FileMetadata<'_>,
+        about: RequestContext<'_>,
     ) -> Result<(), HubError> {
         let bad = |reason: &str| self.client.bad_answer(about.doing, reason);
         let text = chunk_size.as_str().map_or_else(|| chunk_size.to_string(), str::to_owned);
@@ -148,7 +148,7 @@ impl Hub<'_> {
         file: &Local,
         address: &str,
         (offset, length): (u64, u64),
-        about: FileMetadata<'_>,
+        about: RequestContext<'_>,
     ) -> Result<HttpAnswer, HubError> {
         let body = Body::Part { path: &file.path, offset, length };
         let url = self.address(address, about.doing)?;

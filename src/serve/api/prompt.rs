@@ -36,14 +36,13 @@ impl ClientPrompt {
             let problem = "the chat template of this model does not show tools to the model; leave them out";
             return Err(ApiError::invalid("tools", problem));
         }
-        let unread = OtherKeys::of_chats([chat], Some(template)).not_read;
+        let unread = OtherKeys::of_chats([chat], template).not_read;
+        let Some(key) = unread.keys().next() else { return Ok(text) };
         let without = chat.without(|key| unread.contains_key(key));
-        match unread.keys().next() {
-            Some(key) if template.render_with(&without.messages, &without.inputs, true).is_ok_and(|it| it == text) => {
-                Err(ApiError::invalid(key, "the chat template of this model does not read it; leave it out"))
-            }
-            _ => Ok(text),
+        if template.render_with(&without.messages, &without.inputs, true).is_ok_and(|other| other == text) {
+            return Err(ApiError::invalid(key, "the chat template of this model does not read it; leave it out"));
         }
+        Ok(text)
     }
 }
 
@@ -170,6 +169,10 @@ mod tests {
         let mood = json!({"messages": [{"role": "user", "content": "hi", "mood": "sad", "refusal": null}]});
         assert_eq!(rendered(content, thinking.clone()).unwrap_err(), unread("chat_template_kwargs.enable_thinking"));
         assert_eq!(rendered(content, mood.clone()).unwrap_err(), unread("messages[].mood"));
+        let echo = json!({"role": "assistant", "content": "yes", "prefix": false, "annotations": [], "refusal": null,
+            "provider_specific_fields": {"refusal": null}, "cache_control": {"type": "ephemeral"}});
+        let echoed = json!({"messages": [{"role": "user", "content": "hi"}, echo, {"role": "user", "content": "so"}]});
+        assert_eq!(rendered(content, echoed).unwrap(), "hiyesso", "as clients send an answer back");
         assert_eq!(rendered(&with(" {{ enable_thinking or 'off' }}"), thinking).unwrap(), "hi off");
         assert_eq!(rendered(&with(" {{ messages[0].mood }}"), mood.clone()).unwrap(), "hi sad");
         assert!(rendered("{{ messages | tojson }}", mood).unwrap().contains("sad"), "read without its name");

@@ -62,7 +62,7 @@ fn bias_and_norms_round_as_libtorchs_pass_does() {
         let norms = Some(HeadNorms { query_d: &query_d, key_d: &key_d, eps: 1e-6 });
         let inputs = HeadInputs { qkv_nw: &qkv_nw, bias_w: Some(&bias_w), norms, rotations: &rotations };
         let (q_nqd, kv_2gnd) = (normal(&[n, q, d]), normal(&[2, g, n, d]));
-        rope_append(inputs, Offsets { nodes: &nodes, state: &state }, &q_nqd, &kv_2gnd);
+        rope_append(inputs, StepPositions { nodes: &nodes, state: &state }, &q_nqd, &kv_2gnd);
         let sum_nhd = (&qkv_nw + &bias_w).view([n, q + 2 * g, d]);
         let normed =
             |from, heads, weight_d: &Tensor| sum_nhd.narrow(1, from, heads).rms_norm([d], Some(weight_d), 1e-6);
