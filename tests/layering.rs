@@ -23,9 +23,9 @@ const CODE_LINES: [(&str, usize); 32] = [
     ("bin", 6),
     ("bounds", 42),
     ("calibrate", 322),
-    ("cli", 11_010),
+    ("cli", 11_005),
     ("cpu", 1643),
-    ("data", 9404),
+    ("data", 9407),
     ("decode", 2152),
     ("distill", 2441),
     ("draft", 4023),
@@ -50,7 +50,7 @@ const CODE_LINES: [(&str, usize); 32] = [
     ("report", 1435),
     ("serve", 2302),
     ("torch", 2682),
-    ("train", 5994),
+    ("train", 5991),
     ("tree", 1602),
 ];
 

@@ -46,15 +46,14 @@ impl TemplateInputs {
     }
 }
 
-/// As [`OtherKeys`](super::OtherKeys) counts it.
 const TOOLS: &str = "tools";
 
-/// As [`OtherKeys`](super::OtherKeys) counts it.
+/// A variable's name in reports.
 fn kwarg(name: &str) -> String {
     format!("chat_template_kwargs.{name}")
 }
 
-/// As [`OtherKeys`](super::OtherKeys) counts it.
+/// The name in reports of a key of messages.
 pub(super) fn message_key(name: &str) -> String {
     format!("messages[].{name}")
 }
@@ -131,7 +130,7 @@ impl ChatInput {
         Self { messages: vec![Message::new("user", content)], inputs: TemplateInputs::default() }
     }
 
-    /// Without the keys of messages and the variables that `is_left_out` names as [`OtherKeys`](super::OtherKeys) does.
+    /// Without the keys of messages and the variables for whose names in reports `is_left_out` holds.
     #[must_use]
     pub fn without(&self, is_left_out: impl Fn(&str) -> bool) -> Self {
         let mut chat = self.clone();
@@ -302,8 +301,8 @@ fn learned(key: &str, message: &mut Message) -> Result<Option<bool>, MessageProb
 
 /// The keys of a message besides those that were read. Without values of nothing: columns have them for every message.
 fn other_keys(message: &Map<String, Value>, read: [&str; 2]) -> Map<String, Value> {
-    let is_nothing = |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
-    let others = message.iter().filter(|(key, value)| !read.contains(&key.as_str()) && !is_nothing(value));
+    let is_empty = |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
+    let others = message.iter().filter(|(key, value)| !read.contains(&key.as_str()) && !is_empty(value));
     others.map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 

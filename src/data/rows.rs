@@ -267,6 +267,11 @@ impl TokenRow {
         place.flatten().map(|at| &self.input_ids[..at + header.len()])
     }
 
+    /// [`TokenRow::question`], or the whole of a row without one: rows with the same stay on one side of a split.
+    pub fn question_or_whole(&self, header: &[i32]) -> &[i32] {
+        self.question(header).unwrap_or(&self.input_ids)
+    }
+
     /// What the row is known by where it is met again: its question, or of a row without one its first tokens.
     pub fn prompt(&self, header: &[i32]) -> &[i32] {
         self.question(header).unwrap_or(&self.input_ids[..self.input_ids.len().min(FIRST_TOKENS)])

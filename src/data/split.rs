@@ -69,7 +69,7 @@ fn of_one_prompt(rows: &RowStore, sources: &[usize], header: &[i32]) -> Result<V
     let firsts = (0..rows.len()).filter(|&row| row == 0 || sources[row] != sources[row - 1]);
     for row in firsts {
         let tokens = rows.row(row)?;
-        let hash = prompt_hash(tokens.question(header).unwrap_or(&tokens.input_ids));
+        let hash = prompt_hash(tokens.question_or_whole(header));
         let group = *group_of.entry(hash).or_insert(groups.len());
         if group == groups.len() {
             groups.push(vec![]);

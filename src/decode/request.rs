@@ -106,6 +106,25 @@ pub struct Generation {
     pub decoding: Duration,
 }
 
+#[cfg(test)]
+impl Generation {
+    /// One of plain steps that ended at its limit.
+    pub(crate) fn of_tokens(new_ids: Vec<i64>) -> Self {
+        Self {
+            accept_lengths: vec![1; new_ids.len()],
+            new_ids,
+            scored: vec![],
+            cached: 0,
+            proposed: 0,
+            finish_reason: FinishReason::Length,
+            end: vec![],
+            end_steps: 0,
+            prefill: Duration::ZERO,
+            decoding: Duration::ZERO,
+        }
+    }
+}
+
 impl Generation {
     /// All that was generated, the EOS or end mark included.
     pub fn generated(&self) -> GeneratedTokens {

@@ -223,8 +223,6 @@ fn possible_beginning(text: &str, stop: &[String]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use proptest::prelude::*;
     use serde_json::json;
 
@@ -262,19 +260,7 @@ mod tests {
         for (stop, new_ids, expected) in [(&["b"][..], vec![0, 1, 2], " a"), (&[], vec![0, 1, 2, 0], " ab")] {
             let mut text = StreamedText::new(&tokenizer, &[], strings(stop));
             text.take(&new_ids).unwrap();
-            let generation = Generation {
-                accept_lengths: vec![1; new_ids.len()],
-                new_ids,
-                scored: vec![],
-                cached: 0,
-                proposed: 0,
-                finish_reason: FinishReason::Length,
-                end: vec![],
-                end_steps: 0,
-                prefill: Duration::ZERO,
-                decoding: Duration::ZERO,
-            };
-            assert_eq!(text.finish(generation).unwrap().text_alone, expected);
+            assert_eq!(text.finish(Generation::of_tokens(new_ids)).unwrap().text_alone, expected);
         }
     }
 

@@ -226,10 +226,7 @@ impl CheckedRun {
     /// A damaged token cache.
     pub fn validation_rows_trained_on(&self) -> Result<usize, DataError> {
         let (Some(_), Some(validation)) = (&self.validation_report, self.held_out()) else { return Ok(0) };
-        let question = |row: Result<TokenRow, CacheError>| {
-            let row = row?;
-            Ok(prompt_hash(row.question(&self.answer_header).unwrap_or(&row.input_ids)))
-        };
+        let question = |row: Result<TokenRow, CacheError>| Ok(prompt_hash(row?.question_or_whole(&self.answer_header)));
         let trained: HashSet<u64> =
             self.train.sequences().store().iter().map(question).collect::<Result<_, DataError>>()?;
         let asked = validation.iter().map(question).collect::<Result<Vec<_>, DataError>>()?;

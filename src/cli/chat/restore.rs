@@ -7,7 +7,6 @@ use std::sync::atomic::AtomicBool;
 ///
 /// # Errors
 /// stdin is no terminal, or the handlers cannot be installed.
-#[cfg(unix)]
 pub(super) fn at_signals(is_editing: Arc<AtomicBool>) -> std::io::Result<()> {
     use std::io::{self, Write};
 
@@ -23,10 +22,4 @@ pub(super) fn at_signals(is_editing: Arc<AtomicBool>) -> std::io::Result<()> {
         let _ = io::stdout().write_all(END_OF_EDITING).and_then(|()| io::stdout().flush()); // the program ends anyway
         let _ = tcsetattr(io::stdin(), SetArg::TCSANOW, &modes); // as above
     })
-}
-
-/// Windows has no such signals.
-#[cfg(not(unix))]
-pub(super) fn at_signals(_: Arc<AtomicBool>) -> std::io::Result<()> {
-    Ok(())
 }

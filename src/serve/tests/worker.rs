@@ -29,18 +29,7 @@ impl DecodeLoop for Eights {
         while new_ids.len() < request.max_new_tokens && on_tokens(&[8]).is_continue() {
             new_ids.push(8);
         }
-        Ok(Generation {
-            accept_lengths: vec![1; new_ids.len()],
-            new_ids,
-            scored: vec![],
-            cached: 0,
-            proposed: 0,
-            finish_reason: FinishReason::Length,
-            end: vec![],
-            end_steps: 0,
-            prefill: Duration::ZERO,
-            decoding: Duration::ZERO,
-        })
+        Ok(Generation::of_tokens(new_ids))
     }
 
     fn reset(&mut self) {}
