@@ -3,9 +3,10 @@
 //! `cargo bench --bench head_loss`
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use medusa::draft::medusa::fused_loss::{HeadGradients, HeadPass, OutputGradients, OutputLayer, head_loss};
-use medusa::draft::medusa::heads::{Heads, HeadsShape};
-use medusa::draft::medusa::loss::{Targets, cross_entropy_sum};
+use medusa::draft::heads::objective::{HeadPass, cross_entropy_sum};
+use medusa::draft::heads::{Heads, HeadsShape};
+use medusa::draft::loss::Targets;
+use medusa::draft::loss::fused::{LevelGradients, OutputGradients, OutputLayer, level_loss};
 use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use medusa::torch::Generator;
@@ -61,11 +62,11 @@ fn head_losses(criterion: &mut Criterion) {
         let name = format!("{hidden}x{vocab}");
         group.bench_with_input(BenchmarkId::new("fused", &name), &(), |b, ()| {
             let output = OutputGradients { weight_vh: Some(&sums[2]), ..OutputGradients::default() };
-            let into = HeadGradients { blocks: sums[..2].iter().collect(), output, hidden_nh: None };
+            let into = LevelGradients { blocks: sums[..2].iter().collect(), output, hidden_nh: None };
             let w2 = OutputLayer::plain(heads.head(0).w2().expect("own W2"));
             b.iter(|| {
                 let head = HeadPass::new(heads.head(0), &backbone);
-                head_loss(Some(head), w2, &hidden_nh, &targets, Some((&into, 1.0))).loss.double_value(&[])
+                level_loss(Some(&head), w2, &hidden_nh, &targets, Some((&into, 1.0))).loss.double_value(&[])
             });
         });
         group.bench_with_input(BenchmarkId::new("plain", &name), &(), |b, ()| {

@@ -33,7 +33,7 @@ READERS = {
     "torch_file": ["src/model/torch_file.rs"],
     "pickle": ["src/model/pickle.rs"],
     "peft": ["src/model/peft.rs"],
-    "heads": ["src/draft/medusa/heads/import.rs", "src/draft/medusa/heads/layout.rs"],
+    "heads": ["src/draft/heads/import.rs", "src/draft/heads/layout.rs"],
     "heads_config": ["src/formats/heads_config.rs"],
     "tokenizer_json": ["src/data/tokenize/mod.rs", "src/data/tokenize/growth.rs"],
     "tokenizer_model": ["src/data/tokenize/model_file.rs", "src/data/tokenize/tiktoken.rs", "src/data/tokenize/sentencepiece"],
@@ -69,8 +69,8 @@ READERS = {
 # Functions in these files that read nothing that bytes decide, and why. They are left out of the shares.
 LEFT_OUT = {
     "src/model/torch_file.rs": {"save": "writes", "state_dict": "writes", "push_text": "writes", "push_int": "writes"},
-    "src/draft/medusa/heads/import.rs": {"folder_of": "looks for a folder"},
-    "src/draft/medusa/heads/layout.rs": {
+    "src/draft/heads/import.rs": {"folder_of": "looks for a folder"},
+    "src/draft/heads/layout.rs": {
         "noun": "words for messages", "title": "words for messages", "has_prefix": "of exports", "places_of": "of exports", "holds": "of exports",
         "at_full_rank": "of exports", "with_own_w2": "of exports"},
     "src/data/csv_rows.rs": {"unread": "of records beyond 100 MiB, and of disks that fail"},

@@ -10,8 +10,8 @@ use tch::Device;
 
 use crate::data::DataConfig;
 use crate::data::long_rows::LongRows;
-use crate::draft::medusa::heads::HeadsConfig;
-use crate::draft::medusa::loss::LossConfig;
+use crate::draft::heads::HeadsConfig;
+use crate::draft::loss::LossConfig;
 use crate::files::FileError;
 use crate::formats::run_folder::RECIPE;
 use crate::hub::HubError;

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
+use medusa::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
 use medusa::model::weights::{WeightFiles, save};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};

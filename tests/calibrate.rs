@@ -1,7 +1,7 @@
 //! Promise: `medusa calibrate` counts, for each head over its own targets, which of its guesses is right.
 
-use medusa::draft::medusa::heads::import::HeadsFile;
-use medusa::draft::medusa::heads::{HeadInput, Heads, HeadsArchitecture, HeadsShape};
+use medusa::draft::heads::import::HeadsFile;
+use medusa::draft::heads::{HeadInput, Heads, HeadsArchitecture, HeadsShape};
 use medusa::model::attention::RowMask;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;

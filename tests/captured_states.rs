@@ -15,6 +15,7 @@ use medusa::model::attention::RowMask;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
+use medusa::model::taps::Taps;
 use medusa::model::weights::{WeightFiles, save};
 use medusa::recipe::Recipe;
 use serde_json::{Value, json};
@@ -43,8 +44,9 @@ impl Capture {
     /// `token_ids` and `hidden_states` of each row of some files, as vLLM computes them: each row alone. `rows.jsonl` becomes
     /// `states/hs_0.safetensors`, …
     fn of(self, small: &SmallRun, files: &[&str]) {
-        let backbone =
+        let mut backbone =
             Llama::load(&small.path("backbone"), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
+        backbone.set_taps(Taps::new([backbone.config.num_hidden_layers])); // before the final norm
         fs::create_dir(small.path("states")).expect("a folder");
         let rows: Vec<Value> = files.iter().flat_map(|file| json_lines(&small.read(file))).collect();
         for (number, row) in rows.iter().enumerate() {
@@ -56,8 +58,8 @@ impl Capture {
         let [ids, labels] = ["input_ids", "labels"].map(|key| integers(&row[key]));
         let tokens_t = Tensor::from_slice(&ids);
         let mask = RowMask::causal(ids.len() as i64, &backbone.config, Device::Cpu);
-        let states = backbone.last_layer_states(&tokens_t.unsqueeze(0), &mask, Adapters::Off);
-        let last_t1h = states.view([-1, 1, backbone.config.hidden_size]);
+        let states_1tw = backbone.hidden_states(&tokens_t.unsqueeze(0), &mask, Adapters::Off);
+        let last_t1h = states_1tw.narrow(-1, backbone.config.hidden_size, backbone.config.hidden_size).transpose(0, 1);
         let others = Tensor::full(
             [ids.len() as i64, self.layers - 1, backbone.config.hidden_size],
             7.0,

@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 
 use assert_cmd::Command;
-use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
+use medusa::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
 use medusa::files::write_atomic;
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;

@@ -5,10 +5,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
-use medusa::draft::medusa::heads::import::HeadsFile;
-use medusa::draft::medusa::heads::import::notices::Notice;
-use medusa::draft::medusa::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
-use medusa::draft::medusa::heads::{Heads, HeadsError, HeadsShape};
+use medusa::draft::heads::import::HeadsFile;
+use medusa::draft::heads::import::notices::Notice;
+use medusa::draft::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
+use medusa::draft::heads::{Heads, HeadsError, HeadsShape};
 use medusa::dtype::Dtype;
 use medusa::export::{ExportFormat, ExportRequest};
 use medusa::model::config::LlamaConfig;
@@ -681,7 +681,7 @@ fn tied_resblocks_are_told_and_get_weights_of_their_own() {
     assert!(is_tied(&HeadsFile::open(folder.path()).expect("heads").notices().expect("notices")));
     // Untrained blocks are all zero, but not tied.
     let lm_head = Tensor::ones([6, 4], (Kind::Float, Device::Cpu));
-    let config: medusa::draft::medusa::heads::HeadsConfig =
+    let config: medusa::draft::heads::HeadsConfig =
         toml::from_str("medusa_num_heads = 2\nmedusa_num_layers = 2").expect("a table");
     Heads::new(&config, &lm_head, None).save(folder.path()).expect("heads");
     assert_eq!(HeadsFile::open(folder.path()).expect("heads").notices().expect("notices"), []);

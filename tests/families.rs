@@ -6,8 +6,8 @@ use std::path::Path;
 
 use medusa::decode::generate;
 use medusa::decode::request::Request;
+use medusa::draft::heads::{Heads, HeadsShape};
 use medusa::draft::medusa::drafter::MedusaDrafter;
-use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::draft::ngram::NgramDrafter;
 use medusa::engine::cpu::CpuEngine;
 use medusa::model::attention::RowMask;

@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
+use medusa::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
 use rustix::fs::{CWD, FileType, mknodat};
 use rustix::process::{Pid, Signal, kill_process};
 use tch::{Device, Kind};

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use medusa::data::Watch;
-use medusa::draft::medusa::heads::import::HeadsFile;
-use medusa::draft::medusa::heads::import::notices::Notice;
-use medusa::draft::medusa::heads::layout::HeadsLayout;
-use medusa::draft::medusa::heads::{HEADS_FILE, HeadInput, Heads, HeadsArchitecture, HeadsShape};
+use medusa::draft::heads::import::HeadsFile;
+use medusa::draft::heads::import::notices::Notice;
+use medusa::draft::heads::layout::HeadsLayout;
+use medusa::draft::heads::{HEADS_FILE, HeadInput, Heads, HeadsArchitecture, HeadsShape};
 use medusa::formats::metrics::MetricsLine;
 use medusa::model::attention::RowMask;
 use medusa::model::llama::Llama;

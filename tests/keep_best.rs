@@ -10,7 +10,7 @@ use medusa::calibrate::calibrate;
 use medusa::data::rows::TokenRow;
 use medusa::data::store::RowStore;
 use medusa::decode::identity::identity;
-use medusa::draft::medusa::heads::Heads;
+use medusa::draft::heads::Heads;
 use medusa::formats::calibration::Calibration;
 use medusa::formats::share::Share;
 use medusa::formats::validation_answers::ValidationAnswers;

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use medusa::data::Watch;
-use medusa::draft::medusa::fused_loss::chunk_rows;
+use medusa::draft::loss::fused::chunk_rows;
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::recipe::Recipe;

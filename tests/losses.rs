@@ -7,9 +7,10 @@ use std::sync::atomic::AtomicBool;
 
 use medusa::data::Watch;
 use medusa::data::loader::BatchShare;
-use medusa::draft::medusa::fused_loss::{HeadPass, OutputLayer, head_loss};
-use medusa::draft::medusa::heads::Heads;
-use medusa::draft::medusa::loss::Targets;
+use medusa::draft::heads::Heads;
+use medusa::draft::loss::Targets;
+use medusa::draft::loss::fused::OutputLayer;
+use medusa::draft::trained::{DrafterBatch, LevelTargets, LevelTask};
 use medusa::formats::metrics::MetricsLine;
 use medusa::model::attention::RowMask;
 use medusa::model::lora::Adapters;
@@ -206,31 +207,28 @@ fn gradients_of_step_zero_equal_pytorch() {
     let run = MEDUSA1.run(&folder);
     let (backbone, loss) = (&run.backbone, &plan.loss);
     let heads = Heads::new(&plan.heads, backbone.lm_head_weight(), None);
-    let state = TrainState::new(heads, backbone, &plan);
+    let state = TrainState::new(Box::new(heads), backbone, &plan);
     let batch = &run.checked.batches(0, BatchShare::WHOLE).expect("rows")[0];
     let t = batch.length as i64;
     let rows = RowMask::packed(&batch.segment_lengths, t, &backbone.config, Device::Cpu);
     let tokens_bt = Tensor::from_slice(&batch.input_ids).view([batch.rows as i64, t]);
     let hidden_nh = hidden_states(backbone, &(tokens_bt, rows), Adapters::Off);
-    for head in 0..4 {
-        let targets = batch.targets(head + 2);
-        let scale = loss.weight(head) / targets.positions.len() as f64;
-        let targets = Targets {
-            positions_m: Tensor::from_slice(&targets.positions),
-            tokens_m: Tensor::from_slice(&targets.tokens),
-            previous_mj: None,
-        };
-        let medusa_head = state.heads.head(head);
-        let w2 = medusa_head.w2().expect("own W2");
-        let gradients = state.gradients_of(head, None);
-        head_loss(
-            Some(HeadPass::new(medusa_head, backbone)),
-            OutputLayer::plain(w2),
-            &hidden_nh,
-            &targets,
-            Some((&gradients, scale)),
-        );
-    }
+    let task = |level: usize| {
+        let targets = batch.targets(level + 2);
+        let scale = loss.weight(level) / targets.positions.len() as f64;
+        let [positions_m, tokens_m] = [&targets.positions, &targets.tokens].map(|list| Tensor::from_slice(list));
+        LevelTask { targets: LevelTargets::Labels(Targets { positions_m, tokens_m, previous_mj: None }), scale }
+    };
+    let of_drafter = DrafterBatch {
+        rows: batch,
+        backbone,
+        lm_head: OutputLayer::lm_head(backbone, Adapters::Off),
+        states_nw: &hidden_nh,
+        hidden_nh: &hidden_nh,
+        dropout: None,
+        levels: (0..4).map(task).collect(),
+    };
+    let _ = state.drafter.losses(&of_drafter, Some(&state.drafter_gradients(None)));
     let reference = MEDUSA1.file("grads_step0");
     let parameters = || state.parameters.iter().map(|p| &p.parameter);
     let in_reference: Vec<_> = parameters().filter(|p| reference.contains(&p.name)).collect();

@@ -4,7 +4,7 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use medusa::draft::medusa::heads::{HeadsArchitecture, HeadsShape};
+use medusa::draft::heads::{HeadsArchitecture, HeadsShape};
 use medusa::engine::cuda::draft::{DraftInput, DraftShape};
 use medusa::engine::cuda::plan::DevicePlan;
 use medusa::engine::cuda::shape::Shape;

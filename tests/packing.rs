@@ -15,8 +15,9 @@ use medusa::data::rows::TokenRow;
 use medusa::data::store::RowStore;
 use medusa::data::tokenize::TextTokenizer;
 use medusa::data::{self, LoadSettings};
-use medusa::draft::medusa::heads::{Heads, HeadsConfig};
-use medusa::draft::medusa::loss::{self, Targets};
+use medusa::draft::heads::objective::cross_entropy_sum;
+use medusa::draft::heads::{Heads, HeadsConfig};
+use medusa::draft::loss::{self, Targets};
 use medusa::model::attention::RowMask;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
@@ -56,14 +57,14 @@ fn losses(sequences: Sequences, llama: &Llama, heads: &Heads) -> Vec<f64> {
             let targets = batch.targets(ahead);
             *count += targets.tokens.len();
             let tensor = |ids: &[i64]| Tensor::from_slice(ids);
-            let previous = if ahead == 1 { 0 } else { heads.architecture().previous_tokens(ahead - 2) };
+            let previous = if ahead == 1 { 0 } else { heads.shape().reads().tokens_of(ahead - 2) };
             let tokens = batch.tokens_after(&targets.positions, previous);
             let previous_mj = (previous > 0).then(|| tensor(&tokens).view([-1, previous as i64]));
             let (positions_m, tokens_m) = (tensor(&targets.positions), tensor(&targets.tokens));
             let targets = Targets { positions_m, tokens_m, previous_mj };
             let of_batch = match ahead {
                 1 => loss::cross_entropy_of(&llama.logits(&hidden_nh, Adapters::Off), &targets),
-                _ => loss::cross_entropy_sum(heads, ahead - 2, &states_nh, &targets, llama),
+                _ => cross_entropy_sum(heads, ahead - 2, &states_nh, &targets, llama),
             };
             *sum += of_batch.double_value(&[]);
         }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use arrow::array::{ArrayRef, ListArray, RecordBatch, StringArray, StructArray};
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field, Fields};
-use medusa::draft::medusa::heads::HeadsShape;
+use medusa::draft::heads::HeadsShape;
 use medusa::model::config::LlamaConfig;
 use medusa::recipe::Recipe;
 use medusa::train::memory_plan::{MemoryPlan, StageShape, Workload, WorldPlan};

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use medusa::draft::medusa::heads::import::HeadsFile;
-use medusa::draft::medusa::heads::{HeadInput, Heads, HeadsArchitecture, HeadsConfig, HeadsShape};
+use medusa::draft::heads::import::HeadsFile;
+use medusa::draft::heads::{HeadInput, Heads, HeadsArchitecture, HeadsConfig, HeadsShape};
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use medusa::data::Watch;
 use medusa::data::loader::BatchShare;
-use medusa::draft::medusa::heads::Heads;
+use medusa::draft::heads::Heads;
 use medusa::formats::metrics::{MetricsLine, MetricsSplit};
 use medusa::model::weights::WeightFiles;
 use medusa::recipe::Recipe;
@@ -336,7 +336,8 @@ fn each_rank_keeps_the_moments_and_sends_the_bytes_that_are_planned() {
             let sent = rounds * element * parameters * (world_size as u64 - 1) / world_size as u64;
             assert_eq!((memory.world_size, memory.sent_bytes), (world_size, sent));
             let heads = Heads::new(&plan.heads, loaded.backbone.lm_head_weight(), None);
-            let kept = TrainState::of_rank(heads, &loaded.backbone, &plan, ranks).optimizer.state_bytes() as f64;
+            let kept =
+                TrainState::of_rank(Box::new(heads), &loaded.backbone, &plan, ranks).optimizer.state_bytes() as f64;
             let planned: u64 = memory.groups.iter().map(|group| group.optimizer_bytes).sum();
             assert!(
                 (kept / planned as f64 - 1.0).abs() < 0.02,
@@ -439,12 +440,12 @@ fn errors_of_a_failed_update(run: &Run) -> Vec<String> {
         let loaded = TrainRun::load(CheckedRun::load(recipe.plan(Device::Cpu), Watch::default()).expect("rows"));
         let TrainRun { checked, backbone } = loaded.expect("a backbone");
         let heads = Heads::new(&checked.plan.heads, backbone.lm_head_weight(), None);
-        let mut state = TrainState::of_rank(heads, &backbone, &checked.plan, ranks);
+        let mut state = TrainState::of_rank(Box::new(heads), &backbone, &checked.plan, ranks);
         let states = StatesSource::Backbone(Box::new(StatesCaches::default()));
         let mut training = TrainingBackbone::new(&backbone, &checked.plan, states);
-        let maker = training.batch_maker(&state.heads, MetricsSplit::Train);
+        let maker = training.batch_maker(&*state.drafter, MetricsSplit::Train);
         let make = |share| checked.batches(0, share).expect("rows").into_iter().map(|batch| maker.make(batch));
-        let mut counts = TargetCounts::new(state.heads.num_heads());
+        let mut counts = TargetCounts::new(state.drafter.reads().levels);
         make(BatchShare::WHOLE).for_each(|batch| counts.add(&batch.batch, &batch.targets));
         if ranks.rank() == 1 {
             let _ = state.optimizer.state()[0].shallow_clone().resize_([1]); // no moment of any parameter

@@ -7,8 +7,8 @@ use std::process::{Child, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime};
 
-use medusa::draft::medusa::heads::import::HeadsFile;
-use medusa::draft::medusa::heads::layout::{HeadPart, HeadTensor};
+use medusa::draft::heads::import::HeadsFile;
+use medusa::draft::heads::layout::{HeadPart, HeadTensor};
 use medusa::model::weights::WeightFiles;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};

@@ -7,7 +7,7 @@ use medusa::decode::generate;
 use medusa::decode::host_loop::HostLoop;
 use medusa::decode::request::Request;
 use medusa::decode::step::Drafting;
-use medusa::draft::heads_drafter::HeadsDrafter;
+use medusa::draft::heads::drafter::HeadsDrafter;
 use medusa::engine::fastest::fastest;
 use medusa::tree::accept::Acceptance;
 use medusa::tree::guess_tree::GuessTree;

@@ -7,7 +7,7 @@ use medusa::decode::DecodeLoop;
 use medusa::decode::device::DeviceLoop;
 use medusa::decode::request::Request;
 use medusa::decode::step::Drafting;
-use medusa::draft::medusa::heads::Heads;
+use medusa::draft::heads::Heads;
 use medusa::engine::cuda::engine::CudaEngine;
 use medusa::engine::sample::Sampling;
 use medusa::model::llama::Llama;

@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
+use medusa::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
 use medusa::model::block_spec::QueryKeyNorm;
 use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;

@@ -1,15 +1,15 @@
 //! Errors of calibration.
 
 use crate::data::cache::CacheError;
-use crate::draft::medusa::heads::HeadsMismatch;
+use crate::draft::trained::BackboneMismatch;
 use crate::torch::TorchPanic;
 
 /// Why heads cannot be calibrated.
 #[derive(Debug, thiserror::Error)]
 pub enum CalibrationError {
-    /// Heads and backbone do not fit.
+    /// Drafter and backbone do not fit.
     #[error(transparent)]
-    Heads(#[from] HeadsMismatch),
+    Backbone(#[from] BackboneMismatch),
     /// More guesses than tokens, or none.
     #[error("top-k is {top_k}; expected 1 to {vocab_size}, the tokens that the heads can guess")]
     BadTopK { top_k: usize, vocab_size: usize },

@@ -1,4 +1,4 @@
-//! Measures the top-k accuracy of each head, which the tree search needs (paper section 2.3.3).
+//! Measures the top-k accuracy of each level of a drafter's guesses, which the tree search needs (paper section 2.3.3).
 
 use sha2::{Digest, Sha256};
 use tch::{Kind, Tensor};
@@ -6,14 +6,13 @@ use tch::{Kind, Tensor};
 use crate::data::IGNORE;
 use crate::data::rows::TokenRow;
 use crate::data::store::RowStore;
-use crate::draft::medusa::fused_loss::ranks;
-use crate::draft::medusa::heads::{HeadInput, Heads};
+use crate::draft::loss::fused::ranks;
+use crate::draft::trained::{KnownText, TrainedDrafter};
 use crate::files;
 use crate::formats::calibration::DynamicRanks;
 use crate::formats::calibration_share::RanksOfRow;
 use crate::formats::share::Share;
 use crate::model::llama::Llama;
-use crate::model::lora::Adapters;
 use crate::torch::{guard, wide};
 use crate::tree::rank_counts::{OUTSIDE, RankCounts, RankedPosition};
 
@@ -23,7 +22,7 @@ mod error;
 use dynamic::{DynamicCounts, StepStart};
 pub use error::CalibrationError;
 
-/// Limits the memory of one head's logits: positions are processed in chunks below this size.
+/// Limits the memory of one level's logits: positions are processed in chunks below this size.
 const MAX_LOGITS_BYTES: i64 = 64 << 20;
 
 /// The counts of a share of the rows.
@@ -63,35 +62,35 @@ impl CountedRows {
     }
 }
 
-/// Runs the heads over the share's `rows` and counts which of their `top_k` guesses is the target. Head h (0-based) at position t
-/// predicts token t + h + 2, if that token's label is not [`IGNORE`]. Also ranks the targets among the candidates of trees that are chosen at
+/// Runs a drafter over the share's `rows` and counts which of its `top_k` guesses is the target. Level l (0-based) at position t
+/// predicts token t + l + 2, if that token's label is not [`IGNORE`]. Also ranks the targets among the candidates of trees that are chosen at
 /// each step: within a limit of positions, of the same rows whatever the shares. `on_row` receives the number of finished rows of the share.
 ///
 /// # Errors
-/// [`CalibrationError`], with the fault of the heads or the rows.
+/// [`CalibrationError`], with the fault of the drafter or the rows.
 pub fn calibrate(
     backbone: &Llama,
-    heads: &Heads,
+    drafter: &dyn TrainedDrafter,
     rows: &RowStore,
     top_k: usize,
     share: Share,
     mut on_row: impl FnMut(usize),
 ) -> Result<CountedRows, CalibrationError> {
-    check(backbone, heads, rows, top_k)?;
-    let mut counts = RankCounts::new(heads.num_heads(), top_k);
-    let mut dynamic = DynamicCounts::new(backbone, heads);
+    check(backbone, drafter, rows, top_k)?;
+    let mut counts = RankCounts::new(drafter.reads().levels, top_k);
+    let mut dynamic = DynamicCounts::new(drafter);
     let (mut all, mut row_ends) = (Sha256::new(), vec![]);
     for (at, row) in rows.iter().enumerate() {
         let row = row?;
         hash_row(&mut all, &row);
         if !share.has(at) {
-            pass_row(&row, heads, (&mut counts, &mut dynamic));
+            pass_row(&row, drafter.reads().levels, (&mut counts, &mut dynamic));
             continue;
         }
         check_tokens(at + 1, &row, backbone.config.vocab_size)?;
         let counted =
-            guard("calibrating", || tch::no_grad(|| count_row(backbone, heads, &row, (&mut counts, &mut dynamic))))?;
-        counted.map_err(|NotFinite { head }| CalibrationError::NotFinite { row: at + 1, head: head + 1 })?;
+            guard("calibrating", || tch::no_grad(|| count_row(backbone, drafter, &row, (&mut counts, &mut dynamic))))?;
+        counted.map_err(|NotFinite { level }| CalibrationError::NotFinite { row: at + 1, head: level + 1 })?;
         row_ends.push(RowEnd { row: at, runs: counts.runs().len(), dynamic: dynamic.runs().len() });
         on_row(row_ends.len());
     }
@@ -104,17 +103,22 @@ fn hash_row(all: &mut Sha256, row: &TokenRow) {
 }
 
 /// A row of another share only takes its part of the positions whose ranks are kept.
-fn pass_row(row: &TokenRow, heads: &Heads, (counts, dynamic): (&mut RankCounts, &mut DynamicCounts)) {
-    for run in asked_of(row, heads.num_heads()).split(|asked| !asked.is_step) {
+fn pass_row(row: &TokenRow, levels: usize, (counts, dynamic): (&mut RankCounts, &mut DynamicCounts)) {
+    for run in asked_of(row, levels).split(|asked| !asked.is_step) {
         counts.pass_run(run.len());
         dynamic.pass(run.len());
     }
 }
 
-fn check(backbone: &Llama, heads: &Heads, rows: &RowStore, top_k: usize) -> Result<(), CalibrationError> {
+fn check(
+    backbone: &Llama,
+    drafter: &dyn TrainedDrafter,
+    rows: &RowStore,
+    top_k: usize,
+) -> Result<(), CalibrationError> {
     let config = &backbone.config;
-    heads.check_backbone(config)?;
-    let (vocab_size, context) = (heads.draft_vocab_size(), config.max_position_embeddings);
+    drafter.check_backbone(config)?;
+    let (vocab_size, context) = (drafter.guessable(), config.max_position_embeddings);
     if top_k == 0 || top_k > vocab_size {
         return Err(CalibrationError::BadTopK { top_k, vocab_size });
     }
@@ -137,118 +141,85 @@ struct AskedPosition {
     position: usize,
     /// Whether the next token, a step's root, has a label, so that a decoding step could start here.
     is_step: bool,
-    /// One per head.
+    /// One per level.
     targets: Vec<Option<i64>>,
 }
 
-/// Each head's target at each position, without positions that have none.
-fn asked_of(row: &TokenRow, num_heads: usize) -> Vec<AskedPosition> {
+/// Each level's target at each position, without positions that have none.
+fn asked_of(row: &TokenRow, levels: usize) -> Vec<AskedPosition> {
     let target = |at: usize| row.labels.get(at).filter(|&&label| label != IGNORE).map(|&label| i64::from(label));
     let asked = (0..row.input_ids.len()).map(|position| AskedPosition {
         position,
         is_step: target(position + 1).is_some(),
-        targets: (0..num_heads).map(|head| target(position + head + 2)).collect(),
+        targets: (0..levels).map(|level| target(position + level + 2)).collect(),
     });
     asked.filter(|asked| asked.is_step || asked.targets.iter().any(Option::is_some)).collect()
 }
 
-/// The logits of a head (0-based) contain NaN or infinity.
+/// The logits of a level (0-based) contain NaN or infinity.
 struct NotFinite {
-    head: usize,
+    level: usize,
 }
 
 fn count_row(
     backbone: &Llama,
-    heads: &Heads,
+    drafter: &dyn TrainedDrafter,
     row: &TokenRow,
     (counts, dynamic): (&mut RankCounts, &mut DynamicCounts),
 ) -> Result<(), NotFinite> {
     counts.add_tokens(row.input_ids.len());
-    let asked = asked_of(row, heads.num_heads());
+    let asked = asked_of(row, drafter.reads().levels);
     if asked.is_empty() {
         return Ok(());
     }
-    let row = HiddenRow::new(backbone, heads, &row.input_ids);
+    let ids: Vec<i64> = row.input_ids.iter().map(|&id| i64::from(id)).collect();
+    let text = drafter.known_text(backbone, &ids);
     let chunk = (MAX_LOGITS_BYTES / (4 * backbone.config.vocab_size)).max(1) as usize;
-    let positions = asked.chunks(chunk).map(|asked| row.ranks(asked, counts.top_k())).collect::<Result<Vec<_>, _>>()?;
+    let ranks = |asked: &[AskedPosition]| ranks_at(drafter, &*text, asked, counts.top_k());
+    let positions = asked.chunks(chunk).map(ranks).collect::<Result<Vec<_>, _>>()?;
     counts.add_text(positions.concat());
     for run in asked.split(|asked| !asked.is_step) {
-        dynamic.add(&run.iter().map(|asked| row.start(asked)).collect::<Vec<_>>());
+        dynamic.add(&*text, &run.iter().map(|asked| start(asked, &ids)).collect::<Vec<_>>());
     }
     Ok(())
 }
 
-/// A row, and what the heads read at its positions.
-struct HiddenRow<'a> {
-    backbone: &'a Llama,
-    heads: &'a Heads,
-    ids: Vec<i64>,
-    hidden_th: Tensor,
-}
-
-impl<'a> HiddenRow<'a> {
-    fn new(backbone: &'a Llama, heads: &'a Heads, input_ids: &[i32]) -> Self {
-        let ids: Vec<i64> = input_ids.iter().map(|&id| i64::from(id)).collect();
-        let tokens_bt = Tensor::from_slice(&ids).unsqueeze(0).to_device(backbone.stages().first());
-        let mask = backbone.causal_rows(ids.len() as i64);
-        let hidden_1th = backbone.hidden_states(&tokens_bt, &mask, Adapters::Off);
-        let hidden_th = heads.states_of_rows(&hidden_1th, &[vec![ids.len()]]).squeeze_dim(0);
-        Self { backbone, heads, ids, hidden_th }
-    }
-
-    /// The ranks of every head's targets among its first `top_k` guesses at the asked positions.
-    fn ranks(&self, asked: &[AskedPosition], top_k: usize) -> Result<Vec<RankedPosition>, NotFinite> {
-        let at: Vec<i64> = asked.iter().map(|asked| asked.position as i64).collect();
-        let hidden_nh = self.hidden_th.index_select(0, &Tensor::from_slice(&at).to_device(self.backbone.device()));
-        let of_head = |head: usize| self.ranks_of_head(head, &hidden_nh, asked, top_k);
-        let by_head = (0..self.heads.num_heads()).map(of_head).collect::<Result<Vec<_>, _>>()?;
-        let position = |(row, asked): (usize, &AskedPosition)| RankedPosition {
-            is_step: asked.is_step,
-            ranks: by_head.iter().zip(&asked.targets).map(|(ranks, target)| target.map(|_| ranks[row])).collect(),
-        };
-        Ok(asked.iter().enumerate().map(position).collect())
-    }
-
-    fn ranks_of_head(
-        &self,
-        head: usize,
-        hidden_nh: &Tensor,
-        asked: &[AskedPosition],
-        top_k: usize,
-    ) -> Result<Vec<usize>, NotFinite> {
-        let Self { backbone, heads, ids, .. } = self;
-        let previous_nj = previous_tokens(ids, asked, heads.architecture().previous_tokens(head), backbone);
-        let input = HeadInput { hidden_nh, previous_nj: previous_nj.as_ref() };
-        let target = |asked: &AskedPosition| asked.targets[head].map_or(Some(0), |token| output_of(heads, token));
+/// The ranks of every level's targets among its first `top_k` guesses at the asked positions.
+fn ranks_at(
+    drafter: &dyn TrainedDrafter,
+    text: &dyn KnownText,
+    asked: &[AskedPosition],
+    top_k: usize,
+) -> Result<Vec<RankedPosition>, NotFinite> {
+    let positions: Vec<i64> = asked.iter().map(|asked| asked.position as i64).collect();
+    let of_level = |level: usize| {
+        let target = |asked: &AskedPosition| asked.targets[level].map_or(Some(0), |token| output_of(drafter, token));
         let targets: Vec<Option<i64>> = asked.iter().map(target).collect();
-        ranks_of(&heads.logits(head, &input, backbone), &targets, top_k).ok_or(NotFinite { head })
+        ranks_of(&text.logits(level, &positions), &targets, top_k).ok_or(NotFinite { level })
+    };
+    let by_level = (0..drafter.reads().levels).map(of_level).collect::<Result<Vec<_>, _>>()?;
+    let position = |(row, asked): (usize, &AskedPosition)| RankedPosition {
+        is_step: asked.is_step,
+        ranks: by_level.iter().zip(&asked.targets).map(|(ranks, target)| target.map(|_| ranks[row])).collect(),
+    };
+    Ok(asked.iter().enumerate().map(position).collect())
+}
+
+/// The step that would start at an asked position.
+fn start(asked: &AskedPosition, ids: &[i64]) -> StepStart {
+    StepStart {
+        position: asked.position as i64,
+        root: ids[asked.position + 1],
+        right: asked.targets.iter().map_while(|target| *target).collect(),
     }
-
-    /// The step that would start at an asked position.
-    fn start(&self, asked: &AskedPosition) -> StepStart {
-        StepStart {
-            state_1h: self.hidden_th.narrow(0, asked.position as i64, 1),
-            root: self.ids[asked.position + 1],
-            right: asked.targets.iter().map_while(|target| *target).collect(),
-        }
-    }
 }
 
-/// The `count` tokens after each position, `[N, count]`; `None` if a head reads none. Those behind the end are 0: nothing is predicted from
-/// them.
-fn previous_tokens(ids: &[i64], asked: &[AskedPosition], count: usize, backbone: &Llama) -> Option<Tensor> {
-    let at = |position: usize| ids.get(position).copied().unwrap_or(0);
-    let after = |asked: &AskedPosition| (1..=count).map(|j| at(asked.position + j)).collect::<Vec<_>>();
-    let tokens: Vec<i64> = asked.iter().flat_map(after).collect();
-    (count > 0).then(|| Tensor::from_slice(&tokens).view([-1, count as i64]).to_device(backbone.device()))
+/// The output whose logit is that of a token; `None` outside of a truncated vocabulary.
+fn output_of(drafter: &dyn TrainedDrafter, token: i64) -> Option<i64> {
+    drafter.token_map().map_or(Some(token), |map| map.output_of(token))
 }
 
-/// The output of a head whose logit is that of a token; `None` outside of a truncated vocabulary.
-fn output_of(heads: &Heads, token: i64) -> Option<i64> {
-    heads.token_map().map_or(Some(token), |map| map.output_of(token))
-}
-
-/// The rank of each target among the logits of its row, [`OUTSIDE`] of a target that the head cannot guess; `None` if a logit is NaN or
+/// The rank of each target among the logits of its row, [`OUTSIDE`] of a target that the drafter cannot guess; `None` if a logit is NaN or
 /// infinite.
 fn ranks_of(logits_nv: &Tensor, targets: &[Option<i64>], top_k: usize) -> Option<Vec<usize>> {
     // max keeps NaN.
@@ -276,8 +247,8 @@ mod tests {
     use crate::decode::own_answers::own_answer;
     use crate::decode::request::Request;
     use crate::decode::step::Drafting;
-    use crate::draft::heads_drafter::HeadsDrafter;
-    use crate::draft::medusa::heads::{HeadsArchitecture, HeadsShape};
+    use crate::draft::heads::drafter::HeadsDrafter;
+    use crate::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
     use crate::engine::fastest::fastest;
     use crate::formats::tree::DynamicTree;
     use crate::model::config::LlamaConfig;

@@ -13,7 +13,7 @@ use super::UsageError;
 use super::numbers::above_zero;
 use crate::draft::Drafter;
 use crate::draft::by_load::LoadDrafter;
-use crate::draft::heads_drafter::HeadsDrafter;
+use crate::draft::heads::drafter::HeadsDrafter;
 use crate::draft::joined::JoinedDrafter;
 use crate::draft::levels::LevelDrafter;
 use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};

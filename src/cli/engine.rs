@@ -19,7 +19,7 @@ use crate::decode::DecodeLoop;
 use crate::decode::device::DeviceLoop;
 use crate::decode::host_loop::HostLoop;
 use crate::decode::request::Request;
-use crate::draft::medusa::heads::import::folder_of;
+use crate::draft::heads::import::folder_of;
 use crate::engine::Engine;
 use crate::engine::cpu::CpuEngine;
 use crate::engine::cuda::error::CudaError;

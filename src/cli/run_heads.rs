@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use super::downloads::HubArgument;
 use super::{CommonFlags, UsageError};
-use crate::draft::medusa::heads::HEADS_FILE;
-use crate::draft::medusa::heads::import::HeadsFile;
+use crate::draft::heads::HEADS_FILE;
+use crate::draft::heads::import::HeadsFile;
 use crate::formats::calibration::Calibration;
 use crate::formats::run_folder::{BEST, FINAL, is_run, step_of};
 use crate::hub::Wanted;

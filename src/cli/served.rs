@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use super::backbone::backbone_config;
 use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice, TemplateError};
-use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::draft::heads::import::{HeadsFile, folder_of};
 use crate::dtype::Dtype;
 use crate::formats::heads_config::{CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE, PublishedHeadsConfig};
 use crate::model::config::LlamaConfig;

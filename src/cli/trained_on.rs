@@ -9,7 +9,7 @@ use crate::data::chat_template::ChatTemplate;
 use crate::data::prompts::{self, Prompt};
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
-use crate::draft::medusa::heads::import::folder_of;
+use crate::draft::heads::import::folder_of;
 use crate::formats::FormatError;
 use crate::formats::trained_prompts::{MeasuredPrompts, TrainedPrompts};
 

@@ -125,6 +125,11 @@ impl CapturedSet {
         &self.files
     }
 
+    /// How many layers each file has.
+    pub fn layers(&self) -> usize {
+        self.files.first().map_or(0, |file| file.layers)
+    }
+
     /// Files that are not right and were left out, by kind; `rows` are files.
     pub fn left_out(&self) -> &BTreeMap<&'static str, BadRows> {
         &self.left_out

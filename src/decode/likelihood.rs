@@ -1,7 +1,7 @@
 //! The backbone's log-probabilities of a text: of the whole, which measures what typical and nucleus acceptance cost in quality, and of each
 //! token.
 
-// N tokens, H hidden size, V vocabulary
+// N tokens, W a token's states, V vocabulary
 use tch::{Kind, Tensor};
 
 use super::error::{DecodeError, check_prompt};
@@ -95,13 +95,13 @@ fn read(engine: &dyn Engine, prompt: &[i64], text: &[i64], take: &mut dyn FnMut(
     let mut cache = KvCache::of_one_row(&engine.backbone().config, kind, device);
     let seen = &all[..all.len() - 1]; // the last token predicts nothing that is asked for
     let mut end = 0;
-    let _ = prefill(CHUNK, engine, (&mut cache, 0), seen, &mut |piece, hidden_nh| {
+    let _ = prefill(CHUNK, engine, (&mut cache, 0), seen, &mut |piece, states_nw| {
         let begin = end;
         end += piece.len();
         let first = (prompt.len() - 1).saturating_sub(begin); // the first one whose next token is asked for
         if first < piece.len() {
-            let hidden_nh = hidden_nh.narrow(0, first as i64, (piece.len() - first) as i64);
-            take(&engine.logits(&hidden_nh), &all[begin + first + 1..=end]);
+            let states_nw = states_nw.narrow(0, first as i64, (piece.len() - first) as i64);
+            take(&engine.logits(&states_nw), &all[begin + first + 1..=end]);
         }
     });
 }
@@ -146,8 +146,8 @@ mod tests {
             .map(|at| {
                 let engine = TchEngine::new(&backbone);
                 let cache = &mut KvCache::of_one_row(&backbone.config, Kind::Float, Device::Cpu);
-                let hidden_1h = prefill(512, &engine, (cache, 0), &[&prompt[..], &text[..at]].concat(), &mut |_, _| {});
-                let log_p_1v = engine.logits(&hidden_1h).log_softmax(-1, Kind::Float);
+                let state_1w = prefill(512, &engine, (cache, 0), &[&prompt[..], &text[..at]].concat(), &mut |_, _| {});
+                let log_p_1v = engine.logits(&state_1w).log_softmax(-1, Kind::Float);
                 log_p_1v.double_value(&[0, text[at]])
             })
             .sum();

@@ -1,6 +1,6 @@
 //! The state of a text between two steps: its tokens, its sampler, and the root of the next step. Runs no engine and no drafter.
 
-// H hidden size
+// W a token's states (see [`crate::model::taps`])
 use tch::Tensor;
 
 use super::error::DecodeError;
@@ -22,7 +22,7 @@ pub(super) struct SequenceStep {
     /// The token after them.
     pub(super) next: Chosen,
     /// `[1, H]`: what it was chosen from, where a drafter may ask for it.
-    pub(super) hidden_1h: Option<Tensor>,
+    pub(super) state_1w: Option<Tensor>,
     /// Guesses that were verified.
     pub(super) proposed: usize,
     /// The accepted tokens below the root and the one after them, if that is asked for.
@@ -46,8 +46,8 @@ pub struct Sequence {
     stream: Stream,
     /// The last token, which no engine has seen yet; `None` before the prompt is computed.
     root: Option<Chosen>,
-    /// `[1, H]`: the hidden state that the root was chosen from, where a drafter may ask for it.
-    hidden_1h: Option<Tensor>,
+    /// `[1, W]`: the states that the root was chosen from, where a drafter may ask for it.
+    state_1w: Option<Tensor>,
     /// Steps done.
     pub(super) steps: usize,
 }
@@ -63,7 +63,7 @@ impl Sequence {
             logprobs: request.logprobs,
             stream: request.stream,
             root: None,
-            hidden_1h: None,
+            state_1w: None,
             steps: 0,
         }
     }
@@ -116,25 +116,25 @@ impl Sequence {
 
     /// The drafter's view of the text in a row.
     pub(super) fn text_so_far(&self, row: usize, of_loop: Acceptance) -> TextSoFar<'_> {
-        let hidden_1h = self.hidden_1h.as_ref().expect("a drafted text keeps it");
+        let state_1w = self.state_1w.as_ref().expect("a drafted text keeps it");
         let (sampling, may_draw) = (self.sampler.sampling(), self.acceptance(of_loop) == Acceptance::Rejection);
-        TextSoFar { row, ids: self.text.ids(), root: self.root(), hidden_1h, sampling, stream: self.stream, may_draw }
+        TextSoFar { row, ids: self.text.ids(), root: self.root(), state_1w, sampling, stream: self.stream, may_draw }
     }
 
-    /// The token after the prompt, chosen from `hidden_1h` `[1, H]`.
-    pub(super) fn begin(&mut self, root: Chosen, hidden_1h: Tensor, scored: Vec<ScoredToken>) {
+    /// The token after the prompt, chosen from `state_1w` `[1, H]`.
+    pub(super) fn begin(&mut self, root: Chosen, state_1w: Tensor, scored: Vec<ScoredToken>) {
         self.text.begin(root.id);
         self.text.score(scored);
-        (self.root, self.hidden_1h) = (Some(root), Some(hidden_1h));
+        (self.root, self.state_1w) = (Some(root), Some(state_1w));
     }
 
     /// What a step came to.
     pub(super) fn go_on(&mut self, step: SequenceStep) {
-        let SequenceStep { accepted, next, hidden_1h, proposed, scored } = step;
+        let SequenceStep { accepted, next, state_1w, proposed, scored } = step;
         self.penalty.see(&accepted);
         self.steps += 1;
         self.text.go_on(&accepted[1..], next.id, proposed);
         self.text.score(scored);
-        (self.root, self.hidden_1h) = (Some(next), hidden_1h);
+        (self.root, self.state_1w) = (Some(next), state_1w);
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! A node behind the context's end or `max_new_tokens` is computed with the others and never becomes text.
 
-// N new tokens, H hidden, V vocabulary
+// N new tokens, W a token's states (see [`crate::model::taps`]), V vocabulary
 use std::rc::Rc;
 
 use tch::Tensor;
@@ -175,7 +175,7 @@ impl<'a> Stepper<'a> {
 
     fn plain_step(&mut self, sequences: &mut [Sequence], rows: &[usize], drafting: Drafting) {
         // A drafter that rests now may guess from them at the next step.
-        let keeps_hidden = drafting == Drafting::On && self.drafter.is_some();
+        let keeps_state = drafting == Drafting::On && self.drafter.is_some();
         let mut stepping = at_rows(sequences, rows);
         let roots_b = match &stepping[..] {
             [one] => one.root().on_device(self.engine.backbone().device()),
@@ -184,13 +184,13 @@ impl<'a> Stepper<'a> {
                 upload(&roots, self.engine.backbone().device())
             }
         };
-        let hidden_bh = self.engine.extend_each(&mut self.cache, &roots_b, rows, &self.one);
-        let logits_bv = self.engine.logits(&hidden_bh);
+        let states_bw = self.engine.extend_each(&mut self.cache, &roots_b, rows, &self.one);
+        let logits_bv = self.engine.logits(&states_bw);
         let next = next_roots(&logits_bv, &mut stepping);
         let of_text = |((sequence, next), at): ((&&mut Sequence, Chosen), i64)| {
             let scored = sequence.scored(&[next.id], || logits_bv.narrow(0, at, 1));
-            let hidden_1h = keeps_hidden.then(|| hidden_bh.narrow(0, at, 1));
-            SequenceStep { accepted: vec![sequence.root().id], next, hidden_1h, proposed: 0, scored }
+            let state_1w = keeps_state.then(|| states_bw.narrow(0, at, 1));
+            SequenceStep { accepted: vec![sequence.root().id], next, state_1w, proposed: 0, scored }
         };
         let steps: Vec<SequenceStep> = stepping.iter().zip(next).zip(0..).map(of_text).collect();
         // Only now: a step that runs out of memory before can be repeated.
@@ -204,21 +204,21 @@ impl<'a> Stepper<'a> {
         let (drafter, of_loop) = self.drafter.as_mut().expect("asked before");
         let texts: Vec<TextSoFar> = rows.iter().map(|&row| sequences[row].text_so_far(row, *of_loop)).collect();
         let proposals = drafter.propose(&texts);
-        let hidden_nh = self.extend(&proposals, rows);
-        let logits_nv = self.engine.logits(&read_of(&hidden_nh, &proposals));
+        let states_nw = self.extend(&proposals, rows);
+        let logits_nv = self.engine.logits(&read_of(&states_nw, &proposals));
         let mut stepping = at_rows(sequences, rows);
         let samplers: Vec<Sampler> = stepping.iter().map(|sequence| sequence.sampler.clone()).collect();
         let verdicts = verify_all(self.acceptance(), &proposals, &logits_nv, &mut stepping);
-        let (mut nodes, mut read) = (Slices::of(&hidden_nh), Slices::of(&logits_nv));
+        let (mut nodes, mut read) = (Slices::of(&states_nw), Slices::of(&logits_nv));
         let all = proposals.iter().zip(verdicts).zip(stepping).zip(samplers).zip(rows);
         for ((((proposal, verdict), sequence), sampler), &row) in all {
-            let hidden_nh = nodes.next(proposal.tree.nodes.len());
+            let states_nw = nodes.next(proposal.tree.nodes.len());
             let logits_nv = read.next(proposal.tree.read().count() as i64);
             if verdict.next.id == NO_TOKEN {
                 sequence.sampler = sampler;
                 self.step_alone(row, sequence, proposal.guesses());
             } else {
-                self.settle(row, sequence, (proposal, verdict), [&hidden_nh, &logits_nv]);
+                self.settle(row, sequence, (proposal, verdict), [&states_nw, &logits_nv]);
             }
         }
     }
@@ -227,8 +227,8 @@ impl<'a> Stepper<'a> {
     fn extend(&mut self, proposals: &[Proposal], rows: &[usize]) -> Tensor {
         let tokens_n = tokens_of(proposals);
         if proposals.iter().all(|proposal| proposal.tree.nodes.len() == 1) {
-            let hidden_bh = self.engine.extend_each(&mut self.cache, &tokens_n, rows, &self.one);
-            return hidden_bh.narrow(0, 0, rows.len() as i64); // spare rows may follow
+            let states_bw = self.engine.extend_each(&mut self.cache, &tokens_n, rows, &self.one);
+            return states_bw.narrow(0, 0, rows.len() as i64); // spare rows may follow
         }
         let batch: Vec<RowTokens> =
             proposals.iter().zip(rows).map(|(proposal, &row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();
@@ -240,26 +240,26 @@ impl<'a> Stepper<'a> {
         self.drafter.as_ref().expect("asked before").1
     }
 
-    /// Commits the accepted path of a row's proposal, given its nodes' hidden states and logits.
+    /// Commits the accepted path of a row's proposal, given its nodes' states and logits.
     fn settle(
         &mut self,
         row: usize,
         sequence: &mut Sequence,
         (proposal, verdict): (&Proposal, Verdict),
-        [hidden_nh, logits_nv]: [&Tensor; 2],
+        [states_nw, logits_nv]: [&Tensor; 2],
     ) {
         let (drafter, _) = self.drafter.as_mut().expect("asked before");
         let Verdict { path, accepted, next } = verdict;
         let scored = sequence.scored(&[&accepted[1..], &[next.id]].concat(), || rows_of(logits_nv, &path));
         self.cache.commit_path(row, &path);
         if drafter.follows() {
-            let committed = CommittedTokens { ids: &accepted, hidden_nh: rows_of(hidden_nh, &path) };
+            let committed = CommittedTokens { ids: &accepted, states_nw: rows_of(states_nw, &path) };
             drafter.verified(row, &VerifiedTree { proposal, logits_nv, path: &path, accepted: committed });
             self.seen[row] += path.len();
         }
         let last = path.last().map_or(0, |&node| node as i64);
-        let hidden_1h = Some(hidden_nh.narrow(0, last, 1));
-        sequence.go_on(SequenceStep { accepted, next, hidden_1h, proposed: proposal.guesses(), scored });
+        let state_1w = Some(states_nw.narrow(0, last, 1));
+        sequence.go_on(SequenceStep { accepted, next, state_1w, proposed: proposal.guesses(), scored });
     }
 
     /// One step of a sequence without its `refused` guesses. A guess with NaN among its keys or values spoils its whole tree, and may be one that plain
@@ -267,26 +267,26 @@ impl<'a> Stepper<'a> {
     fn step_alone(&mut self, row: usize, sequence: &mut Sequence, refused: usize) {
         let (drafter, of_loop) = self.drafter.as_mut().expect("asked before");
         let root_1 = sequence.root().on_device(self.engine.backbone().device());
-        let hidden_nh = self.engine.extend(&mut self.cache, &root_1, &[RowTokens { row, nodes: &self.one }]);
-        let hidden_1h = hidden_nh.narrow(0, 0, 1);
-        let logits_1v = self.engine.logits(&hidden_1h);
+        let states_nw = self.engine.extend(&mut self.cache, &root_1, &[RowTokens { row, nodes: &self.one }]);
+        let state_1w = states_nw.narrow(0, 0, 1);
+        let logits_1v = self.engine.logits(&state_1w);
         self.cache.commit(row, 1);
         if drafter.follows() {
-            let tokens = CommittedTokens { ids: &[sequence.root().id], hidden_nh: hidden_1h.shallow_clone() };
+            let tokens = CommittedTokens { ids: &[sequence.root().id], states_nw: state_1w.shallow_clone() };
             drafter.committed(row, &tokens);
             self.seen[row] += 1;
         }
         let next = first_root(*of_loop, &logits_1v, sequence);
         let scored = sequence.scored(&[next.id], || logits_1v);
         let accepted = vec![sequence.root().id];
-        sequence.go_on(SequenceStep { accepted, next, hidden_1h: Some(hidden_1h), proposed: refused, scored });
+        sequence.go_on(SequenceStep { accepted, next, state_1w: Some(state_1w), proposed: refused, scored });
     }
 }
 
-/// Of hidden states `[N, H]` of all proposals, those whose logits are needed; without windows, all.
-fn read_of(hidden_nh: &Tensor, proposals: &[Proposal]) -> Tensor {
+/// Of states `[N, W]` of all proposals, those whose logits are needed; without windows, all.
+fn read_of(states_nw: &Tensor, proposals: &[Proposal]) -> Tensor {
     if proposals.iter().all(|proposal| proposal.tree.window.is_none()) {
-        return hidden_nh.shallow_clone();
+        return states_nw.shallow_clone();
     }
     let mut end = 0;
     let read = proposals.iter().flat_map(|proposal| {
@@ -294,7 +294,7 @@ fn read_of(hidden_nh: &Tensor, proposals: &[Proposal]) -> Tensor {
         end += proposal.tree.nodes.len();
         proposal.tree.read().map(move |node| first + node)
     });
-    hidden_nh.index_select(0, &upload(&read.collect::<Vec<i64>>(), hidden_nh.device()))
+    states_nw.index_select(0, &upload(&read.collect::<Vec<i64>>(), states_nw.device()))
 }
 
 /// Hands out the rows of a tensor, from the first one on.
@@ -316,9 +316,9 @@ impl<'t> Slices<'t> {
 }
 
 /// The rows `nodes` of `[N, H]`.
-fn rows_of(hidden_nh: &Tensor, nodes: &[usize]) -> Tensor {
+fn rows_of(states_nw: &Tensor, nodes: &[usize]) -> Tensor {
     let nodes: Vec<i64> = nodes.iter().map(|&node| node as i64).collect();
-    hidden_nh.index_select(0, &upload(&nodes, hidden_nh.device()))
+    states_nw.index_select(0, &upload(&nodes, states_nw.device()))
 }
 
 /// `[N]`: the tokens of all proposals, one after the other.

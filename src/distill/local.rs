@@ -120,8 +120,8 @@ mod tests {
     use crate::decode::request::FinishReason;
     use crate::distill::render::Rendered;
     use crate::draft::Drafter;
+    use crate::draft::heads::{Heads, HeadsShape};
     use crate::draft::medusa::drafter::MedusaDrafter;
-    use crate::draft::medusa::heads::{Heads, HeadsShape};
     use crate::engine::sample::Stream;
     use crate::engine::tch::TchEngine;
     use crate::model::config::LlamaConfig;

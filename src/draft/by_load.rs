@@ -178,7 +178,7 @@ mod tests {
         drafter.push_row();
         assert_eq!(told(), ["a has a row more", "b has a row more", "c has a row more"]);
         let hidden = |tokens: i64| Tensor::zeros([tokens, 32], (Kind::Float, Device::Cpu));
-        drafter.committed(0, &CommittedTokens { ids: &[5, 6], hidden_nh: hidden(2) });
+        drafter.committed(0, &CommittedTokens { ids: &[5, 6], states_nw: hidden(2) });
         assert_eq!(told(), ["a hears [5, 6] in row 0", "b hears [5, 6] in row 0"]);
         let (root, hidden_1h) = (Chosen::on_host(9), hidden(1));
         let sampling = Sampling::of_temperature(NonNegative::ZERO);
@@ -186,7 +186,7 @@ mod tests {
             row: 0,
             ids: &[5, 6, 9],
             root: &root,
-            hidden_1h: &hidden_1h,
+            state_1w: &hidden_1h,
             sampling,
             stream: Stream::default(),
             may_draw: false,
@@ -198,7 +198,7 @@ mod tests {
             assert!(
                 proposals.iter().all(|proposal| Vec::<i64>::try_from(&proposal.tokens_n).unwrap() == [9, 7][..nodes])
             );
-            let accepted = CommittedTokens { ids: &[9], hidden_nh: hidden(1) };
+            let accepted = CommittedTokens { ids: &[9], states_nw: hidden(1) };
             let logits_nv = Tensor::zeros([nodes as i64, 50], (Kind::Float, Device::Cpu));
             let verified = VerifiedTree { proposal: &proposals[0], logits_nv: &logits_nv, path: &[0], accepted };
             drafter.verified(0, &verified);

@@ -221,18 +221,11 @@ mod tests {
         let hidden_1h = Tensor::zeros([1, 1], (Kind::Float, Device::Cpu));
         let root = Chosen::on_host(1);
         let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
-        let text = TextSoFar {
-            row: 0,
-            ids: &[1, 2, 1],
-            root: &root,
-            hidden_1h: &hidden_1h,
-            sampling,
-            stream,
-            may_draw: false,
-        };
+        let text =
+            TextSoFar { row: 0, ids: &[1, 2, 1], root: &root, state_1w: &hidden_1h, sampling, stream, may_draw: false };
         let _ = drafter.propose(&[text]);
         assert_eq!(drafter.guessed[0].len(), 1);
-        drafter.committed(0, &CommittedTokens { ids: &[2, 1, 2], hidden_nh: hidden_1h.shallow_clone() });
+        drafter.committed(0, &CommittedTokens { ids: &[2, 1, 2], states_nw: hidden_1h.shallow_clone() });
         assert!(drafter.guessed[0].is_empty());
     }
 
@@ -250,7 +243,7 @@ mod tests {
             row: 0,
             ids: &[1, 2, 1],
             root: &root,
-            hidden_1h: &hidden_1h,
+            state_1w: &hidden_1h,
             sampling: Sampling::of_temperature(NonNegative::ZERO),
             stream: Stream::default(),
             may_draw: false,

@@ -297,7 +297,7 @@ mod tests {
     use crate::tree::token_tree::LevelNodes;
 
     fn tokens(ids: &[i64]) -> CommittedTokens<'_> {
-        CommittedTokens { ids, hidden_nh: Tensor::zeros([ids.len() as i64, 1], (Kind::Float, Device::Cpu)) }
+        CommittedTokens { ids, states_nw: Tensor::zeros([ids.len() as i64, 1], (Kind::Float, Device::Cpu)) }
     }
 
     #[test]
@@ -312,7 +312,7 @@ mod tests {
             row: 0,
             ids: &[1, 2, 3, 4],
             root: &root,
-            hidden_1h: &hidden_1h,
+            state_1w: &hidden_1h,
             sampling,
             stream,
             may_draw: false,

@@ -1,11 +1,12 @@
 //! Drafters guess tokens for the backbone to verify. A drafter knows neither the engine nor the acceptance rule.
 //!
-//! [`medusa`] and [`hydra`] guess with trained heads, [`model`] with a smaller model. Without training, [`ngram`] looks up the last tokens
+//! [`heads`] are trained; [`medusa`] and [`hydra`] guess with them, [`model`] with a smaller model. What training and calibration know of a
+//! drafter with weights is in [`trained`]. Without training, [`ngram`] looks up the last tokens
 //! in the text so far, [`recycling`] remembers which tokens were probable after which, and [`lookahead`] runs a window of guesses beside
 //! the text. [`joined`] merges the guesses of several drafters, and [`by_load`] chooses one of
 //! them by the number of texts.
 
-// N nodes of a tree, H hidden size
+// N nodes of a tree, W a token's states (see [`crate::model::taps`])
 use std::cell::OnceCell;
 use std::fmt;
 use std::rc::Rc;
@@ -20,16 +21,19 @@ use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
 
 pub mod by_load;
-pub mod heads_drafter;
+pub mod heads;
 pub mod hydra;
 pub mod joined;
 pub mod levels;
 pub mod lookahead;
+pub mod loss;
 pub mod medusa;
 pub mod memory;
 pub mod model;
 pub mod ngram;
 pub mod recycling;
+pub mod token_map;
+pub mod trained;
 pub mod tree_cache;
 
 /// Guesses the next tokens of texts.
@@ -90,8 +94,8 @@ pub trait Drafter: fmt::Debug {
 #[derive(Debug)]
 pub struct CommittedTokens<'s> {
     pub ids: &'s [i64],
-    /// `[N, H]`, after the final norm: the hidden state of each token.
-    pub hidden_nh: Tensor,
+    /// `[N, W]`: the states of each token.
+    pub states_nw: Tensor,
 }
 
 /// A proposal that the backbone has verified.
@@ -115,8 +119,8 @@ pub struct TextSoFar<'s> {
     pub ids: &'s [i64],
     /// The root.
     pub root: &'s Chosen,
-    /// `[1, H]`, after the final norm: the hidden state that the root was chosen from.
-    pub hidden_1h: &'s Tensor,
+    /// `[1, W]`: the states that the root was chosen from.
+    pub state_1w: &'s Tensor,
     /// How the backbone's tokens are chosen.
     pub sampling: Sampling,
     /// Selects the text's random numbers.

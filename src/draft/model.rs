@@ -10,8 +10,8 @@ use tch::Tensor;
 
 pub use self::guessed_text::Guessing;
 use self::guessed_text::{GuessedText, Part};
+use super::heads::guesses::likeliest;
 use super::levels::LevelGuesser;
-use super::medusa::heads::guesses::likeliest;
 use super::{CommittedTokens, Proposal, TextSoFar, VerifiedTree};
 use crate::engine::prefill::{PREFILL_CHUNK, prefill};
 use crate::engine::{Engine, RowTokens};

@@ -103,8 +103,10 @@ impl Drafter for RecyclingDrafter<'_> {
 
     fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
         for (chunk, ids) in tokens.ids.chunks(PROMPT_CHUNK).enumerate() {
-            let hidden_nh = tokens.hidden_nh.narrow(0, (chunk * PROMPT_CHUNK) as i64, ids.len() as i64);
-            self.successors.of(row).learn(ids, &self.backbone.logits(&hidden_nh, Adapters::Off));
+            let states_nw = tokens.states_nw.narrow(0, (chunk * PROMPT_CHUNK) as i64, ids.len() as i64);
+            self.successors
+                .of(row)
+                .learn(ids, &self.backbone.logits(&self.backbone.last_of(&states_nw), Adapters::Off));
         }
     }
 

@@ -2,7 +2,7 @@
 //! Activations are float32. The rows of all sequences go through each product together; what a row computes does not depend on the others,
 //! bit by bit.
 
-// N new tokens, H hidden, F intermediate size, Q query heads, G key/value heads, D head size
+// N new tokens, H hidden, W a token's states, F intermediate size, Q query heads, G key/value heads, D head size
 use tch::{Device, Kind, Tensor};
 
 use super::{Engine, RowTokens};
@@ -157,10 +157,11 @@ impl<'a> CpuEngine<'a> {
         kernel_layers(backbone).map(drop)
     }
 
-    /// Runs the tokens of a pass through all layers. Replaces embeddings by hidden states after the final norm.
-    fn run_pass(&self, cache: &mut CacheBytes, x_nh: &mut [f32], pass: &[PassTokens]) {
+    /// Runs the embeddings of a pass's tokens through all layers; writes the tokens' states, `[N, W]`.
+    fn run_pass(&self, cache: &mut CacheBytes, x_nh: &[f32], pass: &[PassTokens], states_nw: &mut [f32]) {
         let (block, eps) = (self.backbone.block(), self.backbone.block().norms.eps as f32);
         let mut buffers = self.buffers(x_nh.to_vec(), pass);
+        self.write_tap(0, &buffers.x_nh, states_nw);
         for (index, layer) in self.layers.iter().enumerate() {
             buffers.norm_stream(layer.norms.at(NormPlace::AttentionInput), eps);
             layer.qkv.multiply(&buffers.normed_nh, &mut buffers.qkv, self.team);
@@ -176,8 +177,23 @@ impl<'a> CpuEngine<'a> {
             layer.down.multiply(&buffers.gated_nf, &mut buffers.normed_nh, self.team);
             layer.norms.apply(NormPlace::MlpOutput, &mut buffers.normed_nh, eps);
             self.add_to_stream(&mut buffers);
+            self.write_tap(index + 1, &buffers.x_nh, states_nw);
         }
-        rms_norm(&buffers.x_nh, &self.norm_h, eps, x_nh);
+        buffers.norm_stream(Some(&self.norm_h), eps);
+        self.write_states(0, &buffers.normed_nh, states_nw);
+    }
+
+    /// Writes the residual stream behind so many layers to the states, if it is tapped.
+    fn write_tap(&self, layers: usize, x_nh: &[f32], states_nw: &mut [f32]) {
+        let column = self.backbone.taps().column(layers, self.backbone.config.hidden_size);
+        column.into_iter().for_each(|column| self.write_states(column as usize, x_nh, states_nw));
+    }
+
+    /// Writes `[N, H]` to the states from a column on.
+    fn write_states(&self, column: usize, x_nh: &[f32], states_nw: &mut [f32]) {
+        let (h, w) = (self.backbone.config.hidden_size as usize, self.backbone.states_width() as usize);
+        let rows = states_nw.chunks_exact_mut(w).zip(x_nh.chunks_exact(h));
+        rows.for_each(|(state_w, x_h)| state_w[column..column + h].copy_from_slice(x_h));
     }
 
     /// What attention or the MLP gave joins the residual stream.
@@ -278,14 +294,16 @@ impl Engine for CpuEngine<'_> {
     fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
         batch.iter().for_each(|at| cache.reserve_tokens(at.row, at.nodes.len()));
         let tokens: Vec<i64> = Vec::try_from(tokens_n).expect("one axis of int64");
-        let mut x_nh = self.backbone.embed_numbers(&tokens);
-        let (passes, h) = (passes(cache, batch, TOGETHER), self.backbone.config.hidden_size);
-        let mut cache = cache.bytes_mut();
-        for (pass, x_nh) in passes.iter().zip(x_nh.chunks_mut(TOGETHER * h as usize)) {
-            self.run_pass(&mut cache, x_nh, pass);
+        let x_nh = self.backbone.embed_numbers(&tokens);
+        let (h, w) = (self.backbone.config.hidden_size as usize, self.backbone.states_width() as usize);
+        let mut states_nw = vec![0.0; tokens.len() * w];
+        let (passes, mut cache) = (passes(cache, batch, TOGETHER), cache.bytes_mut());
+        let parts = x_nh.chunks(TOGETHER * h).zip(states_nw.chunks_mut(TOGETHER * w));
+        for (pass, (x_nh, states_nw)) in passes.iter().zip(parts) {
+            self.run_pass(&mut cache, x_nh, pass, states_nw);
         }
-        let hidden_nh = Tensor::from_slice(&x_nh).view([-1, h]);
-        if self.number == Number::Float32 { hidden_nh } else { hidden_nh.to_kind(self.backbone.kind()) }
+        let states_nw = Tensor::from_slice(&states_nw).view([-1, w as i64]);
+        if self.number == Number::Float32 { states_nw } else { states_nw.to_kind(self.backbone.kind()) }
     }
 
     fn same_bits_in_any_pass(&self) -> bool {
@@ -293,8 +311,8 @@ impl Engine for CpuEngine<'_> {
     }
 
     /// Computes in float32, like the kernels.
-    fn logits(&self, hidden_nh: &Tensor) -> Tensor {
-        self.backbone.logits(&hidden_nh.to_kind(Kind::Float), Adapters::Off)
+    fn logits(&self, states_nw: &Tensor) -> Tensor {
+        self.backbone.logits(&self.backbone.last_of(states_nw).to_kind(Kind::Float), Adapters::Off)
     }
 }
 
@@ -344,13 +362,14 @@ mod tests {
     use crate::engine::tch::TchEngine;
     use crate::model::config::{Biases, LlamaConfig};
     use crate::model::new_tokens::NewTokens;
+    use crate::model::taps::Taps;
     use crate::torch::Generator;
 
     fn config(sliding_window: Option<i64>) -> LlamaConfig {
         LlamaConfig { sliding_window, ..LlamaConfig::tiny() }
     }
 
-    /// Runs a prompt, then a tree of which one path is kept, then one more token. Returns all hidden states, `[rows, H]`.
+    /// Runs a prompt, then a tree of which one path is kept, then one more token. Returns all states, `[rows, W]`.
     fn decode_a_little(engine: &dyn Engine) -> Tensor {
         let (config, kind) = (engine.backbone().config.clone(), engine.backbone().kind());
         let mut cache = KvCache::of_one_row(&config, kind, Device::Cpu);
@@ -380,7 +399,11 @@ mod tests {
                 // 1 + weight of these norms is 2: so much larger are the numbers.
                 let doubled = long.family.norm_kind == NormKind::RmsPlusOne;
                 let tolerance = if doubled { 2.0 * tolerance } else { tolerance };
-                let llama = || Llama::random(long.clone(), kind, Device::Cpu, 5);
+                let llama = || {
+                    let mut llama = Llama::random(long.clone(), kind, Device::Cpu, 5);
+                    llama.set_taps(Taps::new([0, 1]));
+                    llama
+                };
                 let (oracle, ours) = (llama().for_batches(), llama().for_decoding());
                 let oracle = decode_a_little(&TchEngine::new(&oracle)).to_kind(Kind::Double);
                 let ours = decode_a_little(&CpuEngine::new(&ours).expect("kernels"));

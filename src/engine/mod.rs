@@ -3,7 +3,7 @@
 //! [`tch`] runs libtorch on any device and is the oracle of the others; [`cpu`] has its own kernels for matrix products with few
 //! rows; [`cuda`] runs whole decoding steps on the device and therefore does not implement [`Engine`].
 
-// N new tokens of all sequences, H hidden, V vocabulary
+// N new tokens of all sequences, W a token's states (see [`crate::model::taps`]), V vocabulary
 use std::fmt;
 
 use ::tch::Tensor;
@@ -32,11 +32,11 @@ pub trait Engine: fmt::Debug {
     fn backbone(&self) -> &Llama;
 
     /// Runs each sequence's new tokens after its row of the cache; they become the row's pending tokens. `tokens_n` `[N]`, int64,
-    /// holds them sequence after sequence. Returns the hidden states after the final norm, `[N, H]`; padding rows may follow.
+    /// holds them sequence after sequence. Returns the tokens' states, `[N, W]`; padding rows may follow.
     fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor;
 
     /// Runs one new token after each of these rows of the cache, which ascend: `tokens_b` `[B]`; `token` holds the position and mask of
-    /// each. Returns hidden states as [`Engine::extend`] does.
+    /// each. Returns states as [`Engine::extend`] does.
     fn extend_each(&self, cache: &mut KvCache, tokens_b: &Tensor, rows: &[usize], token: &NewTokens) -> Tensor {
         let batch: Vec<RowTokens> = rows.iter().map(|&row| RowTokens { row, nodes: token }).collect();
         self.extend(cache, tokens_b, &batch)
@@ -52,8 +52,8 @@ pub trait Engine: fmt::Debug {
         PromptPass::OfOne
     }
 
-    /// The LM head: hidden states `[N, H]` to logits `[N, V]`.
-    fn logits(&self, hidden_nh: &Tensor) -> Tensor;
+    /// The LM head: states `[N, W]` to logits `[N, V]`.
+    fn logits(&self, states_nw: &Tensor) -> Tensor;
 }
 
 /// What a pass over prompts may hold.

@@ -1,6 +1,6 @@
 //! Runs a prompt in chunks, so that what attention takes of memory is bounded, whatever the prompt's length.
 
-// N tokens of a pass, H hidden size
+// N tokens of a pass, W a token's states
 use tch::Tensor;
 
 use super::{Engine, RowTokens};
@@ -11,8 +11,8 @@ use crate::torch::upload;
 /// Tokens of a prompt that are computed together.
 pub const PREFILL_CHUNK: usize = 512;
 
-/// Runs a prompt, or the rest of one, behind a row of the cache, `chunk` tokens at a time; returns the last token's hidden state,
-/// `[1, H]`. `on_chunk` receives the tokens and hidden states `[N, H]` of each chunk when it is committed.
+/// Runs a prompt, or the rest of one, behind a row of the cache, `chunk` tokens at a time; returns the last token's states,
+/// `[1, W]`. `on_chunk` receives the tokens and states `[N, W]` of each chunk when it is committed.
 pub fn prefill(
     chunk: usize,
     engine: &dyn Engine,
@@ -23,15 +23,15 @@ pub fn prefill(
     let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
     let chain = |n: usize| NewTokens::chain(n as i64, &engine.backbone().config, kind, device);
     let whole = chain(chunk.min(tokens.len())); // one for all whole chunks: they share its mask
-    let mut hidden_1h = None;
+    let mut state_1w = None;
     for piece in tokens.chunks(chunk) {
         let rest = (piece.len() as i64 != whole.len()).then(|| chain(piece.len()));
         let nodes = rest.as_ref().unwrap_or(&whole);
         let tokens_n = upload(piece, device);
-        let hidden_nh = engine.extend(cache, &tokens_n, &[RowTokens { row, nodes }]);
+        let states_nw = engine.extend(cache, &tokens_n, &[RowTokens { row, nodes }]);
         cache.commit(row, nodes.len());
-        hidden_1h = Some(hidden_nh.narrow(0, nodes.len() - 1, 1));
-        on_chunk(piece, hidden_nh.narrow(0, 0, nodes.len()));
+        state_1w = Some(states_nw.narrow(0, nodes.len() - 1, 1));
+        on_chunk(piece, states_nw.narrow(0, 0, nodes.len()));
     }
-    hidden_1h.expect("a prompt has at least one token that is not cached")
+    state_1w.expect("a prompt has at least one token that is not cached")
 }

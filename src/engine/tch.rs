@@ -66,8 +66,8 @@ impl<'a> TchEngine<'a> {
             let tokens_n = tokens_n.narrow(0, end - n, n);
             self.backbone.extend_padded(&tokens_n, &rows_of(pass), cache, FEWEST_ROWS).narrow(0, 0, n)
         };
-        let hidden: Vec<Tensor> = passes_of_few(batch).into_iter().map(run).collect();
-        if let [one] = &hidden[..] { one.shallow_clone() } else { Tensor::cat(&hidden, 0) }
+        let states: Vec<Tensor> = passes_of_few(batch).into_iter().map(run).collect();
+        if let [one] = &states[..] { one.shallow_clone() } else { Tensor::cat(&states, 0) }
     }
 }
 
@@ -110,10 +110,11 @@ impl Engine for TchEngine<'_> {
         self.prompts
     }
 
-    fn logits(&self, hidden_nh: &Tensor) -> Tensor {
+    fn logits(&self, states_nw: &Tensor) -> Tensor {
+        let hidden_nh = self.backbone.last_of(states_nw);
         let logits = |hidden_nh: &Tensor| self.backbone.logits(hidden_nh, Adapters::Off);
         if self.rows != RowsOfPass::Few {
-            return logits(hidden_nh);
+            return logits(&hidden_nh);
         }
         let few = |part_nh: Tensor| logits(&padded(&part_nh, FEWEST_ROWS)).narrow(0, 0, part_nh.size()[0]);
         Tensor::cat(&hidden_nh.split(MOST_ROWS, 0).into_iter().map(few).collect::<Vec<_>>(), 0)

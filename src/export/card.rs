@@ -12,7 +12,7 @@ use super::companions::{CardBench, Companions};
 use super::error::ExportError;
 use super::format::FolderContents;
 use super::trained::Trained;
-use crate::draft::medusa::heads::HeadsArchitecture;
+use crate::draft::heads::HeadsArchitecture;
 use crate::files::write_synced;
 use crate::formats::bench::SweptValue;
 use crate::formats::calibration::{Calibration, HeadAccuracy};

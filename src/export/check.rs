@@ -13,10 +13,10 @@ use super::finite::finite;
 use super::format::FolderContents;
 use super::trained::Trained;
 use super::write;
-use crate::draft::medusa::heads::import::HeadsFile;
-use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
-use crate::draft::medusa::heads::token_map::TOKEN_MAP;
-use crate::draft::medusa::heads::{Heads, HeadsShape};
+use crate::draft::heads::import::HeadsFile;
+use crate::draft::heads::layout::{HeadTensor, VLLM_LM_HEAD};
+use crate::draft::heads::{Heads, HeadsShape};
+use crate::draft::token_map::TOKEN_MAP;
 use crate::files::sha256;
 use crate::model::llama::Llama;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
@@ -270,7 +270,7 @@ mod tests {
         fs::create_dir(path("out")).unwrap();
         write::write(&path("out"), &mut trained).unwrap();
         read_back(&path("out"), &trained).unwrap();
-        let file = path("out").join(crate::draft::medusa::heads::import::MEDUSA_LM_HEAD);
+        let file = path("out").join(crate::draft::heads::import::MEDUSA_LM_HEAD);
         let files = WeightFiles::open_file(&file).unwrap();
         let read = |name: &&str| {
             let tensor = files.mapped(name, &files.shape(name).unwrap()).unwrap();

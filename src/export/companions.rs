@@ -7,7 +7,7 @@ use super::error::ExportError;
 use super::request::ExportRequest;
 use super::trained::{Trained, without_local_path};
 use super::write;
-use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::draft::heads::import::{HeadsFile, folder_of};
 use crate::files::{self, is_file, sha256, write_synced};
 use crate::formats::FormatError;
 use crate::formats::bench::{self, BenchHeadline};

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::data::chat_template::TemplateError;
-use crate::draft::medusa::heads::{HeadsError, HeadsShape};
+use crate::draft::heads::{HeadsError, HeadsShape};
 use crate::dtype::Dtype;
 use crate::files::{FileError, in_words};
 use crate::formats::FormatError;

@@ -6,9 +6,9 @@ use std::sync::LazyLock;
 use clap::builder::PossibleValue;
 use serde_json::{Value, json};
 
-use crate::draft::medusa::heads::HeadsShape;
-use crate::draft::medusa::heads::import::{HYDRA_LM_HEAD_PT, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
-use crate::draft::medusa::heads::layout::HeadsLayout;
+use crate::draft::heads::HeadsShape;
+use crate::draft::heads::import::{HYDRA_LM_HEAD_PT, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
+use crate::draft::heads::layout::HeadsLayout;
 use crate::dtype::Dtype;
 use crate::formats::heads_config::SHARED_W2;
 use crate::model::weights::MODEL_FILE;

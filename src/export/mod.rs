@@ -9,8 +9,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::draft::medusa::heads::HeadsShape;
-use crate::draft::medusa::heads::import::notices::Notice;
+use crate::draft::heads::HeadsShape;
+use crate::draft::heads::import::notices::Notice;
 use crate::dtype::Dtype;
 use crate::files::{ClaimError, NewFolder, checksums, is_taken};
 

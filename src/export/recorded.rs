@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use super::error::ExportError;
 use super::trained::Trained;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
-use crate::draft::medusa::heads::import::folder_of;
+use crate::draft::heads::import::folder_of;
 use crate::files::{self, write_synced};
 use crate::formats::heads_config::{BACKBONE_FINGERPRINT, CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE, PublishedHeadsConfig};
 

@@ -10,9 +10,9 @@ use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::request::{OnTokens, Request};
 use crate::decode::step::Drafting;
-use crate::draft::heads_drafter::HeadsDrafter;
+use crate::draft::heads::Heads;
+use crate::draft::heads::drafter::HeadsDrafter;
 use crate::draft::medusa::drafter::DraftError;
-use crate::draft::medusa::heads::Heads;
 use crate::formats::latency::{Slowdown, StepTime};
 use crate::model::llama::Llama;
 use crate::tree::guess_tree::GuessTree;
@@ -267,7 +267,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::draft::medusa::heads::HeadsShape;
+    use crate::draft::heads::HeadsShape;
     use crate::formats::tree::DynamicTree;
     use crate::model::config::LlamaConfig;
 

@@ -1,6 +1,6 @@
 //! The backbone: a decoder like Llama (Touvron et al. 2023), with what its family has beyond that, and its passes over whole rows and behind caches.
 
-// B rows, T tokens of a row, N new tokens, H hidden, V vocabulary
+// B rows, T tokens of a row, N new tokens, H hidden, W a token's states, V vocabulary
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu;
@@ -20,6 +20,7 @@ use crate::model::norm::norm;
 use crate::model::quantization::{Quantization, QuantizedWeight};
 use crate::model::rope::{Ropes, RotationsByKind};
 use crate::model::stages::{StageBorders, Stages};
+use crate::model::taps::{Tapped, Taps};
 use crate::torch::{bytes, upload};
 
 mod dense;
@@ -44,6 +45,7 @@ pub struct Llama {
     pub(super) quantization: Option<Quantization>,
     pub(super) stages: Stages,
     pub(super) borders: StageBorders,
+    pub(super) taps: Taps,
 }
 
 impl Llama {
@@ -74,30 +76,64 @@ impl Llama {
         }
     }
 
+    /// Sets the hidden states that passes return beside the last one.
+    ///
+    /// # Panics
+    /// If the backbone has fewer layers.
+    pub fn set_taps(&mut self, taps: Taps) {
+        let deepest = taps.layers().last().copied().unwrap_or(0);
+        assert!(deepest <= self.config.num_hidden_layers, "tap {deepest} of {} layers", self.config.num_hidden_layers);
+        self.taps = taps;
+    }
+
+    /// The hidden states that passes return beside the last one.
+    pub fn taps(&self) -> &Taps {
+        &self.taps
+    }
+
+    /// W, the size of a token's states.
+    pub fn states_width(&self) -> i64 {
+        self.taps.width(self.config.hidden_size)
+    }
+
+    /// The hidden states after the final norm, `[…, H]`, of states `[…, W]`.
+    pub fn last_of(&self, states: &Tensor) -> Tensor {
+        if self.taps.is_empty() { states.shallow_clone() } else { states.narrow(-1, 0, self.config.hidden_size) }
+    }
+
     /// The final norm over hidden states of the last decoder layer, `[…, H]` of any dtype, in the backbone's dtype.
     pub fn final_norm(&self, last_layer: &Tensor) -> Tensor {
         norm(&last_layer.to_kind(self.kind), &self.norm_h, self.block.norms)
     }
 
-    /// Whole rows: `tokens_bt` `[B, T]` int64 to hidden states after the final norm, `[B, T, H]`.
+    /// Whole rows: `tokens_bt` `[B, T]` int64 to the tokens' states, `[B, T, W]`.
     ///
     /// # Panics
     /// For a part of a backbone ([`Llama::load_output`]).
     pub fn hidden_states(&self, tokens_bt: &Tensor, rows: &RowMask, adapters: Adapters) -> Tensor {
-        self.final_norm(&self.last_layer_states(tokens_bt, rows, adapters))
-    }
-
-    /// As [`Llama::hidden_states`], before the final norm.
-    ///
-    /// # Panics
-    /// For a part of a backbone ([`Llama::load_output`]).
-    pub fn last_layer_states(&self, tokens_bt: &Tensor, rows: &RowMask, adapters: Adapters) -> Tensor {
         assert_eq!(self.layers.len(), self.config.num_hidden_layers, "a backbone with its decoder layers");
         let rotations = self.rotations(rows);
-        let input = tokens_bt.shallow_clone();
-        (0..=self.layers.len()).fold(input, |x, part| {
-            self.run_part(part, &self.borders.forward(&self.stages, part, x), &rotations, rows, adapters)
+        self.run_layers(tokens_bt, adapters, |layer, x, a| {
+            let (kind, stage) = (self.block.layers.of_layer(layer), self.stages.of_layer(layer));
+            a.over_rows(x, rotations[stage].of(kind), rows.stage(stage).of(kind), adapters)
         })
+    }
+
+    /// Embedding, decoder layers and final norm: tokens `[…]` int64 to their states `[…, W]`. `attend` runs the attention of a layer.
+    fn run_layers(
+        &self,
+        tokens: &Tensor,
+        adapters: Adapters,
+        attend: impl Fn(usize, &Tensor, &Attention) -> Tensor,
+    ) -> Tensor {
+        let (mut x, mut tapped) = (self.embed(tokens), Tapped::new(&self.taps));
+        tapped.take(0, &x);
+        for (index, layer) in self.layers.iter().enumerate() {
+            x = self.borders.forward(&self.stages, index + 1, x);
+            x = layer.forward(&x, &self.block, adapters, |x, attention| attend(index, x, attention));
+            tapped.take(index + 1, &x);
+        }
+        tapped.with_last(self.final_norm(&x))
     }
 
     /// Rows of one text each, for a pass of this backbone: [`RowMask::causal`] on every stage.
@@ -140,7 +176,7 @@ impl Llama {
         self.ropes.iter().enumerate().map(|(stage, ropes)| rows.stage(stage).rotations(ropes)).collect()
     }
 
-    /// New tokens behind row `row` of a cache: `tokens_n` `[N]` int64 to hidden states after the final norm, `[N, H]`. Their keys and
+    /// New tokens behind row `row` of a cache: `tokens_n` `[N]` int64 to their states, `[N, W]`. Their keys and
     /// values become the row's pending tokens; commit those that stay. Adapters take no part: decoding merges them.
     pub fn extend(&self, tokens_n: &Tensor, new: &NewTokens, cache: &mut KvCache, row: usize) -> Tensor {
         self.extend_several(tokens_n, &[(row, new)], cache)
@@ -151,7 +187,7 @@ impl Llama {
         self.extend_padded(tokens_n, rows, cache, 0)
     }
 
-    /// As [`Llama::extend_several`], with products of at least `fewest` rows: returns `[P, H]`, the last rows spare.
+    /// As [`Llama::extend_several`], with products of at least `fewest` rows: returns `[P, W]`, the last rows spare.
     pub fn extend_padded(
         &self,
         tokens_n: &Tensor,
@@ -165,30 +201,24 @@ impl Llama {
         positions.resize(tokens_n.size()[0].unsigned_abs() as usize, 0.0);
         let rotations = self.only_ropes().at(&upload(&positions, self.device()));
         let masks: Vec<Vec<CacheMask>> = rows.iter().map(|(row, new)| new.behind(cache.len(*row))).collect();
-        let mut x_nh = self.embed(&tokens_n);
-        for (i, layer) in self.layers.iter().enumerate() {
-            let kind = self.block.layers.of_layer(i);
+        self.run_layers(&tokens_n, Adapters::Off, |layer, x, a| {
+            let kind = self.block.layers.of_layer(layer);
             let of_layer: Vec<(&CacheMask, &RowCache)> =
-                masks.iter().zip(rows).map(|(masks, (row, _))| (&masks[kind], cache.of_row(i, *row))).collect();
-            let attend = |x: &Tensor, a: &Attention| a.over_cache(x, rotations.of(kind), &of_layer);
-            x_nh = layer.forward(&x_nh, &self.block, Adapters::Off, attend);
-        }
-        norm(&x_nh, &self.norm_h, self.block.norms)
+                masks.iter().zip(rows).map(|(masks, (row, _))| (&masks[kind], cache.of_row(layer, *row))).collect();
+            a.over_cache(x, rotations.of(kind), &of_layer)
+        })
     }
 
-    /// One new token behind each row of the cache: `tokens_b` `[B]` int64 to hidden states after the final norm, `[P, H]`, the first B
+    /// One new token behind each row of the cache: `tokens_b` `[B]` int64 to their states, `[P, W]`, the first B
     /// of them the rows', the others spare. The new tokens are pending. What a row computes does not depend on the other rows (bit by
     /// bit on the CPU, up to 64 rows).
     pub fn extend_rows(&self, tokens_b: &Tensor, cache: &mut KvCache) -> Tensor {
         let step = cache.step();
         let rotations = step.rotations(self.only_ropes());
-        let mut x_ph = self.embed(&step.with_spare_rows(tokens_b));
-        for (i, layer) in self.layers.iter().enumerate() {
-            let kind = self.block.layers.of_layer(i);
-            let attend = |x: &Tensor, a: &Attention| a.over_batch(x, rotations.of(kind), (&step, kind), cache.layer(i));
-            x_ph = layer.forward(&x_ph, &self.block, Adapters::Off, attend);
-        }
-        norm(&x_ph, &self.norm_h, self.block.norms)
+        self.run_layers(&step.with_spare_rows(tokens_b), Adapters::Off, |layer, x, a| {
+            let kind = self.block.layers.of_layer(layer);
+            a.over_batch(x, rotations.of(kind), (&step, kind), cache.layer(layer))
+        })
     }
 
     /// The LM head: `[…, H]` to logits of the next token, `[…, V]`, in the dtype of the hidden states.

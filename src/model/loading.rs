@@ -12,6 +12,7 @@ use crate::model::llama::Llama;
 use crate::model::peft::{self, PeftError};
 use crate::model::quantization::{Quantization, Quantizer};
 use crate::model::stages::{StageBorders, Stages};
+use crate::model::taps::Taps;
 use crate::model::weights::{WeightFiles, WeightsError};
 use crate::torch::Generator;
 
@@ -279,6 +280,7 @@ impl Llama {
             quantization,
             stages,
             borders: StageBorders::default(),
+            taps: Taps::default(),
         })
     }
 

@@ -32,6 +32,7 @@ pub mod quantization;
 pub mod rope;
 pub mod stages;
 pub mod stored_dtype;
+pub mod taps;
 pub mod torch_file;
 mod trained;
 pub mod weights;

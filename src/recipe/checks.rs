@@ -5,7 +5,7 @@ use super::mistakes::Findings;
 use super::stage::Stage;
 use crate::bounds::{BATCH_ROWS, MEDUSA_HEADS, MEDUSA_LAYERS};
 use crate::data::long_rows::LongRows;
-use crate::draft::medusa::heads::HeadsConfig;
+use crate::draft::heads::HeadsConfig;
 use crate::dtype::Dtype;
 use crate::numbers::Fraction;
 use crate::plural::counted;

@@ -8,7 +8,7 @@ use tch::Device;
 use super::Recipe;
 use super::located::LocatedToml;
 use super::mistakes::{Findings, Mistake};
-use crate::draft::medusa::heads::import::HeadsFile;
+use crate::draft::heads::import::HeadsFile;
 use crate::dtype::Dtype;
 use crate::model::config::LlamaConfig;
 use crate::model::stored_dtype::stored_dtype;

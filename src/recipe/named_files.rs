@@ -9,7 +9,7 @@ use super::Recipe;
 use super::mistakes::{Findings, Mistake};
 use crate::data::chat_template::TemplateChoice;
 use crate::data::{captured, source};
-use crate::draft::medusa::heads::{HEADS_FILE, HeadsConfig, import};
+use crate::draft::heads::{HEADS_FILE, HeadsConfig, import};
 use crate::dtype::Dtype;
 use crate::files;
 use crate::model::config::LlamaConfig;

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::ReportError;
 use super::metrics::Metrics;
 use super::recipe_text::RecipeText;
-use crate::draft::medusa::heads::HEADS_FILE;
+use crate::draft::heads::HEADS_FILE;
 use crate::files::{self, FileError, failed};
 use crate::formats::bench::{self, BenchResult};
 use crate::formats::best::BestEvaluation;

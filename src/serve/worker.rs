@@ -202,8 +202,8 @@ mod tests {
             self.engine.extend(cache, tokens_n, batch)
         }
 
-        fn logits(&self, hidden_nh: &Tensor) -> Tensor {
-            self.engine.logits(hidden_nh)
+        fn logits(&self, states_nw: &Tensor) -> Tensor {
+            self.engine.logits(states_nw)
         }
     }
 

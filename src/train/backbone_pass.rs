@@ -2,11 +2,11 @@
 //! trained backbone keeps its activations until the losses have produced the gradient of the hidden states, then runs
 //! backward.
 
-// B rows, T tokens of a row, N = B·T positions, H hidden
+// B rows, T tokens of a row, N = B·T positions, H hidden, W a token's states (see [`crate::model::taps`]), L = 1 + number of taps
 use tch::Tensor;
 
-use crate::draft::medusa::fused_loss::{HeadPass, OutputLayer, distillation_loss, head_loss};
-use crate::draft::medusa::heads::{HeadDropout, Heads, HeadsShape};
+use crate::draft::loss::fused::{OutputLayer, distillation_loss, level_loss};
+use crate::draft::trained::{DrafterBatch, Dropout, LevelTask, Reads, TrainedDrafter};
 use crate::dtype::Dtype;
 use crate::formats::metrics::MetricsSplit;
 use crate::model::attention::RowMask;
@@ -90,9 +90,11 @@ impl<'r> StatesSource<'r> {
 #[derive(Debug)]
 pub struct BackbonePass<'r> {
     backbone: &'r Llama,
-    /// Of the heads, where it is not 0; the seed is that of the pass. `None` at evaluation.
-    dropout: Option<HeadDropout>,
-    /// `[N, H]`, or `[M, H]` of the positions that the cache keeps; the input of the heads and the LM head. Without autograd.
+    /// Of the drafter, where it is not 0; the seed is that of the pass. `None` at evaluation.
+    dropout: Option<Dropout>,
+    /// `[N, W]`, or `[M, W]` of the positions that the cache keeps; the input of the drafter. Without autograd.
+    pub states_nw: Tensor,
+    /// `[N, H]`, the last ones of `states_nw`: the input of the LM head.
     pub hidden_nh: Tensor,
     /// The LM head with the adapters of this pass.
     pub lm_head: OutputLayer<'r>,
@@ -139,24 +141,24 @@ impl<'r> TrainingBackbone<'r> {
         Dtype::of(self.backbone.kind())
     }
 
-    /// Makes batches of these rows for this backbone and `heads`; reads their stored states.
-    pub fn batch_maker(&mut self, heads: &Heads, split: MetricsSplit) -> BatchMaker {
-        let reader = self.reader(heads.shape(), split);
-        BatchMaker::new(&self.plan.loss, heads, self.backbone.stages(), self.plan.trained.is_frozen(), reader)
+    /// Makes batches of these rows for this backbone and `drafter`; reads their stored states.
+    pub fn batch_maker(&mut self, drafter: &dyn TrainedDrafter, split: MetricsSplit) -> BatchMaker {
+        let reader = self.reader(drafter.reads(), split);
+        BatchMaker::new(&self.plan.loss, drafter, self.backbone.stages(), self.plan.trained.is_frozen(), reader)
     }
 
     /// Makes batches of rows that have no stored states.
-    pub fn batch_maker_without_states(&self, heads: &Heads) -> BatchMaker {
-        BatchMaker::new(&self.plan.loss, heads, self.backbone.stages(), self.plan.trained.is_frozen(), None)
+    pub fn batch_maker_without_states(&self, drafter: &dyn TrainedDrafter) -> BatchMaker {
+        BatchMaker::new(&self.plan.loss, drafter, self.backbone.stages(), self.plan.trained.is_frozen(), None)
     }
 
-    fn reader(&mut self, heads: HeadsShape, split: MetricsSplit) -> Option<StatesReader> {
+    fn reader(&mut self, reads: Reads, split: MetricsSplit) -> Option<StatesReader> {
         let (backbone, loss) = (self.backbone, &self.plan.loss);
         match &mut self.states {
             StatesSource::Backbone(caches) => caches.of(split).map(|kept| StatesReader::Kept(kept.reader())),
             StatesSource::Captured(splits) => {
-                let (rule, width) = (TargetRule::new(loss, heads), backbone.config.hidden_size);
-                splits.of(split).map(|rows| StatesReader::Captured(rows.reader(rule, width, backbone.device())))
+                let rule = TargetRule::new(loss, reads);
+                splits.of(split).map(|rows| StatesReader::Captured(rows.reader(rule, backbone)))
             }
         }
     }
@@ -172,8 +174,8 @@ impl<'r> TrainingBackbone<'r> {
         micro: usize,
     ) -> Result<BackbonePass<'r>, HiddenStatesError> {
         if self.plan.trained.is_frozen() {
-            let hidden_nh = self.frozen_states(batch, MetricsSplit::Train)?;
-            return Ok(BackbonePass { dropout: self.dropout(step, micro), ..self.pass(hidden_nh, Adapters::Off) });
+            let states_nw = self.frozen_states(batch, MetricsSplit::Train)?;
+            return Ok(BackbonePass { dropout: self.dropout(step, micro), ..self.pass(states_nw, Adapters::Off) });
         }
         let inputs = inputs(self.backbone, batch);
         let lm_target = Some(self.lm_target(&inputs));
@@ -193,12 +195,12 @@ impl<'r> TrainingBackbone<'r> {
     /// [`HiddenStatesError`] if the cache fails.
     pub fn evaluate(&mut self, batch: &DeviceBatch) -> Result<BackbonePass<'r>, HiddenStatesError> {
         if self.plan.trained.is_frozen() {
-            let hidden_nh = self.frozen_states(batch, MetricsSplit::Validation)?;
-            return Ok(self.pass(hidden_nh, Adapters::Off));
+            let states_nw = self.frozen_states(batch, MetricsSplit::Validation)?;
+            return Ok(self.pass(states_nw, Adapters::Off));
         }
         let inputs = inputs(self.backbone, batch);
-        let hidden_nh = hidden_states(self.backbone, &inputs, Adapters::On);
-        Ok(BackbonePass { lm_target: Some(self.lm_target(&inputs)), ..self.pass(hidden_nh, Adapters::On) })
+        let states_nw = hidden_states(self.backbone, &inputs, Adapters::On);
+        Ok(BackbonePass { lm_target: Some(self.lm_target(&inputs)), ..self.pass(states_nw, Adapters::On) })
     }
 
     /// Writes the hidden states of the last batches to the cache. Waits for the device: call it where the run waits anyway.
@@ -227,38 +229,46 @@ impl<'r> TrainingBackbone<'r> {
         let backbone = self.backbone;
         let compute = || hidden_states(backbone, &inputs(backbone, batch), Adapters::Off);
         let Some(kept_m) = batch.kept_m() else { return Ok(compute()) };
-        let hidden_mh = match &mut self.states {
+        let states_mw = match &mut self.states {
             StatesSource::Captured(_) => {
-                let last_layer = batch.read_ahead()?.expect("states of every batch that was fed");
-                tch::no_grad(|| backbone.final_norm(&last_layer.on_device()))
+                let layers_lmh = batch.read_ahead()?.expect("states of every batch that was fed");
+                tch::no_grad(|| normed(backbone, &layers_lmh.on_device()))
             }
             StatesSource::Backbone(caches) => {
                 let Some(kept) = caches.of(split) else { return Ok(compute()) };
                 kept.of(&batch.fed.batch, &kept_m, batch.read_ahead()?, compute)?
             }
         };
-        // A prefix layer runs over whole rows.
-        let whole = self.plan.heads.architecture.has_prefix();
+        let whole = self.plan.heads.reads().whole_rows;
         let n = batch.fed.batch.input_ids.len() as i64;
-        Ok(if whole { of_every_position(&hidden_mh, &kept_m, n) } else { hidden_mh })
+        Ok(if whole { of_every_position(&states_mw, &kept_m, n) } else { states_mw })
     }
 
     /// The pass of a frozen backbone.
-    fn pass(&self, hidden_nh: Tensor, adapters: Adapters) -> BackbonePass<'r> {
+    fn pass(&self, states_nw: Tensor, adapters: Adapters) -> BackbonePass<'r> {
         let lm_head = OutputLayer::lm_head(self.backbone, adapters);
-        BackbonePass { backbone: self.backbone, dropout: None, hidden_nh, lm_head, lm_target: None, kept: None }
+        let hidden_nh = self.backbone.last_of(&states_nw);
+        BackbonePass {
+            backbone: self.backbone,
+            dropout: None,
+            states_nw,
+            hidden_nh,
+            lm_head,
+            lm_target: None,
+            kept: None,
+        }
     }
 
     fn lm_target(&self, inputs: &(Tensor, RowMask)) -> LmTarget {
         if !self.plan.trained.has_teacher() {
             return LmTarget::Tokens;
         }
-        LmTarget::Teacher(hidden_states(self.backbone, inputs, Adapters::Off))
+        LmTarget::Teacher(self.backbone.last_of(&hidden_states(self.backbone, inputs, Adapters::Off)))
     }
 
-    fn dropout(&self, step: usize, micro: usize) -> Option<HeadDropout> {
+    fn dropout(&self, step: usize, micro: usize) -> Option<Dropout> {
         let p = self.plan.heads.dropout.get();
-        (p > 0.0).then(|| HeadDropout { p, seed: self.seed_of(step, micro) })
+        (p > 0.0).then(|| Dropout { p, seed: self.seed_of(step, micro) })
     }
 
     /// Seeds the dropout of a pass from the run's seed, the step and the micro batch.
@@ -268,6 +278,14 @@ impl<'r> TrainingBackbone<'r> {
     }
 }
 
+/// The states `[M, W]` of captured layers `[L, M, H]`, the last one first.
+fn normed(backbone: &Llama, layers_lmh: &Tensor) -> Tensor {
+    let mut layers = layers_lmh.unbind(0);
+    layers[0] = backbone.final_norm(&layers[0]);
+    let same_kind = layers.iter().map(|layer_mh| layer_mh.to_kind(backbone.kind()));
+    if let [last_mh] = &layers[..] { last_mh.shallow_clone() } else { Tensor::cat(&same_kind.collect::<Vec<_>>(), -1) }
+}
+
 /// Tokens `[B, T]` on the device of the backbone's embedding, and their attention mask.
 fn inputs(backbone: &Llama, batch: &DeviceBatch) -> (Tensor, RowMask) {
     let (tokens_bt, of) = (batch.tokens_bt(), &batch.fed.batch);
@@ -275,10 +293,17 @@ fn inputs(backbone: &Llama, batch: &DeviceBatch) -> (Tensor, RowMask) {
 }
 
 impl BackbonePass<'_> {
-    /// Head `head` (0-based) in this pass.
-    pub fn of_head<'h>(&'h self, heads: &'h Heads, head: usize) -> HeadPass<'h> {
-        let dropout = self.dropout.map(|of_pass| of_pass.of_head(head));
-        HeadPass { dropout, ..HeadPass::new(heads.head(head), self.backbone) }
+    /// What a drafter reads of this pass over `batch`, and what its levels learn.
+    pub fn drafter_batch<'b>(&'b self, batch: &'b DeviceBatch, levels: Vec<LevelTask>) -> DrafterBatch<'b> {
+        DrafterBatch {
+            rows: &batch.fed.batch,
+            backbone: self.backbone,
+            lm_head: self.lm_head,
+            states_nw: &self.states_nw,
+            hidden_nh: &self.hidden_nh,
+            dropout: self.dropout,
+            levels,
+        }
     }
 
     /// The sum of the hidden states' gradients, `[N, H]`, as [`wide`]; `None` if nothing before them is trained.
@@ -291,7 +316,7 @@ impl BackbonePass<'_> {
         let (lm_target, gradients) = (self.lm_target.as_ref()?, state.lm_gradients(self.dhidden_nh()?));
         let (hidden_nh, targets, into) = (&self.hidden_nh, batch.of_lm_head(), Some((&gradients, scale)));
         Some(match lm_target {
-            LmTarget::Tokens => head_loss(None, self.lm_head, hidden_nh, &targets, into).loss,
+            LmTarget::Tokens => level_loss(None, self.lm_head, hidden_nh, &targets, into).loss,
             LmTarget::Teacher(teacher_nh) => distillation_loss(self.lm_head, [hidden_nh, teacher_nh], &targets, into),
         })
     }
@@ -300,7 +325,7 @@ impl BackbonePass<'_> {
     pub fn lm_evaluation(&self, batch: &DeviceBatch) -> Option<LmEvaluation> {
         let (lm_target, hidden_nh) = (self.lm_target.as_ref()?, &self.hidden_nh);
         let targets = batch.of_lm_head();
-        let cross_entropy = head_loss(None, self.lm_head, hidden_nh, &targets, None).loss;
+        let cross_entropy = level_loss(None, self.lm_head, hidden_nh, &targets, None).loss;
         let loss = match lm_target {
             LmTarget::Tokens => cross_entropy.shallow_clone(),
             LmTarget::Teacher(teacher_nh) => distillation_loss(self.lm_head, [hidden_nh, teacher_nh], &targets, None),

@@ -20,8 +20,8 @@ use crate::data::split::{self, Split};
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, DataError, LoadReport, LoadSettings, Watch, prompts};
-use crate::draft::medusa::heads::import::HeadsFile;
-use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
+use crate::draft::heads::import::HeadsFile;
+use crate::draft::heads::{Heads, HeadsConfig, HeadsShape};
 use crate::formats::best::BestBy;
 use crate::formats::run_folder::FINAL;
 use crate::formats::trained_prompts::prompt_hash;
@@ -105,7 +105,7 @@ impl CheckedRun {
         let draft_vocabulary = draft_vocabulary(&plan, &rows.train, settings.vocab_size)?;
         let captured = captured.map(|set| rows.captured(&set)).transpose()?;
         let (train, pack_report) = train_loader(rows.train, &rows.train_counts, &plan)?;
-        let rule = TargetRule::new(&plan.loss, heads_shape);
+        let rule = TargetRule::new(&plan.loss, heads_shape.reads());
         check_targets(&train, rule)?;
         let validation = rows.validation.map(|rows| loader(data::sequences(rows, &plan.data).0, &plan, None));
         check_halves(&plan, validation.as_ref(), "validation row")?;
@@ -434,7 +434,7 @@ fn loader(sequences: Sequences, plan: &TrainPlan, shuffle: Option<u64>) -> Loade
 }
 
 fn check_targets(train: &Loader, rule: TargetRule) -> Result<(), TrainError> {
-    let mut missing: Vec<usize> = (1..=rule.num_heads).collect();
+    let mut missing: Vec<usize> = (1..=rule.reads.levels).collect();
     for batch in train.eval_batches() {
         let batch = batch.map_err(DataError::from)?;
         missing.retain(|head| rule.targets(&batch, head + 1).positions.is_empty());

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
-use crate::draft::medusa::heads::token_map::TokenMap;
-use crate::draft::medusa::heads::{HEADS_FILE, Heads};
+use crate::draft::token_map::TokenMap;
+use crate::draft::trained::TrainedDrafter;
 use crate::files::checksums::{self, ChecksumError};
 use crate::files::{self, FileError, NewFolder, failed, is_partial, remove_folder, write_json, write_synced};
 use crate::formats::FormatError;
@@ -94,7 +94,7 @@ impl SavedState {
     }
 }
 
-/// Writes and reads a run's checkpoints: heads, and the trained part of the backbone.
+/// Writes and reads a run's checkpoints: the drafter, and the trained part of the backbone.
 #[derive(Debug)]
 pub struct Checkpoints<'r> {
     pub plan: &'r TrainPlan,
@@ -128,8 +128,8 @@ impl<'r> Checkpoints<'r> {
         moments: &mut GatheredMoments,
     ) -> Result<(), CheckpointError> {
         let folder = NewFolder::create(path).map_err(failed("create", path))?;
-        state.heads.save(folder.partial())?;
-        self.save_config(folder.partial(), &state.heads, None)?;
+        state.drafter.save(folder.partial())?;
+        self.save_config(folder.partial(), &*state.drafter, None)?;
         match &self.plan.trained {
             BackboneTraining::Full => save(&folder.partial().join(BACKBONE_FILE), &self.backbone.weights())?,
             BackboneTraining::Frozen => {}
@@ -160,9 +160,9 @@ impl<'r> Checkpoints<'r> {
     ///
     /// # Errors
     /// [`CheckpointError`]; nothing half-written is left.
-    pub fn save_final(&self, heads: &Heads) -> Result<PathBuf, CheckpointError> {
+    pub fn save_final(&self, drafter: &dyn TrainedDrafter) -> Result<PathBuf, CheckpointError> {
         self.remove_old()?; // also those that a killed process left
-        let path = self.save_heads(run_folder::FINAL, heads, None)?;
+        let path = self.save_drafter(run_folder::FINAL, drafter, None)?;
         let earlier = |path: &PathBuf| file_name(path).is_some_and(run_folder::is_finished_at);
         for earlier in entries(self.run())?.into_iter().filter(earlier) {
             remove_folder(&earlier).map_err(failed("remove", &earlier))?;
@@ -174,14 +174,19 @@ impl<'r> Checkpoints<'r> {
     ///
     /// # Errors
     /// [`CheckpointError`]; nothing half-written is left.
-    pub fn save_best(&self, heads: &Heads, best: BestEvaluation) -> Result<PathBuf, CheckpointError> {
-        self.save_heads(run_folder::BEST, heads, Some(best))
+    pub fn save_best(&self, drafter: &dyn TrainedDrafter, best: BestEvaluation) -> Result<PathBuf, CheckpointError> {
+        self.save_drafter(run_folder::BEST, drafter, Some(best))
     }
 
-    fn save_heads(&self, name: &str, heads: &Heads, best: Option<BestEvaluation>) -> Result<PathBuf, CheckpointError> {
+    fn save_drafter(
+        &self,
+        name: &str,
+        drafter: &dyn TrainedDrafter,
+        best: Option<BestEvaluation>,
+    ) -> Result<PathBuf, CheckpointError> {
         let path = self.run().join(name);
         let folder = NewFolder::create(&path).map_err(failed("create", &path))?;
-        heads.save(folder.partial())?;
+        drafter.save(folder.partial())?;
         match &self.plan.trained {
             BackboneTraining::Full => {
                 save_folder(
@@ -195,7 +200,7 @@ impl<'r> Checkpoints<'r> {
                 save_adapters(folder.partial(), self.backbone, self.plan.backbone_name())?;
             }
         }
-        self.save_config(folder.partial(), heads, best)?;
+        self.save_config(folder.partial(), drafter, best)?;
         TrainedPrompts::load(&self.run().join(run_folder::PROMPTS))?
             .save(&folder.partial().join(run_folder::PROMPTS))?;
         checksums::seal(folder.partial(), &[])?;
@@ -230,7 +235,7 @@ impl<'r> Checkpoints<'r> {
         let read = ranks.is_first().then(|| self.restore_weights(checkpoint, state)).transpose();
         let read = ranks.of_first(ranks.agree(read)?)?;
         if let Some(tokens) = read.token_map {
-            state.heads.set_token_map(TokenMap::new(tokens, self.backbone.device()));
+            state.drafter.set_token_map(TokenMap::new(tokens, self.backbone.device()));
         }
         let file = ranks.is_first().then(|| WeightFiles::open_file(&checkpoint.join(OPTIMIZER_FILE)));
         let file = ranks.agree(file.transpose().map_err(CheckpointError::from))?;
@@ -253,9 +258,9 @@ impl<'r> Checkpoints<'r> {
         if saved.optimizer != ours {
             return Err(CheckpointError::Optimizer { path: checkpoint.into(), saved: saved.optimizer, ours });
         }
-        let heads = checkpoint.join(HEADS_FILE);
-        restore_parameters(&heads, state.parameters_of(ParameterGroup::is_of_heads))?;
-        let token_map = TokenMap::in_file(&WeightFiles::open_file(&heads)?)?;
+        let file = checkpoint.join(state.drafter.file_name());
+        restore_parameters(&file, state.parameters_of(ParameterGroup::is_of_drafter))?;
+        let token_map = TokenMap::in_file(&WeightFiles::open_file(&file)?)?;
         let of_backbone = match &self.plan.trained {
             BackboneTraining::Frozen => None,
             BackboneTraining::Lora { .. } => Some(ADAPTER_FILE),
@@ -280,15 +285,15 @@ impl<'r> Checkpoints<'r> {
         steps.into_iter().try_for_each(remove)
     }
 
-    fn heads_config(&self, heads: &Heads, best: Option<BestEvaluation>) -> HeadsFolderConfig<'r> {
-        let shape = heads.shape();
+    fn drafter_config(&self, drafter: &dyn TrainedDrafter, best: Option<BestEvaluation>) -> HeadsFolderConfig<'r> {
+        let (architecture, layers) = drafter.described();
         HeadsFolderConfig {
             base_model_name_or_path: self.plan.backbone_name(),
-            medusa_num_heads: shape.medusa_num_heads,
-            medusa_num_layers: shape.medusa_num_layers,
+            medusa_num_heads: drafter.reads().levels,
+            medusa_num_layers: layers,
             hidden_size: self.backbone.config.hidden_size,
             vocab_size: self.backbone.config.vocab_size,
-            architecture: shape.architecture.name(),
+            architecture,
             backbone_model_type: &self.backbone.config.model_type,
             backbone_dtype: self.plan.backbone.dtype.to_string(),
             backbone_fingerprint: self.fingerprint.clone(),
@@ -304,12 +309,17 @@ impl<'r> Checkpoints<'r> {
     }
 
     /// config.json beside heads, and the user's template file as it was when the run began: its path may not lead to it later.
-    fn save_config(&self, folder: &Path, heads: &Heads, best: Option<BestEvaluation>) -> Result<(), FileError> {
+    fn save_config(
+        &self,
+        folder: &Path,
+        drafter: &dyn TrainedDrafter,
+        best: Option<BestEvaluation>,
+    ) -> Result<(), FileError> {
         if let (TemplateChoice::File(_), Some(template)) = (&self.plan.data.chat_template, self.template) {
             let path = folder.join(CHAT_TEMPLATE);
             write_synced(&path, |out| out.write_all(template.source().as_bytes())).map_err(failed("write", &path))?;
         }
-        self.heads_config(heads, best).save(folder).map_err(failed("write", folder))
+        self.drafter_config(drafter, best).save(folder).map_err(failed("write", folder))
     }
 }
 

@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::data::IGNORE;
 use crate::data::cache::CacheError;
 use crate::data::store::RowStore;
-use crate::draft::medusa::heads::token_map::TokenMap;
+use crate::draft::token_map::TokenMap;
 
 /// A truncated vocabulary, and how much of the training labels it holds.
 #[derive(Debug, Clone, Serialize)]

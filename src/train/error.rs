@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::data::DataError;
 use crate::data::tokenize::TokenizeError;
 use crate::decode::error::DecodeError;
-use crate::draft::medusa::heads::{HeadsError, HeadsShape};
+use crate::draft::heads::{HeadsError, HeadsShape};
 use crate::dtype::Dtype;
 use crate::files::FileError;
 use crate::files::checksums::ChecksumError;

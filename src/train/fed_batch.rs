@@ -8,7 +8,7 @@ use std::sync::mpsc::Receiver;
 use tch::{Device, Tensor};
 
 use crate::data::loader::{Batch, TargetTokens};
-use crate::draft::medusa::loss::{SoftTargets, Targets};
+use crate::draft::loss::{SoftTargets, Targets};
 use crate::torch::transfer::HostTensor;
 use crate::train::hidden_states::ReadStates;
 use crate::train::targets::{BatchTargets, PreviousTokens};
@@ -35,9 +35,9 @@ pub(super) struct PassShape {
     pub(super) embeds_on: Option<Device>,
     /// The LM head is trained, too.
     pub(super) trains_lm_head: bool,
-    /// The LM head teaches the heads.
+    /// The LM head teaches the drafter.
     pub(super) soft: bool,
-    /// The heads read every position, whatever is stored.
+    /// The drafter reads every position, whatever is stored.
     pub(super) reads_all: bool,
 }
 
@@ -45,7 +45,7 @@ pub(super) struct PassShape {
 #[derive(Debug)]
 struct IntegerPlaces {
     tokens: Range<i64>,
-    heads: Vec<HeadPlaces>,
+    levels: Vec<LevelPlaces>,
     /// `None` if the LM head is frozen.
     lm_head: Option<TargetPlaces>,
     /// The positions whose hidden states are stored, in a cache or by a server, if any are.
@@ -53,7 +53,7 @@ struct IntegerPlaces {
 }
 
 #[derive(Debug)]
-struct HeadPlaces {
+struct LevelPlaces {
     targets: TargetPlaces,
     /// With the tokens per position.
     previous: Option<(Range<i64>, i64)>,
@@ -118,20 +118,20 @@ impl FedBatch {
         let mut integers = Integers::default();
         let rows = StateRows::new(kept.filter(|_| !shape.reads_all), batch.input_ids.len());
         let tokens = integers.push(batch.input_ids.iter().copied());
-        let mut head = |(head, (targets, previous)): (usize, (&TargetTokens, &PreviousTokens))| HeadPlaces {
+        let mut level = |(level, (targets, previous)): (usize, (&TargetTokens, &PreviousTokens))| LevelPlaces {
             targets: rows.push_targets(targets, &mut integers),
             previous: (previous.width > 0)
                 .then(|| (integers.push(previous.tokens.iter().copied()), previous.width as i64)),
-            // Head h (0-based) at t predicts t + h + 2, the LM head at t + h + 1.
+            // Level l (0-based) at t predicts t + l + 2, the LM head at t + l + 1.
             teachers: shape
                 .soft
-                .then(|| integers.push(targets.positions.iter().map(|&position| rows.of(position + head as i64 + 1)))),
+                .then(|| integers.push(targets.positions.iter().map(|&position| rows.of(position + level as i64 + 1)))),
         };
-        let heads = targets.by_head.iter().zip(&targets.previous).enumerate().map(&mut head).collect();
+        let levels = targets.by_level.iter().zip(&targets.previous).enumerate().map(&mut level).collect();
         let lm_head = shape.trains_lm_head.then(|| rows.push_targets(&targets.of_lm_head, &mut integers));
         let kept = kept.map(|kept| integers.push(kept.iter().copied()));
         let integers = HostTensor::of_integers(&integers.all, shape.device);
-        let places = IntegerPlaces { tokens, heads, lm_head, kept };
+        let places = IntegerPlaces { tokens, levels, lm_head, kept };
         let tokens = shape.embeds_on.map(|device| HostTensor::of_integers(&batch.input_ids, device));
         Self { batch, targets, integers, tokens, places, read_ahead: None }
     }
@@ -167,22 +167,22 @@ impl DeviceBatch<'_> {
         tokens_n.view([rows as i64, length as i64])
     }
 
-    /// Targets of a head (0-based), as rows of the hidden states.
-    pub fn of_head(&self, head: usize) -> Targets {
-        let HeadPlaces { targets, previous, .. } = &self.fed.places.heads[head];
-        // A micro batch may have no position of a head: M = 0.
+    /// Targets of a level (0-based), as rows of the hidden states.
+    pub fn of_level(&self, level: usize) -> Targets {
+        let LevelPlaces { targets, previous, .. } = &self.fed.places.levels[level];
+        // A micro batch may have no position of a level: M = 0.
         let previous =
             previous.as_ref().map(|(place, width)| self.list(place).view([list_length(place) / width, *width]));
         Targets { previous_mj: previous, ..self.targets(targets) }
     }
 
-    /// [`DeviceBatch::of_head`] with the LM head's rows.
+    /// [`DeviceBatch::of_level`] with the LM head's rows.
     ///
     /// # Panics
     /// If the LM head does not teach.
-    pub fn soft_of_head(&self, head: usize) -> SoftTargets {
-        let teachers = self.fed.places.heads[head].teachers.as_ref().expect("a run with soft targets");
-        SoftTargets { targets: self.of_head(head), teacher_m: self.list(teachers) }
+    pub fn soft_of_level(&self, level: usize) -> SoftTargets {
+        let teachers = self.fed.places.levels[level].teachers.as_ref().expect("a run with soft targets");
+        SoftTargets { targets: self.of_level(level), teacher_m: self.list(teachers) }
     }
 
     /// Targets of the LM head, as rows of the hidden states.

@@ -6,9 +6,9 @@ use std::thread::Scope;
 use tch::Device;
 
 use crate::data::loader::Batch;
-use crate::draft::medusa::heads::Heads;
-use crate::draft::medusa::heads::token_map::TokenMap;
-use crate::draft::medusa::loss::LossConfig;
+use crate::draft::loss::LossConfig;
+use crate::draft::token_map::TokenMap;
+use crate::draft::trained::TrainedDrafter;
 use crate::model::stages::Stages;
 use crate::torch::{TorchPanic, guard};
 use crate::train::fed_batch::{FedBatch, PassShape};
@@ -20,7 +20,7 @@ use crate::train::targets::BatchTargets;
 #[derive(Debug)]
 pub struct BatchMaker {
     rule: TargetRule,
-    /// Of heads with a truncated vocabulary.
+    /// Of a truncated vocabulary.
     map: Option<TokenMap>,
     shape: PassShape,
     /// Of stored hidden states.
@@ -34,23 +34,23 @@ struct ReadJob {
 }
 
 impl BatchMaker {
-    /// For `heads` on a backbone with these stages, which is frozen or not.
+    /// For a drafter on a backbone with these stages, which is frozen or not.
     pub fn new(
         loss: &LossConfig,
-        heads: &Heads,
+        drafter: &dyn TrainedDrafter,
         stages: &Stages,
         is_frozen: bool,
         reader: Option<StatesReader>,
     ) -> Self {
-        let rule = TargetRule::new(loss, heads.shape());
+        let rule = TargetRule::new(loss, drafter.reads());
         let shape = PassShape {
             device: stages.last(),
             embeds_on: (stages.len() > 1).then(|| stages.first()),
             trains_lm_head: !is_frozen,
             soft: rule.soft,
-            reads_all: rule.architecture.has_prefix(),
+            reads_all: rule.reads.whole_rows,
         };
-        let map = heads.token_map().map(|map| TokenMap::new(map.tokens().to_vec(), Device::Cpu));
+        let map = drafter.token_map().map(|map| TokenMap::new(map.tokens().to_vec(), Device::Cpu));
         Self { rule, map, shape, reader }
     }
 

@@ -10,7 +10,7 @@ const NO_TARGET: u8 = u8::MAX;
 /// The ranks of right guesses on the texts of an evaluation.
 #[derive(Debug)]
 pub struct EvaluatedTexts<'c> {
-    num_heads: usize,
+    levels: usize,
     ranks: Ranks<'c>,
     /// All texts so far, in a run of one process.
     counted: CrossValidation,
@@ -19,9 +19,9 @@ pub struct EvaluatedTexts<'c> {
 }
 
 impl<'c> EvaluatedTexts<'c> {
-    /// No texts yet, of `num_heads` heads.
-    pub fn new(num_heads: usize, ranks: Ranks<'c>) -> Self {
-        Self { num_heads, ranks, counted: CrossValidation::new(num_heads), own: vec![] }
+    /// No texts yet, of `levels` levels.
+    pub fn new(levels: usize, ranks: Ranks<'c>) -> Self {
+        Self { levels, ranks, counted: CrossValidation::new(levels), own: vec![] }
     }
 
     /// Adds the texts of this process's next batch, with the numbers of their rows.
@@ -71,7 +71,7 @@ impl<'c> EvaluatedTexts<'c> {
         let rank = |&byte: &u8| (byte != NO_TARGET).then_some(usize::from(byte));
         let position =
             |bytes: &[u8]| RankedPosition { is_step: bytes[0] != 0, ranks: bytes[1..].iter().map(rank).collect() };
-        (row, split_off_counted(bytes).chunks(1 + self.num_heads).map(position).collect())
+        (row, split_off_counted(bytes).chunks(1 + self.levels).map(position).collect())
     }
 }
 

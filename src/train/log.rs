@@ -7,7 +7,7 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::draft::medusa::fused_loss::TOP;
+use crate::draft::loss::fused::TOP;
 use crate::files::{OpenPath, failed, write_atomic};
 use crate::formats::metrics::{MetricsError, MetricsFile, MetricsLine, MetricsSplit};
 use crate::formats::run_folder::{METRICS, TENSORBOARD};
@@ -17,7 +17,7 @@ use crate::train::tensorboard::EventFile;
 impl MetricsLine {
     /// A line from the metrics of a step or an evaluation.
     pub fn new(split: MetricsSplit, step: usize, epoch: f64, tokens: u64, metrics: &StepMetrics) -> Self {
-        let top = |guesses: usize| metrics.head_top.iter().map(|head| head.map(|top| top[guesses - 1])).collect();
+        let top = |guesses: usize| metrics.level_top.iter().map(|level| level.map(|top| top[guesses - 1])).collect();
         Self {
             split,
             step,
@@ -29,7 +29,7 @@ impl MetricsLine {
             perplexity: metrics.perplexity,
             tokens_per_step: metrics.tokens_per_step,
             stopped_early: false,
-            head_losses: metrics.head_losses.clone(),
+            head_losses: metrics.level_losses.clone(),
             head_top1: top(1),
             head_top2: top(2),
             head_top3: top(3),

@@ -5,8 +5,8 @@
 // MLP, I inputs and O outputs of a linear layer, V vocabulary, R rank, e bytes of a number in the backbone's dtype
 use serde::Serialize;
 
-use crate::draft::medusa::fused_loss::chunk_rows;
-use crate::draft::medusa::heads::HeadsShape;
+use crate::draft::heads::HeadsShape;
+use crate::draft::loss::fused::chunk_rows;
 use crate::model::attention::CAPPED_BLOCK;
 use crate::model::block_spec::{BlockLinears, LinearSpec, NormKind, NormPlaces, NormSpec};
 use crate::model::config::LlamaConfig;

@@ -18,7 +18,6 @@ pub mod fed_batch;
 pub mod feed;
 mod finished;
 pub mod gathered_texts;
-pub mod head_states;
 pub mod hidden_states;
 pub mod log;
 pub mod memory_plan;

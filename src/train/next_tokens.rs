@@ -7,8 +7,8 @@
 use tch::{Kind, Tensor};
 
 use crate::data::loader::Batch;
-use crate::draft::medusa::fused_loss::{OutputLayer, head_loss};
-use crate::draft::medusa::loss::Targets;
+use crate::draft::loss::Targets;
+use crate::draft::loss::fused::{OutputLayer, level_loss};
 use crate::formats::captured_states::CapturedError;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
@@ -101,7 +101,7 @@ impl NextTokens {
 impl JudgedBatch<'_> {
     /// `[M, H]` of a layer, as they are in the files.
     fn states(&self, layer: usize) -> Result<Tensor, HiddenStatesError> {
-        Ok(self.reader.read_layer(layer, &self.rows)?.on_device())
+        Ok(self.reader.read_layers(&[layer], &self.rows)?.on_device().squeeze_dim(0))
     }
 
     /// How often the LM head is right, and its mean cross-entropy.
@@ -109,7 +109,7 @@ impl JudgedBatch<'_> {
         let hidden_mh = tch::no_grad(|| self.backbone.final_norm(states_mh));
         let (positions_m, tokens_m) = (self.positions_m.shallow_clone(), self.tokens_m.shallow_clone());
         let targets = Targets { positions_m, tokens_m, previous_mj: None };
-        let sums = head_loss(None, OutputLayer::lm_head(self.backbone, Adapters::Off), &hidden_mh, &targets, None);
+        let sums = level_loss(None, OutputLayer::lm_head(self.backbone, Adapters::Off), &hidden_mh, &targets, None);
         [&sums.hits, &sums.loss].map(|sum| sum.double_value(&[0][..sum.dim()]) / self.tokens as f64)
     }
 

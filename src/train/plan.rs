@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use tch::Device;
 
 use crate::data::DataConfig;
-use crate::draft::medusa::heads::HeadsConfig;
-use crate::draft::medusa::loss::LossConfig;
+use crate::draft::heads::HeadsConfig;
+use crate::draft::loss::LossConfig;
 use crate::formats::provenance::{HubSnapshot, HubSource};
 use crate::model::BackboneConfig;
 use crate::model::backward::Keep;
@@ -81,12 +81,7 @@ pub enum BackboneTraining {
 /// Determines a parameter's learning rate, and which loss or part of the backbone's pass produces its gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParameterGroup {
-    /// A head, 0-based.
-    Head(usize),
-    /// The W2 that all heads share.
-    SharedW2,
-    /// The heads' prefix layer.
-    Prefix,
+    Drafter,
     /// A part of the backbone's pass over whole rows (see [`crate::model::llama::Llama::parts`]).
     BackbonePart(usize),
     LmHead,
@@ -119,15 +114,14 @@ impl TrainPlan {
 
     /// The learning rate of `group` divided by that of the step.
     pub(super) fn rate_factor(&self, group: ParameterGroup) -> f64 {
-        if group.is_of_heads() { self.heads_rate_factor } else { 1.0 }
+        if group.is_of_drafter() { self.heads_rate_factor } else { 1.0 }
     }
 }
 
 /// The part of the backbone that is loaded, if a server captured the rows' hidden states; `None`: all of it.
 pub fn output_part(data: &DataConfig, heads: &HeadsConfig) -> Option<OutputPart> {
     data.hidden_states.as_ref()?;
-    let is_sequential = heads.architecture.is_sequential();
-    Some(if is_sequential { OutputPart::WithEmbedding } else { OutputPart::NormAndLmHead })
+    Some(if heads.reads().tokens { OutputPart::WithEmbedding } else { OutputPart::NormAndLmHead })
 }
 
 impl BackboneTraining {
@@ -153,13 +147,13 @@ impl BackboneTraining {
 }
 
 impl ParameterGroup {
-    /// Whether it belongs to the heads.
-    pub fn is_of_heads(self) -> bool {
-        matches!(self, Self::Head(_) | Self::SharedW2 | Self::Prefix)
+    /// Whether it belongs to the drafter.
+    pub fn is_of_drafter(self) -> bool {
+        self == Self::Drafter
     }
 
     /// Whether it belongs to the backbone, including its LM head.
     pub fn is_of_backbone(self) -> bool {
-        !self.is_of_heads()
+        !self.is_of_drafter()
     }
 }

@@ -12,9 +12,9 @@ use crate::data::DataError;
 use crate::data::loader::BatchShare;
 use crate::data::pack::Sequences;
 use crate::data::rows::TokenRow;
-use crate::draft::medusa::heads::Heads;
-use crate::draft::medusa::heads::import;
-use crate::draft::medusa::heads::token_map::TokenMap;
+use crate::draft::heads::Heads;
+use crate::draft::heads::import;
+use crate::draft::token_map::TokenMap;
 use crate::files::checksums::{self, CHECKSUMS};
 use crate::files::{failed, remove_folder};
 use crate::formats::metrics::MetricsSplit;
@@ -250,8 +250,8 @@ impl TrainRun {
     /// The LM head on the hidden states of the first training rows.
     fn next_tokens(&self, captured: &CapturedSplits) -> Result<Option<NextTokens>, TrainError> {
         let Self { checked, backbone } = self;
-        let rule = TargetRule::new(&checked.plan.loss, checked.heads_shape);
-        let reader = captured.train.reader(rule, backbone.config.hidden_size, backbone.device());
+        let rule = TargetRule::new(&checked.plan.loss, checked.heads_shape.reads());
+        let reader = captured.train.reader(rule, backbone);
         let batches = checked.batches(0, BatchShare::WHOLE)?;
         let vocab_size = usize::try_from(backbone.config.vocab_size).expect("a checked config");
         let pairs = TokenPairs::of(checked.train.sequences().iter(), vocab_size).map_err(DataError::from)?;
@@ -308,7 +308,7 @@ impl TrainRun {
     /// Where the hidden states of some rows are cached.
     fn states_place(&self, folder: &Path, rows: &Sequences) -> Result<StatesPlace, TrainError> {
         let CheckedRun { plan, heads_shape, .. } = &self.checked;
-        let rule = TargetRule::new(&plan.loss, *heads_shape);
+        let rule = TargetRule::new(&plan.loss, heads_shape.reads());
         let trained = self.checked.memory().whole().groups.into_iter().filter(|group| group.trained);
         let reserved_bytes = trained.map(|group| group.weight_bytes + group.optimizer_bytes).sum();
         let backbone_folder = Path::new(&plan.backbone.path);
@@ -330,7 +330,7 @@ impl TrainRun {
                 heads.for_training(backbone.kind())
             }
         };
-        Ok(TrainState::of_rank(heads, &self.backbone, plan, ranks))
+        Ok(TrainState::of_rank(Box::new(heads), &self.backbone, plan, ranks))
     }
 }
 

@@ -13,7 +13,7 @@ use crate::data::captured::CapturedSet;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::store::RowStore;
 use crate::data::{DataError, DataFile, LoadReport, tokenize};
-use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::draft::heads::import::{HeadsFile, folder_of};
 use crate::files::{
     self, FolderLock, failed, holder, in_words, lock_folder, make_folders, parent, put_back, sha256, sync_folder,
     write_atomic,

@@ -1,9 +1,9 @@
-//! The state of a run: heads, adapters or backbone, gradients, optimizer and step.
+//! The state of a run: drafter, adapters or backbone, gradients, optimizer and step.
 
 use tch::Tensor;
 
-use crate::draft::medusa::fused_loss::{HeadGradients, OutputGradients};
-use crate::draft::medusa::heads::Heads;
+use crate::draft::loss::fused::{LevelGradients, OutputGradients};
+use crate::draft::trained::{DrafterGradients, TrainedDrafter};
 use crate::fused::optim;
 use crate::model::llama::Llama;
 use crate::torch::optim::ZeroStage;
@@ -17,8 +17,8 @@ use crate::train::ranks::{Ranks, RanksError};
 #[derive(Debug)]
 pub struct TrainState {
     /// Their tensors are values of `parameters`.
-    pub heads: Heads,
-    /// In the order of [`Heads::parameters`], then the trained parts of the backbone in order, lm_head last.
+    pub drafter: Box<dyn TrainedDrafter>,
+    /// In the order of [`TrainedDrafter::parameters`], then the trained parts of the backbone in order, lm_head last.
     pub parameters: Vec<TrainedParameter>,
     /// Those of `parameters` are views of it.
     gradients: FlatGradients,
@@ -78,24 +78,18 @@ pub struct SavedMoment {
 }
 
 impl TrainState {
-    /// The state at step 0 for `heads` and the parameters of `backbone` that require a gradient, in a run of one process.
-    pub fn new(heads: Heads, backbone: &Llama, plan: &TrainPlan) -> Self {
-        Self::of_rank(heads, backbone, plan, Ranks::alone())
+    /// The state at step 0 for `drafter` and the parameters of `backbone` that require a gradient, in a run of one process.
+    pub fn new(drafter: Box<dyn TrainedDrafter>, backbone: &Llama, plan: &TrainPlan) -> Self {
+        Self::of_rank(drafter, backbone, plan, Ranks::alone())
     }
 
     /// As [`TrainState::new`], in a process of `ranks`.
-    pub fn of_rank(heads: Heads, backbone: &Llama, plan: &TrainPlan, ranks: Ranks) -> Self {
-        let shape = heads.shape();
-        let of_places = shape.places().into_iter().map(|place| match shape.is_shared(place) {
-            true => ParameterGroup::SharedW2,
-            false => ParameterGroup::Head(place.head),
-        });
-        let groups_of_heads = of_places.chain(std::iter::repeat(ParameterGroup::Prefix));
-        let of_heads = groups_of_heads.zip(heads.parameters());
+    pub fn of_rank(drafter: Box<dyn TrainedDrafter>, backbone: &Llama, plan: &TrainPlan, ranks: Ranks) -> Self {
+        let of_drafter = drafter.parameters().into_iter().map(|p| (ParameterGroup::Drafter, p));
         let of_part =
             |part| backbone.trained_in(part).into_iter().map(move |p| (ParameterGroup::BackbonePart(part), p));
         let of_lm_head = backbone.trained_in_lm_head().into_iter().map(|p| (ParameterGroup::LmHead, p));
-        let all: Vec<_> = of_heads.chain((0..backbone.parts()).flat_map(of_part)).chain(of_lm_head).collect();
+        let all: Vec<_> = of_drafter.chain((0..backbone.parts()).flat_map(of_part)).chain(of_lm_head).collect();
         let values: Vec<&Tensor> = all.iter().map(|(_, (_, value))| *value).collect();
         let gradients = FlatGradients::zeros(&values, ranks.world_size());
         let trained = |(at, (group, (name, value))): (usize, (ParameterGroup, (String, &Tensor)))| TrainedParameter {
@@ -121,7 +115,7 @@ impl TrainState {
                 weight_vh: weight_vh.shallow_clone(),
                 gradient_vh: weight_vh.zeros_like(),
             }),
-            heads,
+            drafter,
             parameters,
             best: None,
             step: 0,
@@ -283,27 +277,15 @@ impl TrainState {
         self.parameters.iter().filter(move |p| are_wanted(p.group)).map(|p| &p.parameter)
     }
 
-    /// The gradient tensors of head `head` (0-based); those of a shared W2 sum over the heads. `dhidden_nh` receives the gradient of the
-    /// hidden states.
-    pub fn gradients_of<'g>(&'g self, head: usize, dhidden_nh: Option<&'g Tensor>) -> HeadGradients<'g> {
-        let mut blocks = self.gradients(ParameterGroup::Head(head));
-        blocks.extend(self.gradients(ParameterGroup::SharedW2));
-        let own = blocks.split_off(self.heads.head(head).block_parameters().len());
-        let output = match own[..] {
-            [] => self.lm_head_gradients(),
-            _ => OutputGradients { weight_vh: own.first().copied(), bias_v: own.get(1).copied(), adapter: None },
-        };
-        HeadGradients { blocks, output, hidden_nh: dhidden_nh }
+    /// The gradient tensors of the drafter's losses. `dhidden_nh` receives the gradient of the hidden states.
+    pub fn drafter_gradients<'g>(&'g self, dhidden_nh: Option<&'g Tensor>) -> DrafterGradients<'g> {
+        let own = self.gradients(ParameterGroup::Drafter);
+        DrafterGradients { own, lm_head: self.lm_head_gradients(), hidden_nh: dhidden_nh }
     }
 
     /// The gradient tensors of the LM head's loss.
-    pub fn lm_gradients<'g>(&'g self, dhidden_nh: &'g Tensor) -> HeadGradients<'g> {
-        HeadGradients { blocks: vec![], output: self.lm_head_gradients(), hidden_nh: Some(dhidden_nh) }
-    }
-
-    /// The gradient tensors of the prefix layer.
-    pub fn prefix_gradients(&self) -> Vec<&Tensor> {
-        self.gradients(ParameterGroup::Prefix)
+    pub fn lm_gradients<'g>(&'g self, dhidden_nh: &'g Tensor) -> LevelGradients<'g> {
+        LevelGradients { blocks: vec![], output: self.lm_head_gradients(), hidden_nh: Some(dhidden_nh) }
     }
 
     /// The gradient tensors of the backbone's backward pass, by part.

@@ -1,28 +1,26 @@
-//! One optimizer step: micro batches through the backbone, losses of the LM head and of every head, backward, one
+//! One optimizer step: micro batches through the backbone, losses of the LM head and of every level, backward, one
 //! update. A frozen backbone has no loss and no backward pass.
 
-// B rows, T tokens of a row, N = B·T positions, H hidden, K heads
+// B rows, T tokens of a row, N = B·T positions, H hidden, K levels
 use std::fmt::Display;
 
 use tch::{Kind, Tensor};
 
-use crate::draft::medusa::fused_loss::{HeadSums, OutputLayer, SoftObjective, TOP, head_loss, soft_head_loss};
-use crate::draft::medusa::heads::Heads;
-use crate::draft::medusa::heads::token_map::TokenMap;
-use crate::draft::medusa::loss::LossConfig;
+use crate::draft::loss::LossConfig;
+use crate::draft::loss::fused::{LevelSums, TOP};
+use crate::draft::trained::{LevelTargets, LevelTask, TrainedDrafter};
 use crate::dtype::Dtype;
 use crate::fused::optim::first_not_finite;
 use crate::torch::{TorchPanic, guard, rehearsal};
 use crate::train::backbone_pass::{BackbonePass, LmEvaluation, TrainingBackbone};
 use crate::train::fed_batch::{DeviceBatch, FedBatch};
 use crate::train::gathered_texts::EvaluatedTexts;
-use crate::train::head_states::HeadStates;
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::ranks::{Ranks, RanksError};
 use crate::train::state::TrainState;
 use crate::train::targets::{TargetCount, TargetCounts};
 
-/// Losses and accuracies over some batches. Each head is averaged over its own targets.
+/// Losses and accuracies over some batches. Each level is averaged over its own targets.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepMetrics {
     /// Σ λk·Lk in Medusa-1, L_LM + λ0·Σ λk·Lk in Medusa-2.
@@ -33,10 +31,10 @@ pub struct StepMetrics {
     pub heads_loss: f64,
     /// exp of the LM head's cross-entropy; only of Medusa-2's evaluations.
     pub perplexity: Option<f64>,
-    /// Lk: each summed loss ÷ number of its targets, weighted by `loss.targets`; `None` for a head without a target.
-    pub head_losses: Vec<Option<f64>>,
-    /// For each head the fraction of its labels among the first 1, 2, … 5 guesses; `None` for a head without a label.
-    pub head_top: Vec<Option<[f64; TOP]>>,
+    /// Lk: each summed loss ÷ number of its targets, weighted by `loss.targets`; `None` for a level without a target.
+    pub level_losses: Vec<Option<f64>>,
+    /// For each level the fraction of its labels among the first 1, 2, … 5 guesses; `None` for a level without a label.
+    pub level_top: Vec<Option<[f64; TOP]>>,
     /// Tokens per step of a tree on rows that it was not searched on (see [`crate::tree::cross_validation`]); only of evaluations.
     pub tokens_per_step: Option<f64>,
     /// Input tokens.
@@ -101,7 +99,7 @@ pub struct StepOutcome {
 /// Weights of the losses, and parameters of the update, for one step.
 #[derive(Debug, Clone, Copy)]
 pub struct StepWeights<'c> {
-    /// Has the weight λk of each head.
+    /// Has the weight λk of each level.
     pub loss: &'c LossConfig,
     /// λ0 of this step; 1 in Medusa-1.
     pub lambda0: f64,
@@ -121,7 +119,7 @@ pub struct StepShare<'b> {
     pub ranks: Ranks<'b>,
 }
 
-/// Runs this process's micro batches of one optimizer step, sums the gradients over all processes and updates the trained parameters. A head
+/// Runs this process's micro batches of one optimizer step, sums the gradients over all processes and updates the trained parameters. A level
 /// without a target in the step has a zero gradient and no loss.
 ///
 /// # Errors
@@ -143,7 +141,7 @@ pub fn train_step(
     // The only time that a step waits for the device: whether the update is made depends on the norm.
     let read = passed.and_then(|sums| Ok(guard(&work, || sums.read(Some(&state.gradient_norm())))?));
     let read = read.and_then(|read| backbone.settle().map(|()| read).map_err(StepError::from));
-    let numbers = read.as_ref().map_or_else(|_| ReadSums::none(state.heads.num_heads()), ReadSums::numbers);
+    let numbers = read.as_ref().map_or_else(|_| ReadSums::none(state.drafter.reads().levels), ReadSums::numbers);
     let squared_norm = read.as_ref().map_or(0.0, |read| squared_norm(state, read, ranks));
     let (read, numbers) = ranks.agree_and_sum(read, [numbers, vec![squared_norm]].concat())?;
     let (squared_norm, numbers) = numbers.split_last().expect("the squared norm is the last");
@@ -217,24 +215,25 @@ fn squared_norm(state: &TrainState, read: &ReadSums, ranks: Ranks) -> f64 {
 }
 
 /// Losses and accuracies over groups of batches, which are taken one at a time, without an update: this process's share of them. `lambda0`
-/// weighs the heads' loss.
+/// weighs the drafter's loss.
 ///
 /// # Errors
 /// The error of a group that cannot be read, of the cache of hidden states, or of another process.
 pub fn evaluate<E: From<StepError> + From<TorchPanic> + From<RanksError> + Display>(
     backbone: &mut TrainingBackbone,
-    heads: &Heads,
+    drafter: &dyn TrainedDrafter,
     groups: impl Iterator<Item = Result<Vec<FedBatch>, E>>,
     loss: &LossConfig,
     lambda0: f64,
     ranks: Ranks,
 ) -> Result<StepMetrics, E> {
-    let none = TargetCounts::new(heads.num_heads());
-    let (counted, summed) = (none.numbers().len(), ReadSums::none(heads.num_heads()).len());
-    let mut texts = EvaluatedTexts::new(heads.num_heads(), ranks);
+    let levels = drafter.reads().levels;
+    let none = TargetCounts::new(levels);
+    let (counted, summed) = (none.numbers().len(), ReadSums::none(levels).len());
+    let mut texts = EvaluatedTexts::new(levels, ranks);
     let evaluated = guard("the evaluation", || {
-        let mut sums = MetricSums::new(heads, *loss, none);
-        sums.evaluate_all(backbone, heads, groups, &mut texts)?;
+        let mut sums = MetricSums::new(drafter, *loss, none);
+        sums.evaluate_all(backbone, drafter, groups, &mut texts)?;
         Ok([sums.counts.numbers(), sums.read(None).numbers()].concat())
     });
     let evaluated = evaluated.map_err(E::from).flatten();
@@ -249,7 +248,7 @@ pub fn evaluate<E: From<StepError> + From<TorchPanic> + From<RanksError> + Displ
 struct MetricSums {
     config: LossConfig,
     counts: TargetCounts,
-    by_head: Vec<HeadSums>,
+    by_level: Vec<LevelSums>,
     /// The training loss of the LM head.
     lm_loss: Option<Tensor>,
     /// Only in evaluations.
@@ -257,10 +256,10 @@ struct MetricSums {
 }
 
 impl MetricSums {
-    fn new(heads: &Heads, config: LossConfig, counts: TargetCounts) -> Self {
-        let (num_heads, device) = (heads.num_heads(), heads.parameters()[0].1.device());
-        let by_head = (0..num_heads).map(|_| HeadSums::zero(device)).collect();
-        Self { config, counts, by_head, lm_loss: None, lm_cross_entropy: None }
+    fn new(drafter: &dyn TrainedDrafter, config: LossConfig, counts: TargetCounts) -> Self {
+        let device = drafter.parameters()[0].1.device();
+        let by_level = (0..drafter.reads().levels).map(|_| LevelSums::zero(device)).collect();
+        Self { config, counts, by_level, lm_loss: None, lm_cross_entropy: None }
     }
 
     /// The losses of a process's micro batches, whose gradients are added to those of `state`.
@@ -270,7 +269,7 @@ impl MetricSums {
         share: StepShare,
         weights: &StepWeights,
     ) -> Result<Self, StepError> {
-        let mut sums = Self::new(&state.heads, *weights.loss, share.counts.clone());
+        let mut sums = Self::new(&*state.drafter, *weights.loss, share.counts.clone());
         sums.pass_all(backbone, state, share, weights.lambda0)?;
         state.join_tied_gradients();
         Ok(sums)
@@ -287,13 +286,11 @@ impl MetricSums {
         let on_device: Vec<DeviceBatch> = batches.iter().map(FedBatch::on_device).collect();
         for (index, batch) in on_device.iter().enumerate() {
             let pass = backbone.forward(batch, state.step, ranks.share().number(index))?;
-            let inputs = HeadStates::trained(&state.heads, &pass, &batch.fed.batch);
-            let _ = self.add_heads(&state.heads, (&pass, &inputs), batch, Some((state, lambda0)));
+            let _ = self.add_levels(&*state.drafter, &pass, batch, Some((state, lambda0)));
             let lm_scale = 1.0 / self.counts.of_lm_head.max(1) as f64;
             if let Some(loss) = pass.lm_loss(state, batch, lm_scale) {
                 add_to(&mut self.lm_loss, loss);
             }
-            inputs.backward(&pass, state);
             pass.backward(state);
         }
         Ok(())
@@ -303,25 +300,25 @@ impl MetricSums {
     fn evaluate_all<E: From<StepError>>(
         &mut self,
         backbone: &mut TrainingBackbone,
-        heads: &Heads,
+        drafter: &dyn TrainedDrafter,
         groups: impl Iterator<Item = Result<Vec<FedBatch>, E>>,
         texts: &mut EvaluatedTexts,
     ) -> Result<(), E> {
         for group in groups {
             for batch in &group? {
                 self.counts.add(&batch.batch, &batch.targets);
-                let guesses = self.evaluate(backbone, heads, &batch.on_device()).map_err(StepError::from)?;
+                let guesses = self.evaluate(backbone, drafter, &batch.on_device()).map_err(StepError::from)?;
                 texts.add_batch(batch.targets.texts(&batch.batch, &guesses));
             }
         }
         Ok(())
     }
 
-    /// Adds the losses of a batch; returns the ranks of each head's targets.
+    /// Adds the losses of a batch; returns the ranks of each level's targets.
     fn evaluate(
         &mut self,
         backbone: &mut TrainingBackbone,
-        heads: &Heads,
+        drafter: &dyn TrainedDrafter,
         batch: &DeviceBatch,
     ) -> Result<Vec<Vec<usize>>, HiddenStatesError> {
         let pass = backbone.evaluate(batch)?;
@@ -329,48 +326,44 @@ impl MetricSums {
             add_to(&mut self.lm_loss, loss);
             add_to(&mut self.lm_cross_entropy, cross_entropy);
         }
-        let inputs = HeadStates::evaluated(heads, &pass, &batch.fed.batch);
-        let ranks = on_host(&self.add_heads(heads, (&pass, &inputs), batch, None));
+        let ranks = on_host(&self.add_levels(drafter, &pass, batch, None));
         backbone.settle()?;
         Ok(ranks)
     }
 
-    /// Adds every head's loss and hits on one micro batch; in training also their gradients. Returns the ranks of each
-    /// head's targets, `[M]`.
-    fn add_heads(
+    /// Adds every level's loss and hits on one micro batch; in training also their gradients. Returns the ranks of each
+    /// level's targets, `[M]`.
+    fn add_levels(
         &mut self,
-        heads: &Heads,
-        (pass, inputs): (&BackbonePass, &HeadStates),
+        drafter: &dyn TrainedDrafter,
+        pass: &BackbonePass,
         batch: &DeviceBatch,
         training: Option<(&TrainState, f64)>,
     ) -> Vec<Tensor> {
-        let add = |k: usize| {
-            let (head, hidden_nh) = (pass.of_head(heads, k), inputs.hidden_nh(pass));
-            let output = OutputLayer::of_head(head.head, head.backbone).unwrap_or(pass.lm_head);
-            let into = training.map(|(state, lambda0)| {
-                (state.gradients_of(k, inputs.dhidden_nh(pass)), lambda0 * self.config.weight(k))
-            });
-            let into = into.as_ref().map(|(gradients, weight)| (gradients, *weight));
-            let of_batch = if self.config.targets.are_soft() {
-                let soft = batch.soft_of_head(k);
-                soft_head_loss(head, output, hidden_nh, &soft, self.objective((heads, k), pass), into)
-            } else {
-                let into =
-                    into.map(|(gradients, weight)| (gradients, weight / self.counts.by_head[k].labels.max(1) as f64));
-                head_loss(Some(head), output, hidden_nh, &batch.of_head(k), into)
-            };
-            self.by_head[k].add(&of_batch);
-            of_batch.ranks_m
-        };
-        (0..heads.num_heads()).map(add).collect()
+        let lambda0 = training.map_or(1.0, |(_, lambda0)| lambda0);
+        let tasks = (0..self.by_level.len()).map(|level| self.task(level, batch, lambda0)).collect();
+        let gradients = training.map(|(state, _)| state.drafter_gradients(pass.dhidden_nh()));
+        let of_batch = drafter.losses(&pass.drafter_batch(batch, tasks), gradients.as_ref());
+        self.by_level.iter_mut().zip(&of_batch).for_each(|(sums, of_batch)| sums.add(of_batch));
+        of_batch.into_iter().map(|of_level| of_level.ranks_m).collect()
     }
 
-    /// What a head learns from this pass. A weight is divided by the number of targets of the whole optimizer step.
-    fn objective<'p>(&self, (heads, head): (&'p Heads, usize), pass: &'p BackbonePass) -> SoftObjective<'p> {
-        let (count, of) = (self.counts.by_head[head], self.config.targets);
-        let (labels, backbone) = (of.labels() / count.labels.max(1) as f64, of.backbone() / count.all.max(1) as f64);
-        let lm_head = pass.lm_head.of_tokens(heads.token_map().map(TokenMap::tokens_n));
-        SoftObjective { lm_head, teacher_nh: &pass.hidden_nh, labels, backbone }
+    /// What a level (0-based) learns from a micro batch. A weight is divided by the number of targets of the whole optimizer step.
+    fn task(&self, level: usize, batch: &DeviceBatch, lambda0: f64) -> LevelTask {
+        let (count, of) = (self.counts.by_level[level], self.config.targets);
+        let weight = lambda0 * self.config.weight(level);
+        let [labels, all] = [count.labels, count.all].map(|targets| targets.max(1) as f64);
+        match of.are_soft() {
+            true => LevelTask {
+                targets: LevelTargets::Soft {
+                    targets: batch.soft_of_level(level),
+                    labels: of.labels() / labels,
+                    backbone: of.backbone() / all,
+                },
+                scale: weight,
+            },
+            false => LevelTask { targets: LevelTargets::Labels(batch.of_level(level)), scale: weight / labels },
+        }
     }
 }
 
@@ -399,10 +392,10 @@ impl ReadSums {
     /// From a list as [`ReadSums::numbers`] makes it.
     fn of_numbers(numbers: &[f64]) -> Self {
         let (of_lm, rest) = numbers.split_at(OF_LM);
-        let num_heads = rest.len() / (2 + TOP);
+        let levels = rest.len() / (2 + TOP);
         let of_lm = |at: usize| (of_lm[at] > 0.0).then_some(of_lm[at + 1]);
-        let (losses, hits) = rest.split_at(2 * num_heads);
-        let (cross_entropies, divergences) = losses.split_at(num_heads);
+        let (losses, hits) = rest.split_at(2 * levels);
+        let (cross_entropies, divergences) = losses.split_at(levels);
         Self {
             cross_entropies: cross_entropies.to_vec(),
             divergences: divergences.to_vec(),
@@ -414,16 +407,16 @@ impl ReadSums {
     }
 
     /// As [`ReadSums::numbers`], of a process that failed.
-    fn none(num_heads: usize) -> Vec<f64> {
-        vec![0.0; OF_LM + num_heads * (2 + TOP)]
+    fn none(levels: usize) -> Vec<f64> {
+        vec![0.0; OF_LM + levels * (2 + TOP)]
     }
 
     fn finish(&self, config: &LossConfig, counts: &TargetCounts, lambda0: f64) -> StepMetrics {
         let mean = |sum: f64, count: usize| (count > 0).then(|| sum / count as f64);
         let of_lm = |sum: Option<f64>| sum.and_then(|sum| mean(sum, counts.of_lm_head));
         let (lm_loss, cross_entropy) = (of_lm(self.lm_loss), of_lm(self.lm_cross_entropy));
-        let losses = self.head_losses(config, counts);
-        let weighted: f64 = losses.iter().enumerate().map(|(head, l)| config.weight(head) * l.unwrap_or(0.0)).sum();
+        let losses = self.level_losses(config, counts);
+        let weighted: f64 = losses.iter().enumerate().map(|(level, l)| config.weight(level) * l.unwrap_or(0.0)).sum();
         let top = |(hits, count): (&[f64; TOP], &TargetCount)| {
             let labels = count.labels + count.outside;
             (labels > 0).then(|| hits.map(|hits| hits / labels as f64))
@@ -433,40 +426,40 @@ impl ReadSums {
             lm_loss,
             heads_loss: weighted,
             perplexity: cross_entropy.map(f64::exp),
-            head_top: self.hits.iter().zip(&counts.by_head).map(top).collect(),
+            level_top: self.hits.iter().zip(&counts.by_level).map(top).collect(),
             tokens_per_step: None,
-            head_losses: losses,
+            level_losses: losses,
             tokens: counts.tokens,
         }
     }
 
-    /// Lk of each head; `None` without a target.
-    fn head_losses(&self, config: &LossConfig, counts: &TargetCounts) -> Vec<Option<f64>> {
+    /// Lk of each level; `None` without a target.
+    fn level_losses(&self, config: &LossConfig, counts: &TargetCounts) -> Vec<Option<f64>> {
         let of = config.targets;
-        let loss = |(head, count): (usize, &TargetCount)| {
-            let of_labels = of.labels() * self.cross_entropies[head] / count.labels.max(1) as f64;
-            let of_backbone = of.backbone() * self.divergences[head] / count.all.max(1) as f64;
+        let loss = |(level, count): (usize, &TargetCount)| {
+            let of_labels = of.labels() * self.cross_entropies[level] / count.labels.max(1) as f64;
+            let of_backbone = of.backbone() * self.divergences[level] / count.all.max(1) as f64;
             (count.all > 0).then_some(of_labels + of_backbone)
         };
-        counts.by_head.iter().enumerate().map(loss).collect()
+        counts.by_level.iter().enumerate().map(loss).collect()
     }
 }
 
 impl MetricSums {
     /// Copies all sums, and the norm of the gradients, to the host in one transfer.
     fn read(&self, grad_norm: Option<&Tensor>) -> ReadSums {
-        let heads = || self.by_head.iter();
-        let scalars = heads().map(|head| &head.loss).chain(heads().map(|head| &head.divergence));
+        let levels = || self.by_level.iter();
+        let scalars = levels().map(|level| &level.loss).chain(levels().map(|level| &level.divergence));
         let scalars: Vec<&Tensor> = scalars.chain(&self.lm_loss).chain(&self.lm_cross_entropy).collect();
-        let hits = Tensor::cat(&heads().map(|head| &head.hits).collect::<Vec<_>>(), 0).to_kind(Kind::Double);
+        let hits = Tensor::cat(&levels().map(|level| &level.hits).collect::<Vec<_>>(), 0).to_kind(Kind::Double);
         let all =
             Tensor::cat(&[&Tensor::stack(&scalars, 0), &hits].into_iter().chain(grad_norm).collect::<Vec<_>>(), 0);
         let all: Vec<f64> = rehearsal::in_place_of(&["read"], || Vec::try_from(&all)).expect("a float64 vector");
         let (scalars, rest) = all.split_at(scalars.len());
         let (hits, grad_norm) = rest.as_chunks();
         let mut scalars = scalars.iter().copied();
-        let mut of_heads = || scalars.by_ref().take(self.by_head.len()).collect();
-        let (cross_entropies, divergences) = (of_heads(), of_heads());
+        let mut of_levels = || scalars.by_ref().take(self.by_level.len()).collect();
+        let (cross_entropies, divergences) = (of_levels(), of_levels());
         let lm_loss = self.lm_loss.as_ref().and_then(|_| scalars.next());
         let lm_cross_entropy = self.lm_cross_entropy.as_ref().and_then(|_| scalars.next());
         let (hits, grad_norm) = (hits.to_vec(), grad_norm.first().copied());
@@ -481,7 +474,7 @@ fn add_to(sum: &mut Option<Tensor>, loss: Tensor) {
     });
 }
 
-/// Copies the ranks of all heads' targets to the host, in one transfer.
+/// Copies the ranks of all levels' targets to the host, in one transfer.
 fn on_host(ranks: &[Tensor]) -> Vec<Vec<usize>> {
     let all: Vec<i64> = Vec::try_from(Tensor::cat(ranks, 0).to_kind(Kind::Int64)).expect("an int64 vector");
     let mut all = all.into_iter().map(|rank| rank as usize);

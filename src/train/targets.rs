@@ -1,37 +1,37 @@
-//! The targets of the LM head and the heads in a micro batch.
+//! The targets of the LM head and of each level in a micro batch.
 
 use crate::data::IGNORE;
 use crate::data::loader::{Batch, TargetTokens};
-use crate::draft::medusa::heads::token_map::TokenMap;
+use crate::draft::token_map::TokenMap;
 use crate::train::target_rule::TargetRule;
 use crate::tree::rank_counts::{OUTSIDE, RankedPosition};
 
-/// Targets of the LM head and of every head in one micro batch, on the host.
+/// Targets of the LM head and of every level in one micro batch, on the host.
 #[derive(Debug)]
 pub struct BatchTargets {
     /// The next token.
     pub(super) of_lm_head: TargetTokens,
-    /// Head `h` (0-based) predicts the token h + 2 positions ahead. Of heads with a truncated vocabulary, the outputs of these tokens.
-    pub(super) by_head: Vec<TargetTokens>,
-    /// Positions whose label is outside of each head's truncated vocabulary.
+    /// Level `l` (0-based) predicts the token l + 2 positions ahead. With a truncated vocabulary, the outputs of these tokens.
+    pub(super) by_level: Vec<TargetTokens>,
+    /// Positions whose label is outside of the truncated vocabulary, by level.
     outside: Vec<Vec<i64>>,
-    /// The tokens that each head reads between a position and its target.
+    /// The tokens that each level reads between a position and its target.
     pub(super) previous: Vec<PreviousTokens>,
 }
 
-/// The tokens that a sequential head reads at each of its positions.
+/// The tokens that a level reads at each of its positions.
 #[derive(Debug)]
 pub(super) struct PreviousTokens {
-    /// Their number per position; 0 for Medusa heads.
+    /// Their number per position; may be 0.
     pub(super) width: usize,
     /// Position after position.
     pub(super) tokens: Vec<i64>,
 }
 
-/// The number of a head's targets.
+/// The number of a level's targets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TargetCount {
-    /// Those with a label that the head can guess.
+    /// Those with a label that the drafter can guess.
     pub labels: usize,
     /// Labels outside of a truncated vocabulary: no target, but a miss.
     pub outside: usize,
@@ -51,29 +51,29 @@ impl TargetCount {
 /// The numbers of targets and tokens of some micro batches.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TargetCounts {
-    pub by_head: Vec<TargetCount>,
+    pub by_level: Vec<TargetCount>,
     pub of_lm_head: usize,
     /// Input tokens.
     pub tokens: u64,
 }
 
 impl TargetCounts {
-    /// None yet, of `num_heads` heads.
-    pub fn new(num_heads: usize) -> Self {
-        Self { by_head: vec![TargetCount::default(); num_heads], of_lm_head: 0, tokens: 0 }
+    /// None yet, of `levels` levels.
+    pub fn new(levels: usize) -> Self {
+        Self { by_level: vec![TargetCount::default(); levels], of_lm_head: 0, tokens: 0 }
     }
 
     /// Adds a micro batch.
     pub fn add(&mut self, batch: &Batch, targets: &BatchTargets) {
         self.of_lm_head += targets.lm_head_count();
-        self.by_head.iter_mut().zip(targets.head_counts()).for_each(|(count, of_head)| count.add(of_head));
+        self.by_level.iter_mut().zip(targets.level_counts()).for_each(|(count, of_level)| count.add(of_level));
         self.tokens += batch.tokens() as u64;
     }
 
     /// All numbers in a list, so that processes can sum them.
     pub fn numbers(&self) -> Vec<f64> {
-        let of_heads = self.by_head.iter().flat_map(|count| [count.labels, count.outside, count.all]);
-        of_heads.chain([self.of_lm_head, self.tokens as usize]).map(|number| number as f64).collect()
+        let of_levels = self.by_level.iter().flat_map(|count| [count.labels, count.outside, count.all]);
+        of_levels.chain([self.of_lm_head, self.tokens as usize]).map(|number| number as f64).collect()
     }
 
     /// From a list as [`TargetCounts::numbers`] makes it.
@@ -83,10 +83,10 @@ impl TargetCounts {
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "sums of counts, far below 2^52")]
     pub fn of_numbers(numbers: &[f64]) -> Self {
         let numbers: Vec<usize> = numbers.iter().map(|&number| number as usize).collect();
-        let (of_heads, rest) = numbers.as_chunks();
+        let (of_levels, rest) = numbers.as_chunks();
         let &[of_lm_head, tokens] = rest else { panic!("a list as `numbers` makes it, got {numbers:?}") };
         let count = |&[labels, outside, all]: &[usize; 3]| TargetCount { labels, outside, all };
-        Self { by_head: of_heads.iter().map(count).collect(), of_lm_head, tokens: tokens as u64 }
+        Self { by_level: of_levels.iter().map(count).collect(), of_lm_head, tokens: tokens as u64 }
     }
 }
 
@@ -96,47 +96,47 @@ impl BatchTargets {
         self.of_lm_head.positions.len()
     }
 
-    /// Numbers of each head's targets.
-    pub fn head_counts(&self) -> impl Iterator<Item = TargetCount> {
+    /// Numbers of each level's targets.
+    pub fn level_counts(&self) -> impl Iterator<Item = TargetCount> {
         let labels = |tokens: &[i64]| tokens.iter().filter(|&&token| token != i64::from(IGNORE)).count();
-        let count = move |(of_head, outside): (&TargetTokens, &Vec<i64>)| TargetCount {
-            labels: labels(&of_head.tokens),
+        let count = move |(of_level, outside): (&TargetTokens, &Vec<i64>)| TargetCount {
+            labels: labels(&of_level.tokens),
             outside: outside.len(),
-            all: of_head.tokens.len(),
+            all: of_level.tokens.len(),
         };
-        self.by_head.iter().zip(&self.outside).map(count)
+        self.by_level.iter().zip(&self.outside).map(count)
     }
 
-    /// Collects the targets of all heads, whose outputs are the tokens of the map, if there is one.
+    /// Collects the targets of all levels, whose outputs are the tokens of the map, if there is one.
     pub fn new(batch: &Batch, rule: TargetRule, map: Option<&TokenMap>) -> Self {
-        let all = (0..rule.num_heads).map(|head| rule.targets(batch, head + 2));
+        let all = (0..rule.reads.levels).map(|level| rule.targets(batch, level + 2));
         let of_map = |targets: TargetTokens| match map {
             Some(map) => outputs_of(&targets, map, rule.soft),
             None => (targets, vec![]),
         };
-        let (by_head, outside): (Vec<TargetTokens>, Vec<_>) = all.map(of_map).unzip();
-        let previous = |(head, targets): (usize, &TargetTokens)| {
-            let width = rule.architecture.previous_tokens(head);
+        let (by_level, outside): (Vec<TargetTokens>, Vec<_>) = all.map(of_map).unzip();
+        let previous = |(level, targets): (usize, &TargetTokens)| {
+            let width = rule.reads.tokens_of(level);
             PreviousTokens { width, tokens: batch.tokens_after(&targets.positions, width) }
         };
-        let previous = by_head.iter().enumerate().map(previous).collect();
-        Self { of_lm_head: batch.targets(1), previous, by_head, outside }
+        let previous = by_level.iter().enumerate().map(previous).collect();
+        Self { of_lm_head: batch.targets(1), previous, by_level, outside }
     }
 
-    /// Each data row of `batch`, by its index, and the ranks of its labels. `ranks[head][i]` is the rank of the head's
+    /// Each data row of `batch`, by its index, and the ranks of its labels. `ranks[level][i]` is the rank of the level's
     /// i-th target.
     pub fn texts(&self, batch: &Batch, ranks: &[Vec<usize>]) -> impl Iterator<Item = (usize, Vec<RankedPosition>)> {
-        let empty = RankedPosition { is_step: false, ranks: vec![None; self.by_head.len()] };
+        let empty = RankedPosition { is_step: false, ranks: vec![None; self.by_level.len()] };
         let mut positions = vec![empty; batch.input_ids.len()];
         for &at in &self.of_lm_head.positions {
             positions[at as usize].is_step = true;
         }
-        for (head, (targets, ranks)) in self.by_head.iter().zip(ranks).enumerate() {
+        for (level, (targets, ranks)) in self.by_level.iter().zip(ranks).enumerate() {
             for ((&at, &token), &rank) in targets.positions.iter().zip(&targets.tokens).zip(ranks) {
-                positions[at as usize].ranks[head] = (token != i64::from(IGNORE)).then_some(rank);
+                positions[at as usize].ranks[level] = (token != i64::from(IGNORE)).then_some(rank);
             }
-            for &at in &self.outside[head] {
-                positions[at as usize].ranks[head] = Some(OUTSIDE);
+            for &at in &self.outside[level] {
+                positions[at as usize].ranks[level] = Some(OUTSIDE);
             }
         }
         batch.segments().map(move |(row, place)| (row, positions[place].to_vec()))

@@ -139,7 +139,7 @@ impl<'r> TrainingLoop<'r, '_> {
         let (checked, steps) = (self.checked, self.state.step..self.checked.total_steps);
         let share = self.ranks.share();
         let batches = steps.map(|step| checked.batches(step, share));
-        let maker = self.backbone.batch_maker(&self.state.heads, MetricsSplit::Train);
+        let maker = self.backbone.batch_maker(&*self.state.drafter, MetricsSplit::Train);
         let folder = self.log.as_ref().map(|log| Arc::clone(&log.folder));
         let ended = thread::scope(|scope| self.run_on(maker.feed(scope, batches), interrupted));
         // Says more than what failed in a folder that is gone.
@@ -187,7 +187,7 @@ impl<'r> TrainingLoop<'r, '_> {
             self.save()?;
         }
         let heads = self.sync().and_then(|()| match self.ranks.is_first() {
-            true => Ok(self.checkpoints.save_final(&self.state.heads)?),
+            true => Ok(self.checkpoints.save_final(&*self.state.drafter)?),
             false => Ok(self.checkpoints.final_folder()),
         });
         let heads = self.ranks.agree(heads)?;
@@ -239,7 +239,7 @@ impl<'r> TrainingLoop<'r, '_> {
 
     /// This process's batches of a step, and the targets of all processes' batches.
     fn counted(&self, batches: Result<Vec<FedBatch>, TrainError>) -> Result<(Vec<FedBatch>, TargetCounts), TrainError> {
-        let mut counts = TargetCounts::new(self.state.heads.num_heads());
+        let mut counts = TargetCounts::new(self.state.drafter.reads().levels);
         batches.iter().flatten().for_each(|batch| counts.add(&batch.batch, &batch.targets));
         let (batches, counts) = self.ranks.agree_and_sum(batches, counts.numbers())?;
         Ok((batches, TargetCounts::of_numbers(&counts)))
@@ -269,14 +269,14 @@ impl<'r> TrainingLoop<'r, '_> {
     /// Evaluates on the validation rows, if there are any. After the last thing that the processes do together here, rank 0 may fail alone.
     fn evaluate(&mut self) -> Result<(), TrainError> {
         let Some(validation) = &self.checked.validation else { return Ok(()) };
-        let maker = self.backbone.batch_maker(&self.state.heads, MetricsSplit::Validation);
+        let maker = self.backbone.batch_maker(&*self.state.drafter, MetricsSplit::Validation);
         let mut metrics = self.evaluate_on(validation, maker)?;
         self.tell_of_cache();
         if !metrics.loss.is_finite() {
             return Err(StepError::EvaluationNotFinite { step: self.state.step, value: metrics.loss }.into());
         }
         if let Some(answers) = self.answers.take() {
-            let maker = self.backbone.batch_maker_without_states(&self.state.heads);
+            let maker = self.backbone.batch_maker_without_states(&*self.state.drafter);
             let on_answers = self.evaluate_on(&answers, maker);
             self.answers = Some(answers);
             metrics.tokens_per_step = on_answers?.tokens_per_step;
@@ -296,12 +296,12 @@ impl<'r> TrainingLoop<'r, '_> {
     /// Losses, accuracies and tokens per step on some rows.
     fn evaluate_on(&mut self, rows: &Loader, maker: BatchMaker) -> Result<StepMetrics, TrainError> {
         let batches = rows.eval_share(self.ranks.share()).map(|batch| Ok(vec![batch.map_err(DataError::from)?]));
-        let (backbone, heads, loss) = (&mut self.backbone, &self.state.heads, &self.checked.plan.loss);
+        let (backbone, drafter, loss) = (&mut self.backbone, &*self.state.drafter, &self.checked.plan.loss);
         // The peak of λ0 at every step: with a rising λ0 the loss of better heads would be higher.
         let (lambda0, ranks) = (self.checked.plan.heads_coefficient.peak, self.ranks);
         thread::scope(|scope| {
             let batches = maker.feed(scope, batches);
-            guard("the evaluation", || evaluate::<TrainError>(backbone, heads, batches, loss, lambda0, ranks))?
+            guard("the evaluation", || evaluate::<TrainError>(backbone, drafter, batches, loss, lambda0, ranks))?
         })
     }
 
@@ -310,7 +310,7 @@ impl<'r> TrainingLoop<'r, '_> {
         let Some(BestSoFar { best, evaluations_since: 0 }) = self.state.best else { return Ok(()) };
         check_finite(&self.state)?;
         if self.ranks.is_first() {
-            let saved = self.checkpoints.save_best(&self.state.heads, best)?;
+            let saved = self.checkpoints.save_best(&*self.state.drafter, best)?;
             (self.tell)(RunEvent::Best(best, &saved));
         }
         Ok(())

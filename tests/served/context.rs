@@ -6,7 +6,7 @@ use medusa::cli::CommonFlags;
 use medusa::cli::drafter::plan::DrafterPlan;
 use medusa::cli::engine::{EngineFlags, EngineName};
 use medusa::cli::served::ModelOptions;
-use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
+use medusa::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
 use medusa::torch::DeviceChoice;
 
 use super::*;

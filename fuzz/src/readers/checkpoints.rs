@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use medusa::draft::medusa::heads::Heads;
+use medusa::draft::heads::Heads;
 use medusa::files::checksums::seal;
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
@@ -42,7 +42,7 @@ impl SavedRun {
         plan.train.output_dir = run.clone();
         let shape = plan.heads.shape([backbone.config.vocab_size, backbone.config.hidden_size]);
         let heads = Heads::random(shape, Kind::Float, Device::Cpu, 2).for_training(Kind::Float);
-        let mut state = TrainState::new(heads, &backbone, &plan);
+        let mut state = TrainState::new(Box::new(heads), &backbone, &plan);
         state.step = 1;
         let checkpoints = Checkpoints { plan: &plan, backbone: &backbone, template: None, fingerprint: None };
         let checkpoint = checkpoints.save_step(&state, Ranks::alone()).expect("a folder that can be written");

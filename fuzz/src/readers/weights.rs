@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{Cursor, Write};
 use std::path::Path;
 
-use medusa::draft::medusa::heads::import::HeadsFile;
+use medusa::draft::heads::import::HeadsFile;
 use medusa::formats::captured_states::{CapturedError, CapturedFile, StateSizes};
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;

@@ -6,7 +6,7 @@ use super::args::BenchArgs;
 use super::drafters::Rows;
 use crate::cli::served::{ModelOptions, shown};
 use crate::cli::{CommonFlags, UsageError};
-use crate::draft::medusa::heads::import::folder_of;
+use crate::draft::heads::import::folder_of;
 use crate::model::peft::ADAPTER_CONFIG;
 
 /// The heads whose adapter is merged into the backbone.

@@ -8,7 +8,7 @@ use crate::cli::UsageError;
 use crate::cli::drafter::plan::{DrafterPlan, PlannedTree, beside};
 use crate::cli::drafter::spec::{DrafterName, DrafterSpec};
 use crate::cli::run_heads::check_calibration;
-use crate::draft::medusa::heads::import::folder_of;
+use crate::draft::heads::import::folder_of;
 use crate::formats::calibration::Calibration;
 use crate::formats::metrics::{MetricsFile, MetricsLine, TrainingCost};
 use crate::formats::run_folder::{self, CALIBRATION, METRICS};

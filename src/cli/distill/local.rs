@@ -31,7 +31,7 @@ use crate::distill::local::BackboneAnswerer;
 use crate::distill::output::{ClaimedShare, Output};
 use crate::distill::render::{self, Renderer};
 use crate::distill::{self, DistillProgress};
-use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::draft::heads::import::{HeadsFile, folder_of};
 use crate::dtype::Dtype;
 use crate::engine::Engine;
 use crate::engine::sample::Sampling;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::spec::{DrafterName, DrafterSpec};
 use crate::bounds::TREE_NODES;
 use crate::cli::UsageError;
-use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::draft::heads::import::{HeadsFile, folder_of};
 use crate::formats::run_folder::{self, TREE};
 use crate::tree::by_load::ByLoad;
 use crate::tree::guess_tree::GuessTree;

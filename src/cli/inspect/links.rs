@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use super::checked::{CheckedFile, FileState};
-use crate::draft::medusa::heads::HEADS_FILE;
-use crate::draft::medusa::heads::import::HeadsFile;
+use crate::draft::heads::HEADS_FILE;
+use crate::draft::heads::import::HeadsFile;
 use crate::files::checksums::Checksums;
 use crate::files::{failed, parent, sha256};
 use crate::formats::calibration::Calibration;

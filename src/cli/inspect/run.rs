@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::super::{load_table, wrap};
 use super::links;
 use super::tensors::{self, HeadsFound, WeightsFound};
-use crate::draft::medusa::heads::HEADS_FILE;
+use crate::draft::heads::HEADS_FILE;
 use crate::formats::FormatError;
 use crate::formats::bench::{self, BenchHeadline};
 use crate::formats::best::BestEvaluation;

@@ -6,9 +6,9 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::cli::mebibytes;
-use crate::draft::medusa::heads::HeadsShape;
-use crate::draft::medusa::heads::import::HeadsFile;
-use crate::draft::medusa::heads::layout::HeadsLayout;
+use crate::draft::heads::HeadsShape;
+use crate::draft::heads::import::HeadsFile;
+use crate::draft::heads::layout::HeadsLayout;
 use crate::formats::best::BestEvaluation;
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::model::weights::{TensorHeader, WeightFiles};

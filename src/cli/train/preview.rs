@@ -11,7 +11,7 @@ use crate::cli::{gibibytes, mebibytes};
 use crate::data::mix::MixedShare;
 use crate::data::store::RowStore;
 use crate::data::{BadRows, LoadReport};
-use crate::draft::medusa::heads::HeadsShape;
+use crate::draft::heads::HeadsShape;
 use crate::dtype::Dtype;
 use crate::plural::counted;
 use crate::recipe::Recipe;

@@ -7,7 +7,7 @@ use super::super::decoder::Decoder;
 use super::super::engine::{EngineFlags, EngineName};
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
-use crate::draft::medusa::heads::Heads;
+use crate::draft::heads::Heads;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, StepsOfSequences};
 use crate::formats::tree::TreeOfSequences;

@@ -16,8 +16,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::*;
 use crate::decode::request::FinishReason;
+use crate::draft::heads::{Heads, HeadsShape};
 use crate::draft::medusa::drafter::MedusaDrafter;
-use crate::draft::medusa::heads::{Heads, HeadsShape};
 use crate::draft::ngram::NgramDrafter;
 use crate::engine::cpu::CpuEngine;
 use crate::engine::sample::{Sampling, Stream};

@@ -1,6 +1,6 @@
 //! Prompts of texts: in pieces, so that what attention takes of memory is bounded, and several in a pass where the engine can.
 
-// N tokens of a pass, H hidden, V vocabulary
+// N tokens of a pass, W a token's states, V vocabulary
 use std::rc::Rc;
 
 use tch::Tensor;
@@ -172,14 +172,14 @@ impl Stepper<'_> {
         let chains: Vec<Rc<NewTokens>> = pieces.iter().map(|piece| self.chain(piece.tokens)).collect();
         let rows = pieces.iter().zip(&chains).map(|(piece, nodes)| RowTokens { row: piece.row, nodes });
         let tokens_n = upload(&ids.concat(), self.engine.backbone().device());
-        let hidden_nh = self.engine.extend(&mut self.cache, &tokens_n, &rows.collect::<Vec<_>>());
+        let states_nw = self.engine.extend(&mut self.cache, &tokens_n, &rows.collect::<Vec<_>>());
         let mut end = 0;
         let mut whole = vec![];
         for (piece, ids) in pieces.iter().zip(&ids) {
             self.cache.commit(piece.row, piece.tokens as i64);
             end += piece.tokens;
             if drafting == Drafting::On {
-                self.tell_committed(piece.row, ids, || hidden_nh.narrow(0, (end - ids.len()) as i64, ids.len() as i64));
+                self.tell_committed(piece.row, ids, || states_nw.narrow(0, (end - ids.len()) as i64, ids.len() as i64));
             }
             let sequence = &sequences[piece.row - first];
             if !sequence.has_begun() && self.lacking(sequence, piece.row) == 0 {
@@ -187,7 +187,7 @@ impl Stepper<'_> {
                 self.keep_prefix(piece.row, sequence.computed());
             }
         }
-        self.choose_first(sequences, &whole, &hidden_nh, drafting);
+        self.choose_first(sequences, &whole, &states_nw, drafting);
     }
 
     /// Chooses the first tokens of sequences; each comes with the row of its prompt's last token in `[N, H]`.
@@ -195,14 +195,14 @@ impl Stepper<'_> {
         &mut self,
         sequences: &mut [Sequence],
         whole: &[(usize, usize)],
-        hidden_nh: &Tensor,
+        states_nw: &Tensor,
         drafting: Drafting,
     ) {
         if whole.is_empty() {
             return;
         }
-        let hidden_bh = rows_of(hidden_nh, &whole.iter().map(|(_, last)| *last).collect::<Vec<_>>());
-        let logits_bv = self.engine.logits(&hidden_bh);
+        let states_bw = rows_of(states_nw, &whole.iter().map(|(_, last)| *last).collect::<Vec<_>>());
+        let logits_bv = self.engine.logits(&states_bw);
         let is_whole = |at: usize| whole.iter().any(|(sequence, _)| *sequence == at);
         let mut new: Vec<&mut Sequence> =
             sequences.iter_mut().enumerate().filter(|(at, _)| is_whole(*at)).map(|(_, sequence)| sequence).collect();
@@ -216,7 +216,7 @@ impl Stepper<'_> {
         };
         for ((sequence, root), row) in new.into_iter().zip(roots).zip(0..) {
             let scored = sequence.scored(&[root.id], || logits_bv.narrow(0, row, 1));
-            sequence.begin(root, hidden_bh.narrow(0, row, 1), scored);
+            sequence.begin(root, states_bw.narrow(0, row, 1), scored);
         }
     }
 
@@ -233,9 +233,9 @@ impl Stepper<'_> {
     }
 
     /// Tells a drafter that follows the rows of tokens that no proposal held.
-    fn tell_committed(&mut self, row: usize, ids: &[i64], hidden_nh: impl FnOnce() -> Tensor) {
+    fn tell_committed(&mut self, row: usize, ids: &[i64], states_nw: impl FnOnce() -> Tensor) {
         if let Some((drafter, _)) = self.drafter.as_mut().filter(|(drafter, _)| drafter.follows()) {
-            drafter.committed(row, &CommittedTokens { ids, hidden_nh: hidden_nh() });
+            drafter.committed(row, &CommittedTokens { ids, states_nw: states_nw() });
             self.seen[row] += ids.len();
         }
     }

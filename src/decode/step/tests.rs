@@ -44,7 +44,7 @@ impl Drafter for Follower<'_> {
             let (root, before) = text.ids.split_last().expect("a root");
             assert_eq!((&ids[..], text.root.id), (before, *root));
             let last = row.last().map(|(_, hidden_h)| hidden_h.shallow_clone()).expect("a prompt");
-            assert!((last - text.hidden_1h.squeeze_dim(0)).abs().max().double_value(&[]) < 1e-12);
+            assert!((last - text.state_1w.squeeze_dim(0)).abs().max().double_value(&[]) < 1e-12);
         }
         self.counts.borrow_mut()[0] += batch.len();
         self.guesses.propose(batch)
@@ -59,7 +59,7 @@ impl Drafter for Follower<'_> {
     }
 
     fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
-        let states = (0..tokens.ids.len() as i64).map(|n| tokens.hidden_nh.get(n));
+        let states = (0..tokens.ids.len() as i64).map(|n| tokens.states_nw.get(n));
         self.rows[row].extend(tokens.ids.iter().copied().zip(states));
     }
 

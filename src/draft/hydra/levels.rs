@@ -5,11 +5,11 @@ use tch::{Device, Kind, Tensor};
 
 use crate::cpu::rows::largest;
 use crate::cpu::team::Team;
+use crate::draft::heads::guesses::{likeliest, likeliest_of_rows};
+use crate::draft::heads::sequential::{FirstBlockSums, SequentialLayout};
+use crate::draft::heads::{HeadInput, Heads};
 use crate::draft::hydra::prefix::PrefixRows;
 use crate::draft::levels::LevelGuesser;
-use crate::draft::medusa::heads::guesses::{likeliest, likeliest_of_rows};
-use crate::draft::medusa::heads::sequential::{FirstBlockSums, SequentialLayout};
-use crate::draft::medusa::heads::{HeadInput, Heads};
 use crate::draft::{CommittedTokens, TextSoFar};
 use crate::model::llama::Llama;
 use crate::model::prefix_layer::PrefixLayer;
@@ -56,7 +56,7 @@ impl<'a> HydraLevels<'a> {
     fn states(&self, batch: &[TextSoFar]) -> Tensor {
         let of_text = |text: &TextSoFar| match &self.prefix {
             Some((_, rows)) => rows.state(text.row).shallow_clone(),
-            None => text.hidden_1h.shallow_clone(),
+            None => self.backbone.last_of(text.state_1w),
         };
         match batch {
             [text] => of_text(text),
@@ -136,7 +136,9 @@ impl LevelGuesser for HydraLevels<'_> {
     }
 
     fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
-        self.prefix.iter_mut().for_each(|(layer, rows)| rows.commit(layer, row, &tokens.hidden_nh));
+        self.prefix
+            .iter_mut()
+            .for_each(|(layer, rows)| rows.commit(layer, row, &self.backbone.last_of(&tokens.states_nw)));
     }
 
     fn truncate(&mut self, row: usize, tokens: usize) {
@@ -155,7 +157,7 @@ impl LevelGuesser for HydraLevels<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draft::medusa::heads::{HeadsArchitecture, HeadsShape};
+    use crate::draft::heads::{HeadsArchitecture, HeadsShape};
     use crate::engine::sample::{Chosen, Sampling, Stream};
     use crate::model::config::LlamaConfig;
     use crate::numbers::NonNegative;
@@ -167,11 +169,11 @@ mod tests {
         let hidden: Vec<Tensor> = (0..2).map(|text| hidden_bh.narrow(0, text, 1)).collect();
         let batch: Vec<TextSoFar> = (roots.iter().zip(&hidden))
             .enumerate()
-            .map(|(row, (root, hidden_1h))| TextSoFar {
+            .map(|(row, (root, state_1w))| TextSoFar {
                 row,
                 ids: &[],
                 root,
-                hidden_1h,
+                state_1w,
                 sampling: Sampling::of_temperature(NonNegative::ZERO),
                 stream: Stream::default(),
                 may_draw: false,

@@ -5,7 +5,8 @@ use std::rc::Rc;
 
 use tch::{Device, Tensor};
 
-use super::heads::{Heads, HeadsMismatch};
+use crate::draft::heads::Heads;
+use crate::draft::trained::BackboneMismatch;
 use crate::draft::{Drafter, PreparedTree, Proposal, TextSoFar};
 use crate::engine::cuda::draft::DeviceDraft;
 use crate::model::llama::Llama;
@@ -16,7 +17,7 @@ use crate::tree::sparse_tree::{SparseTree, TreeError};
 pub enum DraftError {
     /// Heads of another backbone.
     #[error(transparent)]
-    Heads(#[from] HeadsMismatch),
+    Backbone(#[from] BackboneMismatch),
     /// A tree that needs more heads or guesses than there are.
     #[error(transparent)]
     Tree(#[from] TreeError),
@@ -80,8 +81,8 @@ impl<'a> MedusaDrafter<'a> {
 
 impl Drafter for MedusaDrafter<'_> {
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
-        let hidden: Vec<&Tensor> = batch.iter().map(|text| text.hidden_1h).collect();
-        let hidden_bh = if let [one] = hidden[..] { one.shallow_clone() } else { Tensor::cat(&hidden, 0) };
+        let hidden: Vec<Tensor> = batch.iter().map(|text| self.backbone.last_of(text.state_1w)).collect();
+        let hidden_bh = if let [one] = &hidden[..] { one.shallow_clone() } else { Tensor::cat(&hidden, 0) };
         let guesses_bg = self.heads.guesses(self.num_heads, self.width, &hidden_bh, self.backbone);
         let tokens: Vec<Tensor> = match guesses_bg.device() {
             Device::Cpu => self.filled(batch, &Vec::try_from(guesses_bg.reshape([-1])).expect("one axis of int64")),

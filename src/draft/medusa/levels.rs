@@ -2,8 +2,8 @@
 
 use tch::Tensor;
 
-use super::heads::Heads;
 use crate::draft::TextSoFar;
+use crate::draft::heads::Heads;
 use crate::draft::levels::LevelGuesser;
 use crate::formats::tree::DynamicTree;
 use crate::model::llama::Llama;
@@ -34,7 +34,8 @@ impl<'a> MedusaLevels<'a> {
 impl LevelGuesser for MedusaLevels<'_> {
     fn begin(&mut self, batch: &[TextSoFar]) {
         let DynamicTree { depth, top_k, .. } = self.limits;
-        let hidden_bh = Tensor::cat(&batch.iter().map(|text| text.hidden_1h).collect::<Vec<_>>(), 0);
+        let hidden = batch.iter().map(|text| self.backbone.last_of(text.state_1w));
+        let hidden_bh = Tensor::cat(&hidden.collect::<Vec<_>>(), 0);
         let guesses = self.heads.likeliest(depth, top_k, &hidden_bh, self.backbone);
         self.guesses = guesses.chunks_exact(depth * top_k).map(<[LikelyToken]>::to_vec).collect();
         self.texts = (0..batch.len()).collect();

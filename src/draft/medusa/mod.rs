@@ -1,8 +1,4 @@
-//! Medusa heads and their losses (arXiv 2401.10774).
+//! How Medusa heads guess (arXiv 2401.10774): each of them from the hidden state alone.
 
 pub mod drafter;
-pub mod fused_loss;
-pub mod heads;
 pub mod levels;
-pub mod loss;
-pub mod target_weights;

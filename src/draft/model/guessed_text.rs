@@ -4,7 +4,7 @@
 use tch::Tensor;
 
 use crate::draft::TextSoFar;
-use crate::draft::medusa::heads::guesses::likeliest;
+use crate::draft::heads::guesses::likeliest;
 use crate::engine::Engine;
 use crate::engine::sample::{Sampler, distributions};
 use crate::model::new_tokens::NewTokens;

@@ -85,7 +85,7 @@ impl<'a> Texts<'a> {
         let hidden_1h = &hidden_1h;
         let batch = self.texts.iter().zip(&roots).enumerate().map(|(row, ((index, ids), root))| {
             let stream = Stream { seed: 3, index: *index, ..Stream::default() };
-            TextSoFar { row, ids, root, hidden_1h, sampling: self.sampling, stream, may_draw: true }
+            TextSoFar { row, ids, root, state_1w: hidden_1h, sampling: self.sampling, stream, may_draw: true }
         });
         let batch: Vec<TextSoFar> = batch.collect();
         no_grad(|| self.drafter.propose(&batch))
@@ -93,7 +93,7 @@ impl<'a> Texts<'a> {
 }
 
 fn committed(ids: &[i64]) -> CommittedTokens<'_> {
-    CommittedTokens { ids, hidden_nh: Tensor::zeros([ids.len() as i64, 1], (Kind::Double, Device::Cpu)) }
+    CommittedTokens { ids, states_nw: Tensor::zeros([ids.len() as i64, 1], (Kind::Double, Device::Cpu)) }
 }
 
 fn tokens_of(proposal: &Proposal) -> Vec<i64> {
@@ -250,8 +250,8 @@ impl Engine for Failing<'_> {
         self.engine.extend(cache, tokens_n, batch)
     }
 
-    fn logits(&self, hidden_nh: &Tensor) -> Tensor {
-        self.engine.logits(hidden_nh)
+    fn logits(&self, states_nw: &Tensor) -> Tensor {
+        self.engine.logits(states_nw)
     }
 }
 

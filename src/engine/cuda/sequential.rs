@@ -1,5 +1,5 @@
 //! The weights of sequential heads (Hydra, arXiv 2402.05109), laid out by what they multiply, with the levels of the tree that they
-//! fill. The same layout for the CPU's kernels is in `draft/medusa/heads/sequential.rs`.
+//! fill. The same layout for the CPU's kernels is in `draft/heads/sequential.rs`.
 
 // K heads, d level, V vocabulary, H hidden
 use tch::Tensor;

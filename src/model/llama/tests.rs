@@ -18,7 +18,8 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
 fn extending_a_cache_equals_whole_rows() {
     for config in LlamaConfig::tiny_of_each_family().into_iter().chain([config(Some(5))]) {
         let family = config.model_type.clone();
-        let llama = Llama::random(config, Kind::Double, Device::Cpu, 0);
+        let mut llama = Llama::random(config, Kind::Double, Device::Cpu, 0);
+        llama.set_taps(Taps::new([0, llama.config.num_hidden_layers]));
         let tokens = Generator::seeded(11).integers(50, &[23]);
         let rows = RowMask::causal(23, &llama.config, Device::Cpu);
         let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
@@ -33,6 +34,24 @@ fn extending_a_cache_equals_whole_rows() {
                 cache.commit(0, n);
             }
         }
+    }
+}
+
+#[test]
+fn taps_are_the_residual_stream_behind_so_many_layers() {
+    for config in LlamaConfig::tiny_of_each_family() {
+        let mut llama = Llama::random(config, Kind::Double, Device::Cpu, 0);
+        let (layers, h) = (llama.config.num_hidden_layers, llama.config.hidden_size);
+        let tokens_bt = Generator::seeded(11).integers(50, &[2, 9]);
+        let rows = RowMask::causal(9, &llama.config, Device::Cpu);
+        let alone = llama.hidden_states(&tokens_bt, &rows, Adapters::Off);
+        llama.set_taps(Taps::new([layers, 0, layers]));
+        let states = llama.hidden_states(&tokens_bt, &rows, Adapters::Off);
+        assert_eq!((states.size(), llama.states_width()), (vec![2, 9, 3 * h], 3 * h));
+        assert_eq!(llama.last_of(&states), alone);
+        assert_eq!(states.narrow(-1, h, h), llama.embed(&tokens_bt));
+        assert_eq!(llama.final_norm(&states.narrow(-1, 2 * h, h)), alone);
+        assert_eq!([0, 1, layers].map(|tap| llama.taps().column(tap, h)), [Some(h), None, Some(2 * h)]);
     }
 }
 

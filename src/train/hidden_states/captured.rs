@@ -1,6 +1,6 @@
 //! Hidden states that a server captured (`data.hidden_states`), for the rows of a run.
 
-// M kept positions, H hidden
+// M kept positions, H hidden, L = 1 + number of taps
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -13,6 +13,7 @@ use crate::data::captured::CapturedSet;
 use crate::data::store::RowStore;
 use crate::formats::captured_states::CapturedFile;
 use crate::formats::metrics::MetricsSplit;
+use crate::model::llama::Llama;
 use crate::torch::transfer::HostTensor;
 use crate::train::target_rule::TargetRule;
 
@@ -39,6 +40,8 @@ pub struct CapturedReader {
     rows: CapturedRows,
     pub(super) rule: TargetRule,
     hidden_size: i64,
+    /// How many layers before the last one are read, too.
+    taps: usize,
     /// Where the states are needed.
     device: Device,
 }
@@ -75,9 +78,15 @@ impl CapturedRows {
         &self.set
     }
 
-    /// Reads the states that `rule` needs, for a backbone of this width on `device`.
-    pub fn reader(&self, rule: TargetRule, hidden_size: i64, device: Device) -> CapturedReader {
-        CapturedReader { rows: self.clone(), rule, hidden_size, device }
+    /// Reads the states that `rule` and the taps of `backbone` need: of the last layers in the files, in ascending order.
+    ///
+    /// # Panics
+    /// If the files have fewer layers.
+    pub fn reader(&self, rule: TargetRule, backbone: &Llama) -> CapturedReader {
+        let (hidden_size, taps, device) =
+            (backbone.config.hidden_size, backbone.taps().layers().len(), backbone.device());
+        assert!(taps < self.set.layers(), "the taps were checked");
+        CapturedReader { rows: self.clone(), rule, hidden_size, taps, device }
     }
 
     fn file(&self, row: usize) -> &CapturedFile {
@@ -86,28 +95,31 @@ impl CapturedRows {
 }
 
 impl CapturedReader {
-    /// The last layer's states of `rows`, one after another: `[M, H]`, before the final norm, in the dtype of the files.
+    /// The states of `rows`, one after another: `[L, M, H]`, those of the last layer first, before the final norm, then those of the taps. In
+    /// the dtype of the files.
     ///
     /// # Errors
     /// [`HiddenStatesError::Captured`].
     pub fn read(&self, rows: &[RowPositions]) -> Result<HostTensor, HiddenStatesError> {
-        self.read_layer(self.layers() - 1, rows)
+        let last = self.layers() - 1;
+        self.read_layers(&[&[last], &Vec::from_iter(last - self.taps..last)[..]].concat(), rows)
     }
 
     /// How many layers each file has.
     pub fn layers(&self) -> usize {
-        self.rows.set.files()[0].layers // all have as many
+        self.rows.set.layers()
     }
 
-    /// As [`CapturedReader::read`], of a layer in the files.
+    /// As [`CapturedReader::read`], of these layers of the files.
     ///
     /// # Errors
     /// [`HiddenStatesError::Captured`].
-    pub fn read_layer(&self, layer: usize, rows: &[RowPositions]) -> Result<HostTensor, HiddenStatesError> {
+    pub fn read_layers(&self, layers: &[usize], rows: &[RowPositions]) -> Result<HostTensor, HiddenStatesError> {
         let kept: usize = rows.iter().map(|row| row.positions.len()).sum();
         let kind = self.rows.set.files()[0].dtype.kind(); // all have the same
+        let of_layers = layers.iter().flat_map(|&layer| rows.iter().map(move |row| (layer, row)));
         let fill = |mut rest: &mut [u8]| {
-            for RowPositions { id, positions } in rows {
+            for (layer, RowPositions { id, positions }) in of_layers {
                 let file = self.rows.file(*id);
                 let (states, later) = rest.split_at_mut(positions.len() * file.state_bytes());
                 file.read_states(layer, positions, states)?;
@@ -115,6 +127,6 @@ impl CapturedReader {
             }
             Ok(())
         };
-        HostTensor::filled(&[kept as i64, self.hidden_size], kind, self.device, fill)
+        HostTensor::filled(&[layers.len() as i64, kept as i64, self.hidden_size], kind, self.device, fill)
     }
 }

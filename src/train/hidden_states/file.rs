@@ -1,6 +1,6 @@
 //! The file of cached hidden states, for the thread that reads ahead and the run that fills it.
 
-// M kept positions, H hidden
+// M kept positions, W a token's states (see [`crate::model::taps`])
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -23,7 +23,7 @@ pub(super) struct StatesFile {
     marks: RowMarks,
     /// Of each row, 0 if its states cannot be read.
     filled: Vec<AtomicU32>,
-    hidden_size: i64,
+    width: i64,
     kind: Kind,
     /// The backbone's.
     device: Device,
@@ -32,7 +32,7 @@ pub(super) struct StatesFile {
 /// What a file holds.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StatesKind {
-    pub(super) hidden_size: i64,
+    pub(super) width: i64,
     pub(super) kind: Kind,
     /// Where the states are needed.
     pub(super) device: Device,
@@ -59,8 +59,8 @@ impl StatesFile {
             read => read?,
         };
         let filled = filled.into_iter().map(AtomicU32::new).collect();
-        let StatesKind { hidden_size, kind, device } = of;
-        Ok(Self { layout, path, file, marks, filled, hidden_size, kind, device })
+        let StatesKind { width, kind, device } = of;
+        Ok(Self { layout, path, file, marks, filled, width, kind, device })
     }
 
     /// Lets other runs open the file.
@@ -98,7 +98,7 @@ impl StatesFile {
     /// The states of rows that can be read, one after another: `[M, H]`.
     pub(super) fn read(&self, row_ids: &[usize]) -> Result<HostTensor, HiddenStatesError> {
         let bytes: usize = row_ids.iter().map(|&id| self.layout.bytes_of(id)).sum();
-        let size = [(bytes / self.layout.row_bytes) as i64, self.hidden_size];
+        let size = [(bytes / self.layout.row_bytes) as i64, self.width];
         let fill = |mut rest: &mut [u8]| {
             for &id in row_ids {
                 let (states, later) = rest.split_at_mut(self.layout.bytes_of(id));

@@ -1,6 +1,6 @@
 //! A cache of hidden states on disk, filled during training.
 //!
-//! It stores the positions that the losses read; all of them if the heads have a prefix layer. The file is created at full size, and states are
+//! It stores the positions that the losses read; all of them for a drafter that reads whole rows. The file is created at full size, and states are
 //! synced before their marks: a crash never marks missing data. A run locks the file until it is complete.
 //!
 //! The states of a data row come from the batch that computed them first, in every run and after every interruption.
@@ -10,7 +10,7 @@
 //!
 //! A disk with too little space does not end the run: rows that are not stored are computed whenever they are read.
 
-// N positions of a batch, M of them kept, H hidden
+// N positions of a batch, M of them kept, W a token's states (see [`crate::model::taps`])
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -88,7 +88,7 @@ impl StatesPlace {
     pub fn new(settings: &CacheSettings, backbone: &Llama, sequences: &Sequences) -> Result<Self, HiddenStatesError> {
         let CacheSettings { folder, backbone_folder, reserved_bytes, .. } = *settings;
         let (rule, rows) = (settings.rule.of_cache(), &sequences.one_each());
-        let layout = StatesLayout::new(rows, rule, backbone.config.hidden_size, backbone.kind())?;
+        let layout = StatesLayout::new(rows, rule, backbone.states_width(), backbone.kind())?;
         let backbone_is =
             identity(backbone_folder, backbone).map_err(|error| layout.error("read", backbone_folder, error))?;
         let path = folder.join(format!("{}.hidden_states", key(&backbone_is, rows, rule)?));
@@ -123,8 +123,7 @@ impl StatesPlace {
         let Self { path, layout, reserved_bytes } = self;
         let folder = parent(&path);
         make_folders(folder).map_err(|error| layout.error("make", folder, error))?;
-        let of =
-            StatesKind { hidden_size: backbone.config.hidden_size, kind: backbone.kind(), device: backbone.device() };
+        let of = StatesKind { width: backbone.states_width(), kind: backbone.kind(), device: backbone.device() };
         let file = Arc::new(StatesFile::open(path, layout, of)?);
         let mut kept = KeptStates {
             backbone,
@@ -204,8 +203,8 @@ impl<'r> KeptStates<'r> {
         self.notice.take()
     }
 
-    /// The states of a batch at its kept positions, `[M, H]` on the backbone's device: read ahead, read from the file, or computed and stored.
-    /// `kept_m` are [`super::StatesReader::positions`] on the device; `compute` runs the backbone, for `[N, H]`.
+    /// The states of a batch at its kept positions, `[M, W]` on the backbone's device: read ahead, read from the file, or computed and stored.
+    /// `kept_m` are [`super::StatesReader::positions`] on the device; `compute` runs the backbone, for `[N, W]`.
     ///
     /// # Errors
     /// [`HiddenStatesError`].
@@ -229,16 +228,16 @@ impl<'r> KeptStates<'r> {
             }
         }
         self.computed_batches += 1;
-        let hidden_mh = compute().index_select(0, kept_m);
+        let states_mw = compute().index_select(0, kept_m);
         if !self.disk_is_full {
-            self.pending.push(PendingRows { row_ids: row_ids.clone(), states: HostTensor::copied(&hidden_mh) });
+            self.pending.push(PendingRows { row_ids: row_ids.clone(), states: HostTensor::copied(&states_mw) });
             if self.pending_bytes() > self.most_pending_bytes() {
                 self.settle()?;
             }
         }
         // Stored states win over this batch's, since a resumed run would read them.
         let some_are_stored = row_ids.iter().any(|&id| self.file.has(id));
-        if some_are_stored { self.with_stored(&row_ids, &hidden_mh) } else { Ok(hidden_mh) }
+        if some_are_stored { self.with_stored(&row_ids, &states_mw) } else { Ok(states_mw) }
     }
 
     /// The stored states of rows; `None` if those of one are damaged, which is then no longer stored.
@@ -263,19 +262,19 @@ impl<'r> KeptStates<'r> {
     }
 
     /// Computed states, with those of stored rows in their place.
-    fn with_stored(&mut self, row_ids: &[usize], hidden_mh: &Tensor) -> Result<Tensor, HiddenStatesError> {
-        let hidden_mh = hidden_mh.copy();
+    fn with_stored(&mut self, row_ids: &[usize], states_mw: &Tensor) -> Result<Tensor, HiddenStatesError> {
+        let states_mw = states_mw.copy();
         let mut from = 0;
         for &id in row_ids {
             let rows = (self.file.layout.bytes_of(id) / self.file.layout.row_bytes) as i64;
             if self.file.has(id)
                 && let Some(stored) = self.undamaged(&[id])?
             {
-                hidden_mh.narrow(0, from, rows).copy_(&stored.on_device());
+                states_mw.narrow(0, from, rows).copy_(&stored.on_device());
             }
             from += rows;
         }
-        Ok(hidden_mh)
+        Ok(states_mw)
     }
 
     /// Writes the states that were computed since the last call. Waits for the device: call it where the run waits anyway.

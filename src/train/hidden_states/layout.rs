@@ -66,9 +66,9 @@ pub(super) struct StatesLayout {
 }
 
 impl StatesLayout {
-    pub(super) fn new(rows: &Sequences, rule: TargetRule, hidden_size: i64, kind: Kind) -> Result<Self, CacheError> {
-        let hidden_size = usize::try_from(hidden_size).expect("a checked config");
-        let row_bytes = hidden_size * kind.elt_size_in_bytes();
+    pub(super) fn new(rows: &Sequences, rule: TargetRule, width: i64, kind: Kind) -> Result<Self, CacheError> {
+        let width = usize::try_from(width).expect("a checked config");
+        let row_bytes = width * kind.elt_size_in_bytes();
         let mut offsets = vec![0];
         let mut end = 0;
         for row in rows.iter() {
@@ -119,12 +119,12 @@ impl StatesLayout {
     }
 }
 
-/// Size of the file for the rows of `sequences`, this width and this dtype.
+/// Size of the file for the rows of `sequences`, states of this width and this dtype.
 ///
 /// # Errors
 /// [`CacheError`]: the labels are read, since they decide which positions are stored.
-pub fn file_bytes(sequences: &Sequences, rule: TargetRule, hidden_size: i64, kind: Kind) -> Result<u64, CacheError> {
-    Ok(StatesLayout::new(&sequences.one_each(), rule.of_cache(), hidden_size, kind)?.file_bytes())
+pub fn file_bytes(sequences: &Sequences, rule: TargetRule, width: i64, kind: Kind) -> Result<u64, CacheError> {
+    Ok(StatesLayout::new(&sequences.one_each(), rule.of_cache(), width, kind)?.file_bytes())
 }
 
 pub(super) fn positions_in(sequence: &PackedSequence, rule: TargetRule) -> Vec<usize> {
@@ -141,6 +141,9 @@ pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
     let mut facts = format!("{FORMAT}\nlibtorch {LIBTORCH_VERSION} on {on}\n{:?}\n", backbone.kind());
     // Rotary embeddings may depend on the context, which is not in the folder.
     facts += &format!("{:?}\n", backbone.block().layers);
+    if !backbone.taps().is_empty() {
+        facts += &format!("taps {:?}\n", backbone.taps().layers());
+    }
     facts.extend(backbone.quantization().map(|quantization| format!("{quantization}\n")));
     for path in weights {
         let metadata = fs::metadata(&path)?;
@@ -155,8 +158,8 @@ pub(super) fn key(identity: &[u8], rows: &Sequences, rule: TargetRule) -> Result
     let mut hasher = Sha256::new();
     hasher.update((identity.len() as u64).to_le_bytes());
     hasher.update(identity);
-    hasher.update((rule.num_heads as u64).to_le_bytes()); // of the cache, not of the run
-    if rule.architecture.has_prefix() {
+    hasher.update((rule.reads.levels as u64).to_le_bytes()); // of the cache, not of the run
+    if rule.reads.whole_rows {
         hasher.update([2]);
     }
     if rule.soft {

@@ -16,14 +16,16 @@ use super::{
 use crate::data::IGNORE;
 use crate::data::loader::{Batch, Loader, TargetTokens};
 use crate::data::pack::{PackedSequence, Sequences};
-use crate::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
-use crate::draft::medusa::loss::LossConfig;
+use crate::draft::heads::{Heads, HeadsShape};
+use crate::draft::loss::LossConfig;
+use crate::draft::trained::Reads;
 use crate::files::{write_atomic, write_synced};
 use crate::model::attention::RowMask;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::model::stages::Stages;
+use crate::model::taps::Taps;
 use crate::torch::TorchPanic;
 use crate::train::fed_batch::FedBatch;
 use crate::train::feed::BatchMaker;
@@ -34,11 +36,14 @@ const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 16, "intermediate
     "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": true}"#;
 const NUM_HEADS: usize = 2;
-const LABELS: TargetRule =
-    TargetRule { num_heads: NUM_HEADS, architecture: HeadsArchitecture::Medusa, soft: false, on_unlabelled: false };
+const LABELS: TargetRule = TargetRule { reads: reads(NUM_HEADS), soft: false, on_unlabelled: false };
 const SOFT: TargetRule = TargetRule { soft: true, ..LABELS };
 const EVERYWHERE: TargetRule = TargetRule { on_unlabelled: true, ..SOFT };
-const OF_PREFIX: TargetRule = TargetRule { architecture: HeadsArchitecture::HydraPlusPlus, ..LABELS };
+const WHOLE_ROWS: TargetRule = TargetRule { reads: Reads { whole_rows: true, ..LABELS.reads }, ..LABELS };
+
+const fn reads(levels: usize) -> Reads {
+    Reads { levels, tokens: false, whole_rows: false }
+}
 
 /// A folder with a config and dummy weights, and a backbone of that config.
 fn backbone(kind: Kind) -> (TempDir, Llama) {
@@ -140,6 +145,18 @@ fn the_backbone_runs_in_the_first_epoch_of_the_first_run_only() {
     }
 }
 
+#[test]
+fn a_tapped_backbone_has_a_file_of_its_own_with_all_states() {
+    let (from, mut backbone) = backbone(Kind::Float);
+    let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+    let loader = Loader::new(in_memory(&sequences), 1, 2, Some(5));
+    let (path, bytes) = complete(folder.path(), &from, &backbone, &loader);
+    backbone.set_taps(Taps::new([0, 1]));
+    let (tapped, all_bytes) = complete(folder.path(), &from, &backbone, &loader);
+    assert!(tapped != path && all_bytes == 3 * bytes, "{bytes} {all_bytes}");
+    assert_eq!(epoch(&mut open(folder.path(), &from, &backbone, &sequences), &loader, 0), 0);
+}
+
 /// A complete file of the cache, and how many bytes of it are states.
 fn complete(folder: &Path, from: &TempDir, backbone: &Llama, loader: &Loader) -> (PathBuf, usize) {
     let mut kept = open(folder, from, backbone, &sequences());
@@ -230,7 +247,7 @@ fn read_positions(sequence: &PackedSequence, rule: TargetRule) -> Vec<usize> {
         let teachers = targets.positions.iter().filter(|_| rule.soft).map(|t| t + head as i64 + 1);
         targets.positions.iter().copied().chain(teachers).collect::<Vec<_>>()
     };
-    let positions: BTreeSet<i64> = targets.by_head.iter().enumerate().flat_map(of_head).collect();
+    let positions: BTreeSet<i64> = targets.by_level.iter().enumerate().flat_map(of_head).collect();
     positions.into_iter().map(|t| t as usize).collect()
 }
 
@@ -239,16 +256,17 @@ fn the_file_holds_the_positions_that_eight_heads_read_and_a_checksum_a_sequence(
     let (from, backbone) = backbone(Kind::BFloat16);
     let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
     let mut sizes = vec![];
-    for rule in [LABELS, SOFT, EVERYWHERE, OF_PREFIX] {
+    for rule in [LABELS, SOFT, EVERYWHERE, WHOLE_ROWS] {
         let kept = opened(folder.path(), &from, &backbone, &sequences, rule).unwrap();
         let every = |sequence: &PackedSequence| (0..sequence.input_ids.len()).collect();
-        let eight = TargetRule { num_heads: 8, ..rule };
-        let read_by_rule = |sequence| if rule == OF_PREFIX { every(sequence) } else { read_positions(sequence, eight) };
+        let eight = TargetRule { reads: Reads { levels: 8, ..rule.reads }, ..rule };
+        let read_by_rule =
+            |sequence| if rule == WHOLE_ROWS { every(sequence) } else { read_positions(sequence, eight) };
         let read: Vec<Vec<usize>> = sequences.iter().map(read_by_rule).collect();
         for (sequence, read) in sequences.iter().zip(&read) {
             assert_eq!(&positions_in(sequence, rule.of_cache()), read, "{rule:?}");
-            let of_run = if rule == OF_PREFIX { vec![] } else { read_positions(sequence, rule) };
-            assert!(rule == OF_PREFIX || positions_in(sequence, rule) == of_run, "{rule:?}");
+            let of_run = if rule == WHOLE_ROWS { vec![] } else { read_positions(sequence, rule) };
+            assert!(rule == WHOLE_ROWS || positions_in(sequence, rule) == of_run, "{rule:?}");
             assert!(of_run.iter().all(|position| read.contains(position)), "{rule:?}");
         }
         let positions = read.concat().len();
@@ -265,7 +283,7 @@ fn the_file_holds_the_positions_that_eight_heads_read_and_a_checksum_a_sequence(
 fn runs_with_up_to_eight_heads_share_a_file() {
     let (from, backbone) = backbone(Kind::Float);
     let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
-    let rule = |num_heads| TargetRule { num_heads, ..LABELS };
+    let rule = |levels| TargetRule { reads: reads(levels), ..LABELS };
     let path = |num_heads| {
         let kept = opened(folder.path(), &from, &backbone, &sequences, rule(num_heads)).unwrap();
         kept.path().to_owned()
@@ -350,7 +368,7 @@ fn whatever_decides_a_state_decides_the_file() {
         opened(folder.path(), &from, backbone, sequences, rule).unwrap().path().to_owned()
     };
     let mut names = vec![name(&float, &sequences(), LABELS), name(&half, &sequences(), LABELS)];
-    for rule in [TargetRule { num_heads: 9, ..LABELS }, SOFT, EVERYWHERE, OF_PREFIX] {
+    for rule in [TargetRule { reads: reads(9), ..LABELS }, SOFT, EVERYWHERE, WHOLE_ROWS] {
         names.push(name(&float, &sequences(), rule));
     }
     let changes: [fn(&mut PackedSequence); 3] =

@@ -3,8 +3,8 @@
 use std::rc::Rc;
 
 use super::*;
+use crate::draft::heads::HeadsArchitecture;
 use crate::draft::hydra::levels::HydraLevels;
-use crate::draft::medusa::heads::HeadsArchitecture;
 use crate::draft::{Proposal, TextSoFar};
 use crate::torch::raise;
 

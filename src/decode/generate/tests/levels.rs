@@ -1,13 +1,13 @@
 //! Trees that are filled level by level, and trees that are chosen at each step.
 
 use super::*;
-use crate::draft::heads_drafter::HeadsDrafter;
+use crate::draft::heads::HeadsArchitecture;
+use crate::draft::heads::drafter::HeadsDrafter;
 use crate::draft::hydra::levels::HydraLevels;
 use crate::draft::hydra::prefix::PrefixRows;
 use crate::draft::levels::{LevelDrafter, LevelGuesser};
-use crate::draft::medusa::heads::HeadsArchitecture;
-use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::levels::MedusaLevels;
+use crate::draft::token_map::TokenMap;
 use crate::draft::{CommittedTokens, Proposal, TextSoFar};
 use crate::engine::tch::TchEngine;
 use crate::formats::tree::DynamicTree;
@@ -188,7 +188,7 @@ impl Drafter for Compared<'_> {
     }
 
     fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
-        self.rows.commit(self.heads.prefix().unwrap(), row, &tokens.hidden_nh);
+        self.rows.commit(self.heads.prefix().unwrap(), row, &tokens.states_nw);
         self.drafter.committed(row, tokens);
     }
 

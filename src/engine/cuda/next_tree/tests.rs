@@ -5,8 +5,8 @@ use tch::{Device, Kind};
 
 use super::*;
 use crate::draft::TextSoFar;
-use crate::draft::heads_drafter::HeadsDrafter;
-use crate::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
+use crate::draft::heads::drafter::HeadsDrafter;
+use crate::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
 use crate::engine::cuda::plan::DevicePlan;
 use crate::engine::cuda::state;
 use crate::engine::sample::{Chosen, Sampling, Stream};
@@ -77,8 +77,15 @@ fn proposed(backbone: &Llama, heads: &Heads, tree: &SparseTree, hidden_1h: &Tens
     let (tree, root) = (GuessTree::Static(tree.clone()), Chosen::on_host(root));
     let mut drafter = HeadsDrafter::new(backbone, heads, &tree).unwrap().on_host();
     let sampling = Sampling::of_temperature(NonNegative::ZERO);
-    let text =
-        TextSoFar { row: 0, ids: &[], root: &root, hidden_1h, sampling, stream: Stream::default(), may_draw: false };
+    let text = TextSoFar {
+        row: 0,
+        ids: &[],
+        root: &root,
+        state_1w: hidden_1h,
+        sampling,
+        stream: Stream::default(),
+        may_draw: false,
+    };
     Vec::try_from(&drafter.propose(&[text])[0].tokens_n).unwrap()
 }
 

@@ -1,12 +1,11 @@
 //! The losses used in training, fused with the output layer. Positions without a target are dropped first. The others are
 //! multiplied with the vocabulary in chunks that yield loss and gradients together, so the logits of K heads, or of a teacher,
-//! are never held in memory. The oracle is `loss`.
+//! are never held in memory. The oracle is [`super`].
 
 // N positions, M targets of one head, C targets of one chunk, H hidden, V vocabulary, R rank of the LM head's adapter
 use tch::{Device, Kind, Tensor};
 
-use crate::draft::medusa::heads::{Head, HeadDropout, HeadInput};
-use crate::draft::medusa::loss::Targets;
+use crate::draft::loss::Targets;
 use crate::model::block_spec::LogitSpec;
 use crate::model::llama::Llama;
 use crate::model::logits::{logits_of, slope_of};
@@ -36,7 +35,7 @@ const DLOGITS_SCALE: f64 = 1024.0;
 
 /// Losses and hits of one head on one micro batch; on the device until read.
 #[derive(Debug)]
-pub struct HeadSums {
+pub struct LevelSums {
     /// Summed cross-entropy of the labels, float64 scalar.
     pub loss: Tensor,
     /// Summed divergence from the LM head, float64 scalar; 0 without soft targets.
@@ -47,7 +46,7 @@ pub struct HeadSums {
     pub ranks_m: Tensor,
 }
 
-impl HeadSums {
+impl LevelSums {
     /// Zero sums.
     pub fn zero(device: Device) -> Self {
         let zeros = |size: &[i64], kind| Tensor::zeros(size, (kind, device));
@@ -68,29 +67,16 @@ impl HeadSums {
     }
 }
 
-/// A head, what it reads beside the hidden states, and its dropout in training.
-#[derive(Debug, Clone, Copy)]
-pub struct HeadPass<'m> {
-    pub head: &'m Head,
-    /// Has the embeddings.
-    pub backbone: &'m Llama,
-    pub dropout: Option<HeadDropout>,
+/// The layers between the hidden states and the output layer of one level.
+pub trait LevelBlocks {
+    /// Those that are trained, in the order of [`LevelGradients::blocks`].
+    fn parameters(&self) -> Vec<&Tensor>;
+
+    /// The input of the output layer, `[M, H]` (`[M, R]` of a low-rank one), from the hidden states `[M, H]` of the targets. With autograd.
+    fn forward(&self, selected_mh: &Tensor, targets: &Targets) -> Tensor;
 }
 
-impl<'m> HeadPass<'m> {
-    /// Without dropout.
-    pub fn new(head: &'m Head, backbone: &'m Llama) -> Self {
-        Self { head, backbone, dropout: None }
-    }
-
-    /// `[M, H]`, the input of the output layer.
-    fn hidden(&self, selected_mh: &Tensor, targets: &Targets) -> Tensor {
-        let input = HeadInput { hidden_nh: selected_mh, previous_nj: targets.previous_mj.as_ref() };
-        self.head.hidden_with(&input.rows(self.backbone), self.dropout)
-    }
-}
-
-/// The layer that computes logits from hidden states: a head's own W2, or the LM head.
+/// The layer that computes logits from hidden states: a drafter's own, or the LM head.
 #[derive(Debug, Clone, Copy)]
 pub struct OutputLayer<'m> {
     weight_vh: &'m Tensor,
@@ -109,9 +95,10 @@ impl<'m> OutputLayer<'m> {
         Self { weight_vh, bias_v: None, adapter: None, logits: LogitSpec::default(), tokens_n: None, products }
     }
 
-    /// The head's own W2, with its bias if it has one; `None` if the head uses the backbone's lm_head.
-    pub fn of_head(head: &'m Head, backbone: &Llama) -> Option<Self> {
-        Some(Self { bias_v: head.w2_bias(), logits: head.logit_spec(backbone), ..Self::plain(head.w2()?) })
+    /// The same layer with a bias `[V]`, if there is one, and this way from products to logits.
+    #[must_use]
+    pub fn with(self, bias_v: Option<&'m Tensor>, logits: LogitSpec) -> Self {
+        Self { bias_v, logits, ..self }
     }
 
     /// The LM head, with or without its adapter.
@@ -144,7 +131,7 @@ impl<'m> OutputLayer<'m> {
 }
 
 /// Accumulators for the gradients of an [`OutputLayer`]; `None` if frozen.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct OutputGradients<'g> {
     /// `[V, H]`.
     pub weight_vh: Option<&'g Tensor>,
@@ -156,8 +143,8 @@ pub struct OutputGradients<'g> {
 
 /// Accumulators for the gradients of one loss, all in the dtype of the master weights.
 #[derive(Debug)]
-pub struct HeadGradients<'g> {
-    /// Weights and biases of every block, in the order of [`Head::block_parameters`]; empty for the LM head.
+pub struct LevelGradients<'g> {
+    /// In the order of [`LevelBlocks::parameters`]; empty for the LM head.
     pub blocks: Vec<&'g Tensor>,
     pub output: OutputGradients<'g>,
     /// Hidden states, `[N, H]`; `None` if the backbone is frozen.
@@ -168,17 +155,17 @@ pub struct HeadGradients<'g> {
 /// its scale (λ0·λk ÷ targets of the whole optimizer step).
 /// - `output`: the head's own W2 or the backbone's lm_head
 /// - `hidden_nh`: `[N, H]`, after the final norm, in the backbone's dtype, without autograd
-pub fn head_loss(
-    head: Option<HeadPass>,
+pub fn level_loss(
+    blocks: Option<&dyn LevelBlocks>,
     output: OutputLayer,
     hidden_nh: &Tensor,
     targets: &Targets,
-    gradients: Option<(&HeadGradients, f64)>,
-) -> HeadSums {
-    let blocks = head.map_or_else(Vec::new, |pass| pass.head.block_parameters());
-    let projection = Projection::new(head, output, hidden_nh, targets, gradients);
+    gradients: Option<(&LevelGradients, f64)>,
+) -> LevelSums {
+    let parameters = blocks.map_or_else(Vec::new, LevelBlocks::parameters);
+    let projection = Projection::new(blocks, output, hidden_nh, targets, gradients);
     let sums = tch::no_grad(|| projection.cross_entropy(&targets.tokens_m, gradients));
-    projection.backward(&blocks, gradients);
+    projection.backward(&parameters, gradients);
     sums
 }
 
@@ -189,7 +176,7 @@ pub fn distillation_loss(
     output: OutputLayer,
     [hidden_nh, teacher_nh]: [&Tensor; 2],
     targets: &Targets,
-    gradients: Option<(&HeadGradients, f64)>,
+    gradients: Option<(&LevelGradients, f64)>,
 ) -> Tensor {
     let projection = Projection::new(None, output, hidden_nh, targets, gradients);
     let teacher_mh = teacher_nh.index_select(0, &padded(&targets.positions_m));
@@ -217,13 +204,13 @@ struct Projection<'m> {
 }
 
 impl<'m> Projection<'m> {
-    /// Runs `head`, if there is one; with autograd if gradients are wanted, which includes the hidden states if theirs is.
+    /// Runs `blocks`, if there are any; with autograd if gradients are wanted, which includes the hidden states if theirs is.
     fn new(
-        head: Option<HeadPass>,
+        blocks: Option<&dyn LevelBlocks>,
         output: OutputLayer<'m>,
         hidden_nh: &Tensor,
         targets: &Targets,
-        gradients: Option<(&HeadGradients, f64)>,
+        gradients: Option<(&LevelGradients, f64)>,
     ) -> Self {
         let counted = targets.positions_m.size()[0];
         let targets = Targets {
@@ -235,7 +222,8 @@ impl<'m> Projection<'m> {
         let to_hidden = gradients.is_some_and(|(gradients, _)| gradients.hidden_nh.is_some());
         let selected_mh = if to_hidden { selected_mh.set_requires_grad(true) } else { selected_mh };
         let through = || {
-            let x_mh = head.map_or_else(|| selected_mh.shallow_clone(), |head| head.hidden(&selected_mh, &targets));
+            let x_mh =
+                blocks.map_or_else(|| selected_mh.shallow_clone(), |blocks| blocks.forward(&selected_mh, &targets));
             let down_mr = output.adapter.map(|(adapter, adapters)| adapter.down(&x_mh, adapters));
             (x_mh, down_mr)
         };
@@ -246,8 +234,8 @@ impl<'m> Projection<'m> {
         Self { output, counted, positions_m: targets.positions_m, selected_mh, x_mh, down_mr, dx_mh, ddown_mr }
     }
 
-    fn cross_entropy(&self, tokens_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> HeadSums {
-        let mut sums = HeadSums::zero(self.x_mh.device());
+    fn cross_entropy(&self, tokens_m: &Tensor, gradients: Option<(&LevelGradients, f64)>) -> LevelSums {
+        let mut sums = LevelSums::zero(self.x_mh.device());
         let (tokens_m, mut ranks) = (padded(tokens_m), vec![]);
         let top = exact_ranks(gradients.is_some());
         self.for_each_chunk(|chunk, weights| {
@@ -268,7 +256,7 @@ impl<'m> Projection<'m> {
         sums
     }
 
-    fn divergence(&self, teacher_mh: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> Tensor {
+    fn divergence(&self, teacher_mh: &Tensor, gradients: Option<(&LevelGradients, f64)>) -> Tensor {
         let loss = Tensor::zeros([], (Kind::Double, self.x_mh.device()));
         self.for_each_chunk(|chunk, weights| {
             let teacher_cv = self.output.logits(weights, &chunk.rows(teacher_mh), None);
@@ -293,7 +281,7 @@ impl<'m> Projection<'m> {
     }
 
     /// Backpropagates through everything before the product: the blocks, the adapter's A, and down to the hidden states.
-    fn backward(self, blocks: &[&Tensor], gradients: Option<(&HeadGradients, f64)>) {
+    fn backward(self, blocks: &[&Tensor], gradients: Option<(&LevelGradients, f64)>) {
         let Some((gradients, _)) = gradients else { return };
         let mut trained: Vec<(&Tensor, &Tensor)> =
             blocks.iter().copied().zip(gradients.blocks.iter().copied()).collect();
@@ -555,7 +543,7 @@ fn add_scaled_product(
 mod padding;
 mod soft;
 use padding::padded;
-pub use soft::{SoftObjective, soft_head_loss};
+pub use soft::{SoftObjective, soft_level_loss};
 
 #[cfg(test)]
 mod tests;

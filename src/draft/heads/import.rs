@@ -11,7 +11,7 @@ use super::error::HeadsError;
 use super::layout::{
     HEADS_FILE, HYDRA_UNUSED, HeadPart, HeadTensor, HeadsArchitecture, HeadsLayout, HeadsShape, VLLM_LM_HEAD,
 };
-use super::token_map::{TOKEN_MAP, TokenMap};
+use crate::draft::token_map::{TOKEN_MAP, TokenMap};
 use crate::files::{self, failed, sha256, sha256_of_all};
 use crate::formats::heads_config::{PublishedHeadsConfig, SHARED_W2};
 use crate::model::config::LlamaConfig;

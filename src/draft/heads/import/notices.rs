@@ -4,8 +4,8 @@ use std::fmt;
 use std::path::PathBuf;
 
 use super::HeadsFile;
-use crate::draft::medusa::heads::error::HeadsError;
-use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
+use crate::draft::heads::error::HeadsError;
+use crate::draft::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
 
 /// A warning about a heads file that is usable all the same.
 #[derive(Debug, Clone, PartialEq, Eq)]

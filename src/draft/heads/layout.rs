@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::draft::trained::Reads;
 use crate::model::prefix_layer::PREFIX;
 
 /// File name of trained heads in a checkpoint or `final/`.
@@ -49,11 +50,6 @@ impl HeadsArchitecture {
     pub fn has_prefix(self) -> bool {
         self == Self::HydraPlusPlus
     }
-
-    /// How many tokens head `head` (0-based) reads beside the hidden state.
-    pub fn previous_tokens(self, head: usize) -> usize {
-        if self.is_sequential() { head + 1 } else { 0 }
-    }
 }
 
 /// The shape of a set of heads, without their prefix layer, whose shape the backbone decides.
@@ -75,6 +71,12 @@ pub struct HeadsShape {
 }
 
 impl HeadsShape {
+    /// What these heads read of a row.
+    pub fn reads(&self) -> Reads {
+        let Self { architecture, medusa_num_heads: levels, .. } = *self;
+        Reads { levels, tokens: architecture.is_sequential(), whole_rows: architecture.has_prefix() }
+    }
+
     /// Every tensor, by head, then layer; at the end a W2 that all heads share, as head 0's.
     pub fn places(&self) -> Vec<HeadTensor> {
         let n = self.medusa_num_layers;
@@ -113,7 +115,7 @@ impl HeadsShape {
 
     /// The inputs of a ResBlock: in a sequential head, the first reads the hidden state and the embeddings of the tokens after it.
     pub fn inputs(&self, head: usize, layer: usize) -> i64 {
-        let tokens = if layer == 0 { self.architecture.previous_tokens(head) as i64 } else { 0 };
+        let tokens = if layer == 0 { self.reads().tokens_of(head) as i64 } else { 0 };
         (1 + tokens) * self.hidden_size
     }
 

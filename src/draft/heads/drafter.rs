@@ -1,13 +1,12 @@
 //! Heads with the tree that they fill: Medusa heads fill a static tree at once, everything else is filled level by level.
 
-use super::Drafter;
-use super::hydra::levels::HydraLevels;
-use super::levels::{LevelDrafter, LevelGuesser};
-use super::medusa::drafter::{DraftError, MedusaDrafter};
-use super::medusa::heads::Heads;
-use super::medusa::levels::MedusaLevels;
+use super::Heads;
+use crate::draft::Drafter;
+use crate::draft::hydra::levels::HydraLevels;
+use crate::draft::levels::{LevelDrafter, LevelGuesser};
+use crate::draft::medusa::drafter::{DraftError, MedusaDrafter};
+use crate::draft::medusa::levels::MedusaLevels;
 use crate::engine::cuda::draft::DeviceDraft;
-use crate::formats::tree::DynamicTree;
 use crate::model::llama::Llama;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::SparseTree;
@@ -40,7 +39,10 @@ impl<'a> HeadsDrafter<'a> {
                 Self::Sequential { drafter: LevelDrafter::of_tree(backbone, Box::new(guesser), tree), heads, tree }
             }
             GuessTree::Dynamic(limits) => {
-                let guesser = guesser(backbone, heads, *limits, DraftStates::OfBackbone);
+                let guesser: Box<dyn LevelGuesser> = match heads.architecture().is_sequential() {
+                    false => Box::new(MedusaLevels::new(backbone, heads, *limits)),
+                    true => Box::new(HydraLevels::new(backbone, heads, limits.depth)),
+                };
                 Self::Dynamic(LevelDrafter::dynamic(backbone, guesser, *limits))
             }
         })
@@ -61,28 +63,5 @@ impl<'a> HeadsDrafter<'a> {
             Self::Sequential { heads, tree, .. } => Some(heads.on_device(tree)),
             Self::Dynamic(_) => None,
         }
-    }
-}
-
-/// The hidden states of the texts that heads draft for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DraftStates {
-    /// Those of the backbone, which a prefix layer follows row by row.
-    OfBackbone,
-    /// Those that the heads read, behind any prefix layer.
-    OfHeads,
-}
-
-/// The guesses of heads for trees within these limits.
-pub fn guesser<'a>(
-    backbone: &'a Llama,
-    heads: &'a Heads,
-    limits: DynamicTree,
-    states: DraftStates,
-) -> Box<dyn LevelGuesser + 'a> {
-    match states {
-        _ if !heads.architecture().is_sequential() => Box::new(MedusaLevels::new(backbone, heads, limits)),
-        DraftStates::OfBackbone => Box::new(HydraLevels::new(backbone, heads, limits.depth)),
-        DraftStates::OfHeads => Box::new(HydraLevels::of_states(backbone, heads, limits.depth)),
     }
 }

@@ -11,6 +11,8 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::arena::Arena;
+use crate::draft::token_map::{TOKEN_MAP, TokenMap};
+use crate::draft::trained::{BackboneMismatch, Reads};
 use crate::engine::cuda::draft::{DeviceDraft, DraftInput, DraftShape, HeadMatrices, OutputMatrix};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -23,22 +25,24 @@ use crate::torch::memory::KEPT_BLOCK;
 use crate::torch::{Generator, wide};
 use crate::tree::sparse_tree::SparseTree;
 
+pub mod drafter;
 mod error;
 pub(in crate::draft) mod guesses;
 mod head;
+mod head_states;
 pub mod import;
+mod known_text;
 pub mod layout;
+pub mod objective;
 pub(in crate::draft) mod sequential;
-pub mod token_map;
 mod token_products;
 
-pub use error::{HeadsError, HeadsMismatch};
-pub use head::{Head, HeadDropout, HeadInput};
+pub use error::HeadsError;
+pub use head::{Head, HeadInput};
 use import::HeadsFile;
 pub use layout::{HEADS_FILE, HeadsArchitecture, HeadsShape};
 use layout::{HeadPart, HeadTensor};
 use sequential::SequentialLayout;
-use token_map::{TOKEN_MAP, TokenMap};
 
 /// The `[heads]` table of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -76,6 +80,11 @@ fn no_dropout() -> Fraction {
 }
 
 impl HeadsConfig {
+    /// What these heads read of a row.
+    pub fn reads(&self) -> Reads {
+        self.shape([0, 0]).reads()
+    }
+
     /// The shape of these heads on a backbone with an lm_head of shape `[V, H]`.
     pub fn shape(&self, [vocab_size, hidden_size]: [i64; 2]) -> HeadsShape {
         let own = |size: NonZeroUsize| i64::try_from(size.get()).unwrap_or(i64::MAX);
@@ -144,7 +153,7 @@ impl Heads {
     }
 
     /// Replaces the token map by that of a checkpoint.
-    pub fn set_token_map(&mut self, token_map: TokenMap) {
+    pub(in crate::draft) fn set_map(&mut self, token_map: TokenMap) {
         self.token_map = Some(token_map);
     }
 
@@ -271,14 +280,14 @@ impl Heads {
     /// Checks that the heads fit a backbone.
     ///
     /// # Errors
-    /// [`HeadsMismatch`] names the size that differs.
-    pub fn check_backbone(&self, config: &LlamaConfig) -> Result<(), HeadsMismatch> {
+    /// [`BackboneMismatch`] names the size that differs.
+    pub fn check_backbone(&self, config: &LlamaConfig) -> Result<(), BackboneMismatch> {
         let sizes = [
             ("hidden size", self.hidden_size(), config.hidden_size),
             ("vocabulary", self.vocab_size, config.vocab_size),
         ];
         match sizes.into_iter().find(|(_, heads, backbone)| heads != backbone) {
-            Some((what, heads, backbone)) => Err(HeadsMismatch { what, heads, backbone }),
+            Some((what, heads, backbone)) => Err(BackboneMismatch { what, drafter: heads, backbone }),
             None => Ok(()),
         }
     }

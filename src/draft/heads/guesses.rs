@@ -180,8 +180,8 @@ impl Head {
 #[cfg(test)]
 mod tests {
     use super::super::HeadsShape;
-    use super::super::token_map::TokenMap;
     use super::*;
+    use crate::draft::token_map::TokenMap;
     use crate::model::block_spec::LogitSpec;
     use crate::model::config::{FamilyTraits, LlamaConfig};
     use crate::torch::Generator;

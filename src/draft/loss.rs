@@ -1,15 +1,18 @@
-//! The plain loss of Medusa heads, with all logits in memory and libtorch's autograd. The oracle of `fused_loss`.
+//! Losses of a level of guesses. Here are the plain ones, with all logits in memory and libtorch's autograd: the oracle of [`fused`].
 
-// N positions, H hidden, V vocabulary, K heads, M targets of one head
+// N positions, H hidden, V vocabulary, M targets of one level
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use crate::draft::medusa::heads::{HeadInput, Heads};
-use crate::draft::medusa::target_weights::TargetWeights;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::numbers::Positive;
 use crate::torch::wide;
+
+pub mod fused;
+pub mod target_weights;
+
+use target_weights::TargetWeights;
 
 /// The `[loss]` table of a recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -63,26 +66,13 @@ pub struct SoftTargets {
     pub teacher_m: Tensor,
 }
 
-/// Cross-entropy of head `head` summed over its targets: a float64 scalar with autograd, neither divided nor weighted.
-/// `hidden_nh`: `[N, H]`, hidden states after the final norm, with the rows of the micro batch flattened.
-pub fn cross_entropy_sum(
-    heads: &Heads,
-    head: usize,
-    hidden_nh: &Tensor,
-    targets: &Targets,
-    backbone: &Llama,
-) -> Tensor {
-    let hidden_mh = hidden_nh.index_select(0, &targets.positions_m);
-    let input = HeadInput { hidden_nh: &hidden_mh, previous_nj: targets.previous_mj.as_ref() };
-    cross_entropy_at(&heads.logits(head, &input, backbone), &targets.tokens_m)
-}
-
 /// Cross-entropy of logits `[N, V]` summed over targets: a float64 scalar with autograd.
 pub fn cross_entropy_of(logits_nv: &Tensor, targets: &Targets) -> Tensor {
     cross_entropy_at(&logits_nv.index_select(0, &targets.positions_m), &targets.tokens_m)
 }
 
-fn cross_entropy_at(logits_mv: &Tensor, tokens_m: &Tensor) -> Tensor {
+/// Cross-entropy of logits `[M, V]` summed over their tokens `[M]`: a float64 scalar with autograd, neither divided nor weighted.
+pub fn cross_entropy_at(logits_mv: &Tensor, tokens_m: &Tensor) -> Tensor {
     let of_targets_m1 = log_probabilities(logits_mv).gather(1, &tokens_m.unsqueeze(1), false);
     -of_targets_m1.sum(Kind::Double)
 }

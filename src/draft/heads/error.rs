@@ -65,13 +65,3 @@ pub enum HeadsError {
         got: i64,
     },
 }
-
-/// The heads' sizes differ from the backbone's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the heads have {what} {heads}, the backbone has {backbone}; use the backbone that the heads were trained on")]
-pub struct HeadsMismatch {
-    /// `hidden size` or `vocabulary`.
-    pub what: &'static str,
-    pub heads: i64,
-    pub backbone: i64,
-}

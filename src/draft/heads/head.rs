@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::layout::HeadPart;
 use crate::cpu::arena::Arena;
+use crate::draft::trained::Dropout;
 use crate::engine::cuda::draft::{BlockMatrices, LayerMatrices, OutputMatrix};
 use crate::fused::dropout::dropout;
 use crate::model::block_spec::LogitSpec;
@@ -34,23 +35,6 @@ impl<'t> HeadInput<'t> {
         let Some(previous_nj) = self.previous_nj else { return self.hidden_nh.shallow_clone() };
         let embedded_ni = tch::no_grad(|| backbone.embed(previous_nj)).flatten(1, -1);
         Tensor::cat(&[self.hidden_nh, &embedded_ni.to_kind(self.hidden_nh.kind())], 1)
-    }
-}
-
-/// Dropout on the input of every ResBlock and of the output layer, as in the published code of Hydra++.
-#[derive(Debug, Clone, Copy)]
-pub struct HeadDropout {
-    /// The fraction of the inputs that is dropped.
-    pub p: f64,
-    /// Determines the masks.
-    pub seed: u64,
-}
-
-impl HeadDropout {
-    /// With masks of its own for head `head` (0-based).
-    #[must_use]
-    pub fn of_head(self, head: usize) -> Self {
-        Self { seed: self.seed ^ (head as u64 + 1).wrapping_mul(0xA076_1D64_78BD_642F), ..self }
     }
 }
 
@@ -122,10 +106,10 @@ impl Head {
         self.hidden_with(x_ni, None)
     }
 
-    /// As [`Head::hidden`], with dropout.
-    pub fn hidden_with(&self, x_ni: &Tensor, drop: Option<HeadDropout>) -> Tensor {
+    /// As [`Head::hidden`], with dropout on the input of every ResBlock and of the output layer, as in the published code of Hydra++.
+    pub fn hidden_with(&self, x_ni: &Tensor, drop: Option<Dropout>) -> Tensor {
         let through = |x: Tensor, layer: u64| {
-            drop.map_or_else(|| x.shallow_clone(), |HeadDropout { p, seed }| dropout(&x, p, seed, layer))
+            drop.map_or_else(|| x.shallow_clone(), |Dropout { p, seed }| dropout(&x, p, seed, layer))
         };
         let last = self.blocks.len() as u64;
         let blocks = self.blocks.iter().zip(0..);

@@ -5,9 +5,10 @@ use std::num::NonZeroUsize;
 use tch::Device;
 
 use super::*;
-use crate::draft::medusa::heads::token_map::TokenMap;
-use crate::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsConfig, HeadsShape};
-use crate::draft::medusa::loss::{SoftTargets, cross_entropy_of, cross_entropy_sum, divergence_of, soft_loss_sums};
+use crate::draft::heads::objective::{HeadPass, cross_entropy_sum};
+use crate::draft::heads::{HeadInput, Heads, HeadsArchitecture, HeadsConfig, HeadsShape};
+use crate::draft::loss::{SoftTargets, cross_entropy_of, divergence_of, soft_loss_sums};
+use crate::draft::token_map::TokenMap;
 use crate::model::adapters::attach_new;
 use crate::model::config::{FamilyTraits, LlamaConfig};
 use crate::model::lora::LoraConfig;
@@ -165,13 +166,13 @@ fn gradients_of_a_shared_w2_are_summed_over_the_heads() {
         let (down, w2) = shared.split_at(shared.len() - 1);
         for (head, own) in of_heads.chunks(2).enumerate() {
             let head = heads.head(head);
-            let into = HeadGradients {
+            let into = LevelGradients {
                 blocks: own.iter().chain(down).collect(),
                 output: OutputGradients { weight_vh: w2.first(), ..OutputGradients::default() },
                 hidden_nh: None,
             };
-            let output = OutputLayer::of_head(head, &backbone).unwrap();
-            let _ = head_loss(Some(HeadPass::new(head, &backbone)), output, &hidden, &targets, Some((&into, 0.01)));
+            let output = HeadPass::new(head, &backbone).output().unwrap();
+            let _ = level_loss(Some(&HeadPass::new(head, &backbone)), output, &hidden, &targets, Some((&into, 0.01)));
         }
         for (expected, got) in expected.iter().zip(&got) {
             let largest = expected.abs().max().double_value(&[]);
@@ -196,13 +197,14 @@ fn losses_of_a_head_equal_the_plain_ones(heads: &Heads, targets: &Targets, backb
     let (blocks, [own @ .., dhidden_nh]) = got.split_at(head.block_parameters().len()) else {
         panic!("no hidden states")
     };
-    let into = HeadGradients {
+    let into = LevelGradients {
         blocks: blocks.iter().collect(),
         output: OutputGradients { weight_vh: own.first(), bias_v: own.get(1), adapter: None },
         hidden_nh: Some(dhidden_nh),
     };
-    let output = OutputLayer::of_head(head, backbone).unwrap_or_else(|| OutputLayer::lm_head(backbone, Adapters::Off));
-    let sums = head_loss(Some(HeadPass::new(head, backbone)), output, &hidden, targets, Some((&into, 0.01)));
+    let output =
+        HeadPass::new(head, backbone).output().unwrap_or_else(|| OutputLayer::lm_head(backbone, Adapters::Off));
+    let sums = level_loss(Some(&HeadPass::new(head, backbone)), output, &hidden, targets, Some((&into, 0.01)));
     let (loss, oracle) = (sums.loss.double_value(&[]), plain.double_value(&[]));
     assert!((loss - oracle).abs() / oracle < rounding(kind, 1e-6), "{kind:?}: {loss} {oracle}");
     for (expected, got) in expected.iter().zip(&got) {
@@ -227,7 +229,7 @@ fn of_equal_logits_the_lower_token_is_guessed_first() {
         if rank == 0 {
             assert_eq!(targets.tokens_m, logits.argmax(1, false));
         }
-        let sums = head_loss(None, OutputLayer::plain(&weight_vh), &hidden, &targets, None);
+        let sums = level_loss(None, OutputLayer::plain(&weight_vh), &hidden, &targets, None);
         let expected: Vec<i64> = (0..TOP as i64).map(|guess| if rank <= guess { 400 } else { 0 }).collect();
         assert_eq!(Vec::<i64>::try_from(&sums.hits).unwrap(), expected, "rank {rank}");
     }
@@ -264,13 +266,13 @@ fn gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
     let targets = targets_of(generator.permutation(2048), generator.integers(32_000, &[2048]));
     let values: Vec<Tensor> = heads.parameters().iter().map(|(_, value)| value.set_requires_grad(true)).collect();
     let sums: Vec<Tensor> = values.iter().chain([&hidden_nh]).map(|p| p.detach().zeros_like()).collect();
-    let into = HeadGradients {
+    let into = LevelGradients {
         blocks: sums[..2].iter().collect(),
         output: OutputGradients { weight_vh: Some(&sums[2]), ..OutputGradients::default() },
         hidden_nh: Some(&sums[3]),
     };
     let (head, into) = (HeadPass::new(heads.head(0), &backbone), Some((&into, scale)));
-    head_loss(Some(head), OutputLayer::plain(&values[2]), &hidden_nh.to_kind(kind), &targets, into);
+    level_loss(Some(&head), OutputLayer::plain(&values[2]), &hidden_nh.to_kind(kind), &targets, into);
     sums
 }
 
@@ -301,10 +303,10 @@ fn lm_gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
     let of_goal = |goal| {
         let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
         let output = OutputGradients { adapter: Some([&got[0], &got[1]]), ..OutputGradients::default() };
-        let into = HeadGradients { blocks: vec![], output, hidden_nh: Some(&got[2]) };
+        let into = LevelGradients { blocks: vec![], output, hidden_nh: Some(&got[2]) };
         let (lm_head, into) = (OutputLayer::lm_head(&backbone, Adapters::On), Some((&into, scale)));
         match goal {
-            0 => drop(head_loss(None, lm_head, &hidden.to_kind(kind), &targets(), into)),
+            0 => drop(level_loss(None, lm_head, &hidden.to_kind(kind), &targets(), into)),
             _ => drop(distillation_loss(lm_head, [&hidden.to_kind(kind), &teacher], &targets(), into)),
         }
         got
@@ -333,8 +335,8 @@ fn hits_equal_those_of_top_k() {
     // targets that are the 1st, 2nd … 7th guess in turn
     let guesses = logits.topk(7, 1, true, true).1;
     let tokens_m = guesses.gather(1, &positions_m.remainder(7).unsqueeze(1), false).squeeze_dim(1);
-    let sums = head_loss(
-        Some(HeadPass::new(heads.head(0), &backbone)),
+    let sums = level_loss(
+        Some(&HeadPass::new(heads.head(0), &backbone)),
         OutputLayer::plain(backbone.lm_head_weight()),
         &hidden,
         &targets_of(positions_m, tokens_m),
@@ -371,14 +373,14 @@ fn lm_losses_equal_the_plain_ones(kind: Kind, logits: LogitSpec) {
     for (goal, plain) in plain.iter().enumerate() {
         let expected = Tensor::run_backward(&[plain * 0.01], &[a, b, &hidden], true, false);
         let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
-        let into = HeadGradients {
+        let into = LevelGradients {
             blocks: vec![],
             output: OutputGradients { adapter: Some([&got[0], &got[1]]), ..OutputGradients::default() },
             hidden_nh: Some(&got[2]),
         };
         let into = Some((&into, 0.01));
         let loss = match goal {
-            0 => head_loss(None, output(), &hidden.detach(), &targets, into).loss,
+            0 => level_loss(None, output(), &hidden.detach(), &targets, into).loss,
             _ => distillation_loss(output(), [&hidden.detach(), &teacher], &targets, into),
         };
         let (loss, oracle) = (loss.double_value(&[]), plain.double_value(&[]));
@@ -461,14 +463,14 @@ fn soft_losses_equal_the_plain_ones(pass: HeadPass, ab: [&Tensor; 2], hidden: &T
         [a, b] => OutputGradients { adapter: Some([a, b]), ..OutputGradients::default() },
         _ => panic!("W2, or A and B"),
     };
-    let into = HeadGradients { blocks: blocks.iter().collect(), output, hidden_nh: Some(dhidden) };
-    let output = OutputLayer::of_head(head, backbone).unwrap_or(objective.lm_head);
-    let sums = soft_head_loss(pass, output, &hidden.detach(), &soft, objective, Some((&into, 0.01)));
+    let into = LevelGradients { blocks: blocks.iter().collect(), output, hidden_nh: Some(dhidden) };
+    let output = HeadPass::new(head, backbone).output().unwrap_or(objective.lm_head);
+    let sums = soft_level_loss(&pass, output, &hidden.detach(), &soft, objective, Some((&into, 0.01)));
     for (got, expected) in [(&sums.loss, &cross_entropy), (&sums.divergence, &divergence)] {
         let (got, expected) = (got.double_value(&[]), expected.double_value(&[]));
         assert!((got - expected).abs() / expected < rounding(hidden.kind(), 1e-5), "{got} {expected}");
     }
-    let evaluated = soft_head_loss(pass, output, &hidden.detach(), &soft, objective, None);
+    let evaluated = soft_level_loss(&pass, output, &hidden.detach(), &soft, objective, None);
     let (student_mv, target_m1) = (student_mv.detach(), soft.targets.tokens_m.clamp_min(0).unsqueeze(1));
     let ranks_m = ranks_of_all(&student_mv, &student_mv.gather(1, &target_m1, false), &target_m1);
     let off_m = (evaluated.ranks_m - ranks_m).abs().masked_fill(&soft.targets.tokens_m.lt(0), 0);
@@ -489,13 +491,13 @@ fn soft_gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
     let values: Vec<Tensor> = heads.parameters().iter().map(|(_, value)| value.set_requires_grad(true)).collect();
     let got: Vec<Tensor> = values[..3].iter().chain([&hidden]).map(|p| p.detach().zeros_like()).collect();
     let output = OutputGradients { weight_vh: Some(&got[2]), ..OutputGradients::default() };
-    let into = HeadGradients { blocks: got[..2].iter().collect(), output, hidden_nh: Some(&got[3]) };
+    let into = LevelGradients { blocks: got[..2].iter().collect(), output, hidden_nh: Some(&got[3]) };
     let lm_weight = backbone.lm_head_weight().to_kind(kind);
     let (head, output) = (HeadPass::new(heads.head(0), &backbone), OutputLayer::plain(&values[2]));
     let hidden_nh = hidden.to_kind(kind);
     let lm_head = OutputLayer::plain(&lm_weight);
     let objective = SoftObjective { lm_head, teacher_nh: &hidden_nh, labels: 1.0, backbone: 0.01 };
-    soft_head_loss(head, output, &hidden_nh, &soft_targets(), objective, Some((&into, scale)));
+    soft_level_loss(&head, output, &hidden_nh, &soft_targets(), objective, Some((&into, scale)));
     got
 }
 
@@ -531,7 +533,7 @@ fn hits_of_soft_targets_are_those_of_the_labels() {
     let lm_head = OutputLayer::lm_head(&backbone, Adapters::Off);
     let objective = SoftObjective { lm_head, teacher_nh: &hidden, labels: 0.0, backbone: 1.0 };
     let (head, output) =
-        (HeadPass::new(heads.head(0), &backbone), OutputLayer::of_head(heads.head(0), &backbone).unwrap());
-    let sums = soft_head_loss(head, output, &hidden, &soft, objective, None);
+        (HeadPass::new(heads.head(0), &backbone), HeadPass::new(heads.head(0), &backbone).output().unwrap());
+    let sums = soft_level_loss(&head, output, &hidden, &soft, objective, None);
     assert_eq!(Vec::<i64>::try_from(&sums.hits).unwrap(), [333; TOP]);
 }

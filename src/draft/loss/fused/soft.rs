@@ -1,14 +1,14 @@
 //! The loss of soft targets: a head learns the LM head's distribution of the same token, and its label where it has one. The oracle is
-//! [`crate::draft::medusa::loss::soft_loss_sums`].
+//! [`crate::draft::loss::soft_loss_sums`].
 
 // N positions, M targets of one head, C targets of one chunk, H hidden, V vocabulary, R rank of the LM head's adapter
 use tch::{Kind, Tensor};
 
 use super::{
-    CastWeights, Chunk, Divergence, HeadGradients, HeadPass, HeadSums, Labels, OutputLayer, Projection, TOP,
+    CastWeights, Chunk, Divergence, Labels, LevelBlocks, LevelGradients, LevelSums, OutputLayer, Projection, TOP,
     exact_ranks, hits, padded,
 };
-use crate::draft::medusa::loss::SoftTargets;
+use crate::draft::loss::SoftTargets;
 use crate::model::logits::slope_of;
 use crate::model::lora::Adapters;
 
@@ -33,18 +33,18 @@ impl SoftObjective<'_> {
 
 /// The divergence KL(LM head ‖ head) at temperature 1, the cross-entropy of the labels, and their hits. If `gradients` is given, adds
 /// the gradients of the weighted sum, multiplied by its scale. No gradient reaches the LM head or its hidden states as teacher.
-/// `output` and `hidden_nh` are as for [`super::head_loss`].
-pub fn soft_head_loss(
-    head: HeadPass,
+/// `output` and `hidden_nh` are as for [`super::level_loss`].
+pub fn soft_level_loss(
+    blocks: &dyn LevelBlocks,
     output: OutputLayer,
     hidden_nh: &Tensor,
     soft: &SoftTargets,
     objective: SoftObjective,
-    gradients: Option<(&HeadGradients, f64)>,
-) -> HeadSums {
-    let projection = Projection::new(Some(head), output, hidden_nh, &soft.targets, gradients);
+    gradients: Option<(&LevelGradients, f64)>,
+) -> LevelSums {
+    let projection = Projection::new(Some(blocks), output, hidden_nh, &soft.targets, gradients);
     let sums = tch::no_grad(|| projection.soft_losses(soft, &SoftTeacher::new(objective), gradients));
-    projection.backward(&head.head.block_parameters(), gradients);
+    projection.backward(&blocks.parameters(), gradients);
     sums
 }
 
@@ -76,9 +76,9 @@ impl Projection<'_> {
         &self,
         soft: &SoftTargets,
         teacher: &SoftTeacher,
-        gradients: Option<(&HeadGradients, f64)>,
-    ) -> HeadSums {
-        let (mut sums, mut ranks) = (HeadSums::zero(self.x_mh.device()), vec![]);
+        gradients: Option<(&LevelGradients, f64)>,
+    ) -> LevelSums {
+        let (mut sums, mut ranks) = (LevelSums::zero(self.x_mh.device()), vec![]);
         let [teacher_m, tokens_m] = [&soft.teacher_m, &soft.targets.tokens_m].map(padded);
         let top = exact_ranks(gradients.is_some());
         self.for_each_chunk(|chunk, weights| {
@@ -118,11 +118,11 @@ impl SoftLosses {
         Self { divergence: Divergence::new(logits_cv, teacher_cv), labels, is_labelled_c1 }
     }
 
-    fn sums(&self, chunk: &Chunk) -> HeadSums {
+    fn sums(&self, chunk: &Chunk) -> LevelSums {
         let losses_c1 = self.labels.losses(&self.divergence.student_log_sum_c1) * &self.is_labelled_c1;
         let is_unlabelled_c = 1 - self.is_labelled_c1.squeeze_dim(1);
         let hits_c = &self.labels.rank_c + is_unlabelled_c * TOP as f64;
-        HeadSums {
+        LevelSums {
             loss: chunk.counted(&losses_c1).sum(Kind::Double),
             divergence: chunk.counted(&self.divergence.losses_c).sum(Kind::Double),
             hits: hits(&chunk.counted(&hits_c)),
