@@ -10,7 +10,7 @@ use medusa::engine::cuda::plan::DevicePlan;
 use medusa::engine::cuda::shape::Shape;
 use medusa::model::config::LlamaConfig;
 use medusa::model::lora::{LoraConfig, TargetModules};
-use medusa::model::quantization::Quantization;
+use medusa::model::stored::Quantization;
 use medusa::numbers::{Fraction, Positive};
 use medusa::torch::optim::OptimizerName;
 use medusa::train::memory_plan::{MemoryPlan, StageShape, Workload, WorldPlan};

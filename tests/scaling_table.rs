@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use medusa::model::config::LlamaConfig;
-use medusa::model::quantization::Quantization;
+use medusa::model::stored::Quantization;
 use medusa::torch::optim::{OptimizerName, ZeroStage};
 use medusa::train::memory_plan::{MemoryPlan, StageShape, Workload, WorldPlan};
 use medusa::train::plan::BackboneTraining;

@@ -18,7 +18,7 @@ use crate::model::device_map::DeviceMap;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
-use crate::model::quantization::Quantization;
+use crate::model::stored::{Quantization, stored_format};
 use crate::model::stages::Stages;
 use crate::model::weights::WeightFiles;
 use crate::torch::shared_gpus::SharedGpus;
@@ -106,12 +106,9 @@ fn spread(map: &DeviceMap, device: Device, of: &SplitRequest) -> anyhow::Result<
 
 fn weight_bytes(stage: StageShape, of: &SplitRequest, heads: u64) -> u64 {
     let element = of.dtype.kind().elt_size_in_bytes() as u64;
-    let of_linears = match of.quantization {
-        None => 8 * element,
-        Some(Quantization::Int8) => 8,
-        Some(Quantization::Nf4) => 4,
-    };
-    let layer = numbers(of.config.block().linears().all().map(|linear| linear.size.to_vec())) * of_linears / 8;
+    let layer = numbers(of.config.block().linears().all().map(|linear| linear.size.to_vec()))
+        * stored_format(of.quantization, element).bits()
+        / 8;
     let vocabulary = numbers([vec![of.config.vocab_size, of.config.hidden_size]]) * element;
     let of_last = if stage.is_last { vocabulary + heads } else { 0 };
     stage.layers as u64 * layer + if stage.is_first { vocabulary } else { 0 } + of_last

@@ -9,7 +9,7 @@ use crate::model::block_spec::{Activation, BlockSpec, LinearSpec, NormPlace, nam
 use crate::model::linear::{Linear, LinearGroup};
 use crate::model::lora::Adapters;
 use crate::model::norm::{LayerNorms, norm, normed};
-use crate::model::quantization::Quantizer;
+use crate::model::stored::Quantizer;
 use crate::model::weights::WeightsError;
 
 /// Weights of a block.

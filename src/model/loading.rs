@@ -10,7 +10,7 @@ use crate::model::decoder_layer::{DecoderLayer, build_linear};
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::peft::{self, PeftError};
-use crate::model::quantization::{Quantization, Quantizer};
+use crate::model::stored::{Quantization, Quantizer};
 use crate::model::stages::{StageBorders, Stages};
 use crate::model::weights::{WeightFiles, WeightsError};
 use crate::torch::Generator;

@@ -13,7 +13,7 @@ use crate::model::config::LlamaConfig;
 use crate::model::loading::OutputPart;
 use crate::model::lora::LoraConfig;
 use crate::model::prefix_layer::PrefixLayer;
-use crate::model::quantization::Quantization;
+use crate::model::stored::{Quantization, stored_format};
 use crate::torch::accelerator;
 use crate::torch::memory::KEPT_BLOCK;
 use crate::torch::optim::{OptimizerName, ZeroStage};
@@ -331,7 +331,9 @@ impl Workload<'_> {
             group.gradient_bytes += self.wide() * copied;
             return group;
         }
-        let of_linears: u64 = self.linears().all().map(|linear| self.linear_bytes(linear)).sum();
+        let stored = stored_format(self.quantization, self.element);
+        let of_linears: u64 =
+            self.linears().all().map(|linear| stored.bytes(linear.size.map(i64::unsigned_abs))).sum();
         let rest = parameters - self.in_linears() * self.layers();
         let weight_bytes = (rest + copied) * self.element + of_linears * self.layers();
         MemoryGroup::frozen(parameters, weight_bytes)
@@ -344,19 +346,6 @@ impl Workload<'_> {
         let parameters = tensors.map(|(_, shape)| shape.iter().product::<i64>().unsigned_abs()).sum();
         let weight_bytes = parameters * self.element;
         MemoryGroup::frozen(parameters, weight_bytes)
-    }
-
-    /// Bytes of a frozen layer's weight in memory; see [`crate::model::quantization`].
-    fn linear_bytes(&self, linear: LinearSpec) -> u64 {
-        let (numbers, outputs) = (linear.numel(), linear.size[0].unsigned_abs());
-        match self.quantization {
-            None => numbers * self.element,
-            Some(Quantization::Int8) => numbers + F32 * outputs,
-            Some(Quantization::Nf4) => {
-                let blocks = numbers.div_ceil(64);
-                32 * blocks + blocks + F32 * (blocks.div_ceil(256) + 1)
-            }
-        }
     }
 
     /// The size of each tensor of the heads.

@@ -1,5 +1,6 @@
-//! Frozen weights of few bits (`[backbone] quantization`): quantised once while loading, dequantised for every product. Like
-//! bitsandbytes' loaders it is the linear layers of the decoder that are quantised; embedding, norms and lm_head stay as they are.
+//! How the weights of linear layers are stored: dense, or quantised to few bits. Frozen weights can be quantised (`[backbone] quantization`),
+//! once while loading, and are dequantised for every product. Like bitsandbytes' loaders it is the linear layers of the decoder that are
+//! quantised; embedding, norms and lm_head stay as they are.
 
 // O outputs, I inputs
 use std::fmt;
@@ -7,51 +8,73 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
+pub mod dense;
+pub mod format;
 pub mod int8;
 pub mod nf4;
 mod slices;
 
-use crate::fused::{self, dequantize};
+use crate::fused;
 use crate::nvidia::launch::Launch;
 use crate::torch::rehearsal;
 
-use int8::Int8;
-use nf4::{AbsmaxBits, Nf4};
+use dense::Dense;
+use format::{Codes, Quantize, QuantizedFormat, StoredFormat};
 
-/// What weights are reduced to.
+/// What weights are reduced to. A variant's name in lower case is its name in recipes, flags and files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Quantization {
-    /// 4 bits a weight, and 8.1 bits of absmax for every 64: see [`nf4`].
+    /// See [`nf4`].
     Nf4,
-    /// 8 bits a weight, and 32 for every output: see [`int8`].
+    /// See [`int8`].
     Int8,
+}
+
+impl Quantization {
+    /// All of them, those of fewest bits first.
+    pub const ALL: [Self; 2] = [Self::Nf4, Self::Int8];
+
+    /// The table of formats.
+    pub fn format(self) -> &'static dyn QuantizedFormat {
+        match self {
+            Self::Nf4 => &nf4::Nf4Format,
+            Self::Int8 => &int8::Int8Format,
+        }
+    }
 }
 
 impl fmt::Display for Quantization {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Nf4 => "nf4",
-            Self::Int8 => "int8",
-        })
+        f.write_str(&format!("{self:?}").to_lowercase())
+    }
+}
+
+impl StoredFormat for Quantization {
+    fn bits(&self) -> u64 {
+        self.format().bits()
+    }
+
+    fn bytes(&self, size_oi: [u64; 2]) -> u64 {
+        self.format().bytes(size_oi)
+    }
+}
+
+/// The format of the decoder's linear layers in a backbone whose numbers have `element` bytes.
+pub fn stored_format(quantization: Option<Quantization>, element: u64) -> Box<dyn StoredFormat> {
+    match quantization {
+        Some(quantization) => Box::new(quantization),
+        None => Box::new(Dense(element)),
     }
 }
 
 /// Quantises the weights of a backbone, which share its tables.
-#[derive(Debug)]
-pub enum Quantizer {
-    /// 4 bits, with absmax of 8.
-    Nf4(nf4::Tables),
-    Int8,
-}
+pub struct Quantizer(Quantize);
 
 impl Quantizer {
     /// For weights on `device`.
     pub fn new(quantization: Quantization, device: Device) -> Self {
-        match quantization {
-            Quantization::Nf4 => Self::Nf4(nf4::Tables::new(device)),
-            Quantization::Int8 => Self::Int8,
-        }
+        Self(quantization.format().quantizer(device))
     }
 
     /// `weight_oi` is `[O, I]`, of any floating-point dtype.
@@ -59,65 +82,49 @@ impl Quantizer {
     /// # Panics
     /// If the weight has another number of dimensions.
     pub fn quantize(&self, weight_oi: &Tensor) -> QuantizedWeight {
-        let codes = match self {
-            Self::Nf4(tables) => Codes::Nf4(Nf4::quantize(weight_oi, tables, AbsmaxBits::Eight)),
-            Self::Int8 => Codes::Int8(Int8::quantize(weight_oi)),
-        };
         let size = weight_oi.size().try_into().expect("a weight is [O, I]");
-        QuantizedWeight { codes, size, kind: weight_oi.kind() }
+        QuantizedWeight { codes: self.0(weight_oi), size, kind: weight_oi.kind() }
     }
 }
 
 /// The weight of a linear layer. No gradient reaches it.
 #[derive(Debug)]
 pub struct QuantizedWeight {
-    codes: Codes,
+    codes: Box<dyn Codes>,
     size: [i64; 2],
     kind: Kind,
-}
-
-#[derive(Debug)]
-enum Codes {
-    Nf4(Nf4),
-    Int8(Int8),
 }
 
 impl QuantizedWeight {
     /// `[O, I]` in `kind`; computed in float32.
     pub fn dequantize(&self, kind: Kind) -> Tensor {
-        tch::no_grad(|| match fused::kernels(self.device(), kind) {
-            Some(kernels) => {
-                let weight_oi = Tensor::empty(self.size, (kind, self.device()));
-                kernels.launch(&self.launch(&weight_oi));
-                weight_oi
+        tch::no_grad(|| {
+            let Some(launch) = self.codes.kernel() else { return self.by_libtorch(kind) };
+            match fused::kernels(self.device(), kind) {
+                Some(kernels) => {
+                    let weight_oi = Tensor::empty(self.size, (kind, self.device()));
+                    kernels.launch(&launch(&weight_oi));
+                    weight_oi
+                }
+                None => rehearsal::in_place_of(&["dequantize"], || self.by_libtorch(kind)),
             }
-            None => rehearsal::in_place_of(&["dequantize"], || self.by_libtorch(kind)),
         })
     }
 
     /// [`QuantizedWeight::dequantize`] by libtorch's calls: the oracle of the kernels.
     pub fn by_libtorch(&self, kind: Kind) -> Tensor {
-        match &self.codes {
-            Codes::Nf4(codes) => codes.dequantize(self.size, kind),
-            Codes::Int8(codes) => codes.dequantize(kind),
-        }
+        self.codes.dequantize(self.size, kind)
     }
 
-    /// The launch that writes the weight to `weight_oi`.
-    pub fn launch(&self, weight_oi: &Tensor) -> Launch {
-        match &self.codes {
-            Codes::Nf4(codes) => codes.launch(weight_oi),
-            Codes::Int8(codes) => dequantize::int8(&codes.codes_oi, &codes.absmax_o, weight_oi),
-        }
+    /// The launch that writes the weight to `weight_oi`, if its format has a kernel.
+    pub fn launch(&self, weight_oi: &Tensor) -> Option<Launch> {
+        Some(self.codes.kernel()?(weight_oi))
     }
 
     /// Bytes that it takes, without the tables that it shares.
     pub fn bytes(&self) -> usize {
-        let tensors = match &self.codes {
-            Codes::Nf4(codes) => codes.tensors(),
-            Codes::Int8(codes) => codes.tensors().to_vec(),
-        };
-        tensors.iter().map(|tensor| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
+        let of_tensor = |tensor: &&Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        self.codes.tensors().iter().map(of_tensor).sum()
     }
 
     /// `[O, I]` as numbers.
@@ -132,9 +139,23 @@ impl QuantizedWeight {
 
     /// Where it lies.
     pub fn device(&self) -> Device {
-        match &self.codes {
-            Codes::Nf4(codes) => codes.pairs.device(),
-            Codes::Int8(codes) => codes.codes_oi.device(),
+        self.codes.tensors()[0].device()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_format_says_the_bytes_that_its_weights_take() {
+        for quantization in Quantization::ALL {
+            for size in [[1, 1], [3, 67], [64, 64], [129, 256]] {
+                let weight_oi = Tensor::ones(size, (Kind::Float, Device::Cpu));
+                let weight = Quantizer::new(quantization, Device::Cpu).quantize(&weight_oi);
+                let planned = quantization.format().bytes(size.map(i64::unsigned_abs));
+                assert_eq!(weight.bytes() as u64, planned, "{quantization} {size:?}");
+            }
         }
     }
 }
