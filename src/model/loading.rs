@@ -10,8 +10,8 @@ use crate::model::decoder_layer::{DecoderLayer, build_linear};
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::peft::{self, PeftError};
-use crate::model::stored::{Quantization, Quantizer};
 use crate::model::stages::{StageBorders, Stages};
+use crate::model::stored::{Quantization, Quantizer};
 use crate::model::weights::{WeightFiles, WeightsError};
 use crate::torch::Generator;
 
