@@ -26,13 +26,11 @@ pub mod new_tokens;
 mod norm;
 pub mod peft;
 pub mod peft_keys;
-pub mod pickle;
 pub mod prefix_layer;
 pub mod rope;
 pub mod stages;
 pub mod stored;
 pub mod stored_dtype;
-pub mod torch_file;
 mod trained;
 pub mod weights;
 
