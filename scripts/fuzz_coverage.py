@@ -3,7 +3,7 @@
 
     scripts/fuzz_coverage.py                                  # a table of the readers and their files
     scripts/fuzz_coverage.py --corpus fuzz/target/grown       # of what scripts/fuzz found
-    scripts/fuzz_coverage.py --missing src/model/pickle.rs    # the lines of a file that no input reaches
+    scripts/fuzz_coverage.py --missing src/model/weights/pickle.rs    # the lines of a file that no input reaches
 
 Builds the test program with coverage of this package alone (cargo calls this script in place of rustc for it), and runs the test that reads
 the corpus. Needs llvm-profdata and llvm-cov of at least rustc's LLVM: `rustup component add llvm-tools`, or a distribution's llvm-19.
@@ -30,8 +30,8 @@ READERS = {
     "safetensors": ["src/model/weights.rs", "src/model/weights/tensor_file.rs", "src/model/weights/bits.rs", "src/model/weights/finite.rs"],
     "weights_index": ["src/model/weights/listing.rs"],
     "captured_states": ["src/formats/captured_states.rs"],
-    "torch_file": ["src/model/torch_file.rs"],
-    "pickle": ["src/model/pickle.rs"],
+    "torch_file": ["src/model/weights/torch_file.rs"],
+    "pickle": ["src/model/weights/pickle.rs"],
     "peft": ["src/model/peft.rs"],
     "heads": ["src/draft/heads/import.rs", "src/draft/heads/layout.rs"],
     "heads_config": ["src/formats/heads_config.rs"],
@@ -68,7 +68,7 @@ READERS = {
 
 # Functions in these files that read nothing that bytes decide, and why. They are left out of the shares.
 LEFT_OUT = {
-    "src/model/torch_file.rs": {"save": "writes", "state_dict": "writes", "push_text": "writes", "push_int": "writes"},
+    "src/model/weights/torch_file.rs": {"save": "writes", "state_dict": "writes", "push_text": "writes", "push_int": "writes"},
     "src/draft/heads/import.rs": {"folder_of": "looks for a folder"},
     "src/draft/heads/layout.rs": {
         "noun": "words for messages", "title": "words for messages", "has_prefix": "of exports", "places_of": "of exports", "holds": "of exports",

@@ -15,14 +15,15 @@
 //! Imports point down only, and modules on the same layer do not import each other (checked by `tests/layering.rs`):
 //!
 //! ```text
-//! L13 cli bin           one file per subcommand
-//! L12 recipe  report    recipes, the only TOML read here; a run's HTML page
-//! L11 serve             an OpenAI-compatible server
-//! L10 calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
-//! L9  train             the training loop, whose evaluations decode
-//! L8  decode            the decoding loops
-//! L7  draft             drafters: heads, draft models, those without training
-//! L6  engine            runs the backbone on new tokens
+//! L14 cli bin           one file per subcommand
+//! L13 recipe  report    recipes, the only TOML read here; a run's HTML page
+//! L12 serve             an OpenAI-compatible server
+//! L11 calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
+//! L10 train             the training loop, whose evaluations decode
+//! L9  decode            the decoding loops
+//! L8  draft             drafters: heads, draft models, those without training
+//! L7  engine            runs the backbone on new tokens
+//! L6  memory            bytes that a backbone takes, by block and stored format
 //! L5  tree data model   trees of guesses; text to labelled token rows; the backbone, independent of Medusa
 //! L4  fused             operations on tensors that are one kernel on a GPU
 //! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries, and kernels
@@ -65,6 +66,7 @@ pub mod hub;
 pub mod json;
 pub mod key_use;
 pub mod latency;
+pub mod memory;
 pub mod model;
 pub mod numbers;
 pub mod nvidia;

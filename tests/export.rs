@@ -14,7 +14,7 @@ use medusa::export::{ExportFormat, ExportRequest};
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
-use medusa::model::torch_file;
+use medusa::model::weights::torch_file;
 use medusa::model::weights::{Planned, WeightFiles, save, save_model};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};

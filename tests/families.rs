@@ -15,7 +15,7 @@ use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
 use medusa::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE, attach};
-use medusa::model::quantization::Quantization;
+use medusa::model::stored::Quantization;
 use medusa::model::weights;
 use medusa::tree::accept::Acceptance;
 use medusa::tree::sparse_tree::SparseTree;

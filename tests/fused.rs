@@ -4,8 +4,9 @@
 
 use medusa::fused::optim::{self, TableWork};
 use medusa::fused::{dequantize, dropout, pass};
-use medusa::model::quantization::nf4::{AbsmaxBits, BlockScales, Nf4, Tables};
-use medusa::model::quantization::{Quantization, Quantizer};
+use medusa::model::stored::format::Codes;
+use medusa::model::stored::nf4::{AbsmaxBits, BlockScales, Nf4, Tables};
+use medusa::model::stored::{Quantization, Quantizer};
 use medusa::nvidia::kernels::KernelDtype;
 use medusa::nvidia::launch::Launch;
 use medusa::torch::Generator;
@@ -258,11 +259,11 @@ fn nf4_weights_are_the_numbers_of_libtorch() {
 fn the_weights_of_a_backbone_are_the_numbers_of_libtorch() {
     let memory = Memory::default();
     for (at, size) in [[1, 1], [3, 67], [5, 8], [16, 2048], [3, 2056], [2, 4099]].into_iter().enumerate() {
-        for quantization in [Quantization::Int8, Quantization::Nf4] {
+        for quantization in Quantization::ALL {
             let weight = Quantizer::new(quantization, Device::Cpu).quantize(&normal(at as u64, &size));
             for (kind, order) in KINDS.into_iter().zip(ORDERS.into_iter().cycle()) {
                 let y_oi = memory.poisoned(&size, kind);
-                run(&[weight.launch(&y_oi)], kind, order);
+                run(&[weight.launch(&y_oi).expect("a kernel")], kind, order);
                 assert_eq!(y_oi, weight.by_libtorch(kind), "{size:?} {quantization} {kind:?}");
             }
         }

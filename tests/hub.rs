@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use medusa::model::torch_file;
+use medusa::model::weights::torch_file;
 use medusa::model::weights::{Planned, WeightFiles, save};
 use serde_json::Value;
 use tch::Device;

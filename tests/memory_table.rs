@@ -8,14 +8,17 @@ use medusa::draft::heads::{HeadsArchitecture, HeadsShape};
 use medusa::engine::cuda::draft::{DraftInput, DraftShape};
 use medusa::engine::cuda::plan::DevicePlan;
 use medusa::engine::cuda::shape::Shape;
+use medusa::memory::layer::LayerPass;
+use medusa::memory::plan::{MemoryPlan, WorldPlan};
+use medusa::memory::stages::balanced;
+use medusa::memory::weights::StageShape;
 use medusa::model::config::LlamaConfig;
 use medusa::model::lora::{LoraConfig, TargetModules};
-use medusa::model::quantization::Quantization;
+use medusa::model::stored::Quantization;
 use medusa::numbers::{Fraction, Positive};
 use medusa::torch::optim::OptimizerName;
-use medusa::train::memory_plan::{MemoryPlan, StageShape, Workload, WorldPlan};
+use medusa::train::memory_plan::{HeadsWork, Workload};
 use medusa::train::plan::BackboneTraining;
-use medusa::train::stage_memory::balanced;
 use medusa::tree::sparse_tree::SparseTree;
 use tch::Kind;
 
@@ -25,7 +28,7 @@ use super::small_run::SmallRun;
 const MODELS: [&str; 4] =
     ["lmsys/vicuna-7b-v1.5", "lmsys/vicuna-13b-v1.5", "lmsys/vicuna-33b-v1.3", "meta-llama/Llama-3.1-70B"];
 const HEADS: usize = 5;
-pub(crate) const ROW: u64 = 2048;
+const ROW: u64 = 2048;
 const CONTEXT: i64 = 4096;
 /// Memory of a GPU as it is sold, in GB, and what a process can use of it, in GiB: a 24 GB card, an H100 and an H200, less a CUDA context.
 const GPUS: [(u32, f64); 3] = [(24, 23.0), (80, 78.0), (141, 139.0)];
@@ -93,28 +96,40 @@ fn peak_of_stage(
     shared_lm_head: bool,
     stage: StageShape,
 ) -> u64 {
+    let pass = one_packed_row(config, quantization, trained);
+    let heads = HeadsWork { shape: heads(config, shared_lm_head), drops: false, soft_targets: false };
     let plan = MemoryPlan::of(&Workload {
-        config,
+        pass,
         stage,
-        element: 2,
-        quantization,
-        heads: heads(config, shared_lm_head),
-        heads_drop: false,
-        trained,
-        soft_targets: false,
+        heads,
+        has_teacher: trained.has_teacher(),
         optimizer: OptimizerName::AdamW8bit,
         world: WorldPlan::ALONE,
+        unequal: false,
+        cached: false,
+        loaded: None,
+    });
+    plan.peak_bytes()
+}
+
+/// In 16 bits on a GPU.
+pub(crate) fn one_packed_row<'w>(
+    config: &'w LlamaConfig,
+    quantization: Option<Quantization>,
+    trained: &'w BackboneTraining,
+) -> LayerPass<'w> {
+    LayerPass {
+        config,
+        element: 2,
+        quantization,
+        trained: trained.layers(),
         recompute: !trained.is_frozen(),
         rows: 1,
         length: ROW,
-        unequal: false,
         masked: true,
         flash: true,
-        cached: false,
-        loaded: None,
         on_host: false,
-    });
-    plan.peak_bytes()
+    }
 }
 
 /// With heads and a tree of 64 nodes.

@@ -10,9 +10,12 @@ use arrow::array::{ArrayRef, ListArray, RecordBatch, StringArray, StructArray};
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field, Fields};
 use medusa::draft::heads::HeadsShape;
+use medusa::memory::layer::LayerPass;
+use medusa::memory::plan::{MemoryPlan, WorldPlan};
+use medusa::memory::weights::StageShape;
 use medusa::model::config::LlamaConfig;
 use medusa::recipe::Recipe;
-use medusa::train::memory_plan::{MemoryPlan, StageShape, Workload, WorldPlan};
+use medusa::train::memory_plan::{HeadsWork, Workload};
 use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 
@@ -225,26 +228,34 @@ fn every_recipe_of_the_paper_passes_check_without_weights() {
 
 /// Planned peak on a GPU, for rows of the recipe's maximum length.
 fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
-    let plan = MemoryPlan::of(&Workload {
+    let trained = recipe.stage.trained();
+    let pass = LayerPass {
         config,
-        stage: StageShape::whole(config.num_hidden_layers),
         element: recipe.backbone.dtype.kind().elt_size_in_bytes() as u64,
         quantization: recipe.backbone.quantization,
-        heads: recipe.heads.shape([config.vocab_size, config.hidden_size]),
-        heads_drop: recipe.heads.dropout.get() > 0.0,
-        trained: &recipe.stage.trained(),
-        soft_targets: recipe.loss.targets.are_soft(),
-        optimizer: recipe.optimizer.name,
-        world: WorldPlan::ALONE,
+        trained: trained.layers(),
         recompute: recipe.train.recompute,
         rows: recipe.train.micro_batch_size.get() as u64,
         length: recipe.data.max_length.get() as u64,
-        unequal: false,
         masked: recipe.data.packing,
         flash: true,
+        on_host: false,
+    };
+    let heads = HeadsWork {
+        shape: recipe.heads.shape([config.vocab_size, config.hidden_size]),
+        drops: recipe.heads.dropout.get() > 0.0,
+        soft_targets: recipe.loss.targets.are_soft(),
+    };
+    let plan = MemoryPlan::of(&Workload {
+        pass,
+        stage: StageShape::whole(config.num_hidden_layers),
+        heads,
+        has_teacher: trained.has_teacher(),
+        optimizer: recipe.optimizer.name,
+        world: WorldPlan::ALONE,
+        unequal: false,
         cached: false,
         loaded: None,
-        on_host: false,
     });
     plan.peak_bytes() as f64 / f64::from(1 << 30)
 }

@@ -13,9 +13,10 @@ use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::{Adapters, LoraConfig};
 use medusa::model::peft::save_adapters;
-use medusa::model::quantization::int8::Int8;
-use medusa::model::quantization::nf4::{AbsmaxBits, BlockScales, CODE, Nf4, Tables};
-use medusa::model::quantization::{Quantization, Quantizer};
+use medusa::model::stored::format::Codes;
+use medusa::model::stored::int8::Int8;
+use medusa::model::stored::nf4::{AbsmaxBits, BlockScales, CODE, Nf4, Tables};
+use medusa::model::stored::{Quantization, Quantizer};
 use medusa::model::weights;
 use medusa::torch::Generator;
 use medusa::torch::memory;
@@ -137,8 +138,8 @@ fn int8_weights_are_those_of_the_formula() {
     }
     assert_equal("codes", &int8.codes_oi, &Tensor::from_slice(&codes).view([257, 300]));
     let values = Tensor::from_slice(&values).view([257, 300]);
-    assert_equal("float32", &int8.dequantize(Kind::Float), &values);
-    assert_equal("bfloat16", &int8.dequantize(Kind::BFloat16), &values.to_kind(Kind::BFloat16));
+    assert_equal("float32", &int8.dequantize([257, 300], Kind::Float), &values);
+    assert_equal("bfloat16", &int8.dequantize([257, 300], Kind::BFloat16), &values.to_kind(Kind::BFloat16));
 }
 
 /// The Frobenius norm of the error, relative to the weight's.
@@ -378,7 +379,7 @@ fn logits_and_gradients(llama: &Llama) -> (Tensor, Vec<Tensor>) {
 
 #[test]
 fn adapters_on_quantised_weights_learn_as_on_what_those_stand_for() {
-    for quantization in [Quantization::Nf4, Quantization::Int8] {
+    for quantization in Quantization::ALL {
         let [quantised, dense] = twins(quantization);
         let names = |llama: &Llama| llama.adapters().into_iter().map(|(name, _)| name).collect::<Vec<_>>();
         assert_eq!(names(&quantised), names(&dense));
@@ -463,7 +464,7 @@ fn a_state_of_the_other_optimizer_is_refused() {
 
 #[test]
 fn an_adapter_merges_into_the_quantised_weights_that_it_was_trained_on() {
-    for quantization in [Quantization::Nf4, Quantization::Int8] {
+    for quantization in Quantization::ALL {
         let (small, [trained, _]) = (SmallRun::new(), twins(quantization));
         std::fs::create_dir(small.path("adapter")).expect("a folder");
         save_adapters(&small.path("adapter"), &trained, "backbone").expect("an adapter");

@@ -3,13 +3,15 @@
 
 use std::path::Path;
 
+use medusa::memory::plan::{MemoryPlan, WorldPlan};
+use medusa::memory::weights::StageShape;
 use medusa::model::config::LlamaConfig;
-use medusa::model::quantization::Quantization;
+use medusa::model::stored::Quantization;
 use medusa::torch::optim::{OptimizerName, ZeroStage};
-use medusa::train::memory_plan::{MemoryPlan, StageShape, Workload, WorldPlan};
+use medusa::train::memory_plan::{HeadsWork, Workload};
 use medusa::train::plan::BackboneTraining;
 
-use super::memory_table::{GIB, ROW, heads, lora};
+use super::memory_table::{GIB, heads, lora, one_packed_row};
 use super::paper_recipes::config_of;
 use super::small_run::SmallRun;
 
@@ -38,25 +40,15 @@ fn plan(
     size: usize,
 ) -> MemoryPlan {
     MemoryPlan::of(&Workload {
-        config,
+        pass: one_packed_row(config, quantization, trained),
         stage: StageShape::whole(config.num_hidden_layers),
-        loaded: None,
-        element: 2,
-        quantization,
-        heads: heads(config, shared_lm_head),
-        heads_drop: false,
-        trained,
-        soft_targets: false,
+        heads: HeadsWork { shape: heads(config, shared_lm_head), drops: false, soft_targets: false },
+        has_teacher: trained.has_teacher(),
         optimizer: OptimizerName::AdamW,
         world: WorldPlan { size, zero_stage: ZeroStage::One },
-        recompute: !trained.is_frozen(),
-        rows: 1,
-        length: ROW,
         unequal: false,
-        masked: true,
-        flash: true,
         cached: false,
-        on_host: false,
+        loaded: None,
     })
 }
 

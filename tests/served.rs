@@ -17,7 +17,7 @@ use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
-use medusa::model::quantization::Quantization;
+use medusa::model::stored::Quantization;
 use medusa::model::weights;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};

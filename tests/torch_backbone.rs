@@ -8,7 +8,7 @@ use medusa::model::attention::RowMask;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
-use medusa::model::torch_file;
+use medusa::model::weights::torch_file;
 use medusa::model::weights::{Planned, WeightFiles};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;

@@ -4,7 +4,8 @@ use std::time::Instant;
 
 use medusa::cli::print_json;
 use medusa::fused::{self, dropout::dropout, optim, pass};
-use medusa::model::quantization::{Quantization, Quantizer};
+use medusa::model::stored::format::StoredFormat;
+use medusa::model::stored::{Quantization, Quantizer};
 use medusa::torch::Generator;
 use medusa::torch::dropout::mask;
 use medusa::torch::optim::adamw::{AdamW, Parameter, gradient_norm};
@@ -168,11 +169,10 @@ fn optimizer(on: Device, FusedSizes { hidden, vocab, .. }: FusedSizes, name: Opt
 
 /// Weights of the MLP from their codes.
 fn weights(on: Device, FusedSizes { hidden, mlp, .. }: FusedSizes) -> Vec<BothWays> {
-    let bits = |quantization| if quantization == Quantization::Nf4 { 4 } else { 8 };
     let of = |(quantization, kind): (Quantization, Kind)| {
         let weight_oi = normal(1, &[mlp, hidden], kind, on) * 0.02;
         let weight = Quantizer::new(quantization, on).quantize(&weight_oi);
-        let bytes = mlp * hidden * (16 + bits(quantization)) / 8;
+        let bytes = mlp * hidden * (16 + quantization.bits().cast_signed()) / 8;
         BothWays::of(
             &format!("{quantization} to {kind:?}"),
             bytes,
@@ -180,8 +180,7 @@ fn weights(on: Device, FusedSizes { hidden, mlp, .. }: FusedSizes) -> Vec<BothWa
             || weight.by_libtorch(kind),
         )
     };
-    let quantizations = [Quantization::Nf4, Quantization::Int8];
-    quantizations.into_iter().zip([Kind::BFloat16, Kind::Half]).map(of).collect()
+    Quantization::ALL.into_iter().zip([Kind::BFloat16, Kind::Half]).map(of).collect()
 }
 
 /// Rotary embedding, the gate of the MLP and dropout, over some tokens.

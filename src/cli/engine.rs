@@ -28,7 +28,7 @@ use crate::engine::tch::TchEngine;
 use crate::model::config::LlamaConfig;
 use crate::model::loading::Purpose;
 use crate::model::peft::ADAPTER_CONFIG;
-use crate::model::quantization::Quantization;
+use crate::model::stored::Quantization;
 use crate::nvidia::device;
 use crate::torch::{DeviceChoice, accelerator};
 

@@ -12,18 +12,17 @@ use crate::dtype::Dtype;
 use crate::engine::dtype::default_dtype;
 use crate::files::{is_file, is_folder};
 use crate::formats::run_folder;
+use crate::memory::stages::balanced;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::model::device_map::DeviceMap;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
-use crate::model::quantization::Quantization;
 use crate::model::stages::Stages;
+use crate::model::stored::{Quantization, stored_format};
 use crate::model::weights::WeightFiles;
 use crate::torch::shared_gpus::SharedGpus;
-use crate::train::memory_plan::StageShape;
-use crate::train::stage_memory::balanced;
 use tch::Device;
 
 /// Loads a backbone in `--dtype`, by default its weights' own (for float16 on a CPU that of `served`, else [`default_dtype`]), quantised and
@@ -96,29 +95,15 @@ fn spread(map: &DeviceMap, device: Device, of: &SplitRequest) -> anyhow::Result<
         DeviceMap::Layers(counts) => counts.clone(),
         DeviceMap::Auto => {
             let heads = of.heads.map(|heads| Heads::check(heads, of.config)).transpose()?;
-            let heads = heads.map_or(0, |shape| numbers(shape.tensors().into_iter().map(|(_, size)| size)));
             let element = of.dtype.kind().elt_size_in_bytes() as u64;
-            balanced(layers, devices.len(), |stage| weight_bytes(stage, of, heads * element))
+            let heads = heads.map_or(0, |shape| shape.parameters().unsigned_abs() * element);
+            let stored = stored_format(of.quantization, element);
+            balanced(layers, devices.len(), |stage| {
+                stage.matrix_bytes(of.config, &*stored, element) + if stage.is_last { heads } else { 0 }
+            })
         }
     };
     Ok(Stages::new(devices.into_iter().zip(counts)))
-}
-
-fn weight_bytes(stage: StageShape, of: &SplitRequest, heads: u64) -> u64 {
-    let element = of.dtype.kind().elt_size_in_bytes() as u64;
-    let of_linears = match of.quantization {
-        None => 8 * element,
-        Some(Quantization::Int8) => 8,
-        Some(Quantization::Nf4) => 4,
-    };
-    let layer = numbers(of.config.block().linears().all().map(|linear| linear.size.to_vec())) * of_linears / 8;
-    let vocabulary = numbers([vec![of.config.vocab_size, of.config.hidden_size]]) * element;
-    let of_last = if stage.is_last { vocabulary + heads } else { 0 };
-    stage.layers as u64 * layer + if stage.is_first { vocabulary } else { 0 } + of_last
-}
-
-fn numbers(sizes: impl IntoIterator<Item = Vec<i64>>) -> u64 {
-    sizes.into_iter().map(|size| size.iter().product::<i64>().unsigned_abs()).sum()
 }
 
 /// `trained`: the dtype of the heads' training.

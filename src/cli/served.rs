@@ -14,7 +14,7 @@ use crate::dtype::Dtype;
 use crate::formats::heads_config::{CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE, PublishedHeadsConfig};
 use crate::model::config::LlamaConfig;
 use crate::model::device_map::DeviceMap;
-use crate::model::quantization::Quantization;
+use crate::model::stored::Quantization;
 use crate::model::weights::WeightFiles;
 
 /// The value of `--chat-template` for no template at all.

@@ -1,12 +1,14 @@
 //! How many texts can be decoded together: what a batch takes of memory beside the backbone's weights. Pure arithmetic.
 
-// L layers, Q query heads, G key/value heads, D head size, H hidden, F width of the MLP, V vocabulary, e bytes of a number
+// V vocabulary, e bytes of a number
 use std::num::NonZeroUsize;
 
 use tch::{Device, Kind};
 
 use crate::engine::PromptPass;
 use crate::engine::prefill::PREFILL_CHUNK;
+use crate::memory::size::Size;
+use crate::memory::widths::Widths;
 use crate::model::config::LlamaConfig;
 use crate::model::kv_cache;
 use crate::torch::memory;
@@ -39,25 +41,20 @@ impl BatchMemory {
         [tokens, guesses]: [usize; 2],
         pass: PromptPass,
     ) -> Self {
-        let size = |number: i64| number.unsigned_abs();
-        let (e, on_gpu) = (kind.elt_size_in_bytes() as u64, device != Device::Cpu);
-        let head = size(config.head_dim);
-        let [q, kv] = [size(config.num_attention_heads) * head, size(config.num_key_value_heads) * head];
-        let room = size(kv_cache::room_for(i64::try_from(tokens).unwrap_or(i64::MAX)));
+        let (widths, e, on_gpu) = (Widths::of(config), kind.elt_size_in_bytes() as u64, device != Device::Cpu);
+        let room = kv_cache::room_for(i64::try_from(tokens).unwrap_or(i64::MAX)).unsigned_abs();
         // A cache that grows is copied; on a GPU it is allocated once.
         let copies = if on_gpu { 1 } else { 2 };
-        let row = (copies * config.num_hidden_layers as u64 * 2 * kv * e).saturating_mul(room);
+        let row = (copies * Size::of_cache(config, 1, kind).bytes()).saturating_mul(room);
         let tokens_of_pass = match pass {
             PromptPass::OfOne => PREFILL_CHUNK.min(tokens),
             PromptPass::OfSeveral { tokens } => tokens,
         };
-        // Residual stream and norm before and after, queries, keys, values and their rotation, gate, up, and their product.
-        let of_token = 4 * size(config.hidden_size) + 3 * (q + 2 * kv) + 4 * size(config.intermediate_size);
         Self {
             each: row
-                .saturating_add(size(config.vocab_size) * CHOICE)
-                .saturating_add(guesses as u64 * (size(config.vocab_size) * OF_GUESS + of_token * e)),
-            pass: tokens_of_pass as u64 * of_token * e,
+                .saturating_add(widths.v * CHOICE)
+                .saturating_add(guesses as u64 * (widths.v * OF_GUESS + widths.passing() * e)),
+            pass: tokens_of_pass as u64 * widths.passing() * e,
             most: if on_gpu { MOST_ON_GPU } else { MOST_ON_CPU },
         }
     }

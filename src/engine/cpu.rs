@@ -127,7 +127,8 @@ impl<'a> KernelLinear<'a> {
 }
 
 /// The gated MLP between its products.
-fn gated_product(gate_up_nf: &[f32], out_nf: &mut [f32], MlpSpec { width, activation }: MlpSpec) {
+fn gated_product(gate_up_nf: &[f32], out_nf: &mut [f32], mlp: MlpSpec) {
+    let MlpSpec::Gated { width, activation } = mlp;
     match activation {
         Activation::Silu => silu_product(gate_up_nf, out_nf, width as usize),
         Activation::GeluTanh => gelu_tanh_product(gate_up_nf, out_nf, width as usize),
@@ -207,6 +208,7 @@ impl<'a> CpuEngine<'a> {
 
     fn buffers(&self, x_nh: Vec<f32>, pass: &[PassTokens]) -> Buffers {
         let config = &self.backbone.config;
+        let MlpSpec::Gated { width, activation: _ } = self.backbone.block().mlp;
         let rows = x_nh.len() / config.hidden_size as usize;
         let size = |size: i64| vec![0.0; rows * size as usize];
         let kinds = 0..self.backbone.block().layers.kinds().len();
@@ -223,8 +225,8 @@ impl<'a> CpuEngine<'a> {
             normed_nh: size(config.hidden_size),
             qkv: size(config.query_size() + 2 * config.key_value_size()),
             attended: size(config.query_size()),
-            gate_up: size(2 * config.intermediate_size),
-            gated_nf: size(config.intermediate_size),
+            gate_up: size(2 * width),
+            gated_nf: size(width),
             rotations: kinds.clone().map(rotations_of).collect(),
             seen: kinds.map(seen_of).collect(),
         }

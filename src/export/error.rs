@@ -11,8 +11,8 @@ use crate::formats::FormatError;
 use crate::model::folder::FolderError;
 use crate::model::loading::LoadError;
 use crate::model::peft::{ADAPTER_CONFIG, PeftError};
-use crate::model::torch_file::TorchFileError;
 use crate::model::weights::WeightsError;
+use crate::model::weights::torch_file::TorchFileError;
 
 /// Why nothing was exported.
 #[derive(Debug, thiserror::Error)]

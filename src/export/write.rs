@@ -18,7 +18,7 @@ use crate::formats::heads_config::TRAINING;
 use crate::model::folder::{Additions, save_folder_with};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::prefix_layer::PREFIX;
-use crate::model::torch_file;
+use crate::model::weights::torch_file;
 use crate::model::weights::{Planned, save_each};
 
 /// The key with the backbone's name, in the heads' config.json and in PEFT's.

@@ -1,4 +1,4 @@
-//! Quantised weights as numbers, one launch for each. The oracles are the calls of libtorch in `model/quantization/`.
+//! Quantised weights as numbers, one launch for each. The oracles are the calls of libtorch in `model/stored/`.
 
 use tch::{Kind, Tensor};
 

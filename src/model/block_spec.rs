@@ -221,13 +221,16 @@ pub enum RopeScaling {
     },
 }
 
-/// The gated MLP: `down(activation(gate(x)) · up(x))`.
+/// The kind of MLP. Executors take it apart by `let MlpSpec::Gated { .. }`, which another kind stops from compiling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MlpSpec {
-    /// F.
-    pub width: i64,
-    /// Of the gate.
-    pub activation: Activation,
+pub enum MlpSpec {
+    /// `down(activation(gate(x)) · up(x))`.
+    Gated {
+        /// F.
+        width: i64,
+        /// Of the gate.
+        activation: Activation,
+    },
 }
 
 /// An activation function.
@@ -383,7 +386,8 @@ impl BlockLinears {
 impl BlockSpec {
     /// Its linear layers.
     pub fn linears(&self) -> BlockLinears {
-        let (h, f, q, kv) = (self.hidden_size, self.mlp.width, self.heads.query_size(), self.heads.key_value_size());
+        let (h, q, kv) = (self.hidden_size, self.heads.query_size(), self.heads.key_value_size());
+        let MlpSpec::Gated { width: f, activation: _ } = self.mlp;
         let Biases { qkv, o, mlp } = self.biases;
         let [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj] = names::LINEARS;
         let [qkv_proj, gate_up_proj] = names::FUSED;

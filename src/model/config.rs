@@ -189,7 +189,7 @@ impl LlamaConfig {
                 softcap: traits.attention_softcap,
             },
             layers: self.layer_kinds(),
-            mlp: MlpSpec { width: self.intermediate_size, activation: traits.activation },
+            mlp: MlpSpec::Gated { width: self.intermediate_size, activation: traits.activation },
             biases: self.biases,
             storage: traits.storage,
             residual_multiplier: traits.residual_multiplier,

@@ -5,11 +5,11 @@ use tch::Tensor;
 
 use crate::fused::pass;
 use crate::model::attention::{Attention, QueryKeyWeights};
-use crate::model::block_spec::{Activation, BlockSpec, LinearSpec, NormPlace, names};
+use crate::model::block_spec::{Activation, BlockSpec, LinearSpec, MlpSpec, NormPlace, names};
 use crate::model::linear::{Linear, LinearGroup};
 use crate::model::lora::Adapters;
 use crate::model::norm::{LayerNorms, norm, normed};
-use crate::model::quantization::Quantizer;
+use crate::model::stored::Quantizer;
 use crate::model::weights::WeightsError;
 
 /// Weights of a block.
@@ -73,8 +73,9 @@ impl DecoderLayer {
     }
 
     fn mlp(&self, x: &Tensor, block: &BlockSpec, adapters: Adapters) -> Tensor {
-        let [gate, up] = self.gate_up.each(x, [block.mlp.width; 2], adapters);
-        let product = match block.mlp.activation {
+        let MlpSpec::Gated { width, activation } = block.mlp;
+        let [gate, up] = self.gate_up.each(x, [width; 2], adapters);
+        let product = match activation {
             Activation::Silu => {
                 pass::gated(&gate, &up).unwrap_or_else(|| pass::without_kernel("silu_up", &gate, || gate.silu() * &up))
             }

@@ -4,12 +4,12 @@
 // O outputs, I inputs, N rows of a product
 use tch::{Device, Kind, Tensor};
 
-use crate::cpu::Number;
 use crate::cpu::arena::Arena;
 use crate::cpu::matrix::Matrix;
 use crate::cpu::team::Team;
 use crate::model::lora::{self, Adapter, Adapters};
-use crate::model::quantization::QuantizedWeight;
+use crate::model::stored::QuantizedWeight;
+use crate::model::stored::dense::matrix_of;
 use crate::torch::bytes;
 use crate::torch::onednn::PackedWeight;
 
@@ -306,19 +306,6 @@ fn of_rows(y_no: &Tensor, like: &Tensor) -> Tensor {
     let mut size = like.size();
     size[like.dim() - 1] = y_no.size()[1];
     y_no.view(size.as_slice())
-}
-
-/// A weight `[O, I]` for the CPU's own kernels, if they can.
-pub(crate) fn matrix_of(weight_oi: &Tensor, arena: &mut Arena) -> Option<Matrix> {
-    let number = match weight_oi.kind() {
-        Kind::Float => Number::Float32,
-        Kind::BFloat16 => Number::BFloat16,
-        _ => return None,
-    };
-    let shape = weight_oi.size().iter().map(|&size| size.unsigned_abs() as usize).collect::<Vec<_>>();
-    let [outputs, inputs] = shape[..] else { return None };
-    (weight_oi.device() == Device::Cpu)
-        .then(|| Matrix::new(bytes::of(&weight_oi.contiguous()), number, [outputs, inputs], arena))?
 }
 
 /// `x·Wᵀ`, `[…, I]` to `[…, O]`, in x's dtype.

@@ -17,9 +17,9 @@ use crate::model::logits::logits_of;
 use crate::model::lora::Adapters;
 use crate::model::new_tokens::{CacheMask, NewTokens};
 use crate::model::norm::norm;
-use crate::model::quantization::{Quantization, QuantizedWeight};
 use crate::model::rope::{Ropes, RotationsByKind};
 use crate::model::stages::{StageBorders, Stages};
+use crate::model::stored::{Quantization, QuantizedWeight};
 use crate::model::taps::{Tapped, Taps};
 use crate::torch::{bytes, upload};
 

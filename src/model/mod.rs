@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::dtype::Dtype;
 use crate::model::device_map::DeviceMap;
-use crate::model::quantization::Quantization;
+use crate::model::stored::Quantization;
 
 pub mod adapters;
 pub mod attention;
@@ -26,14 +26,12 @@ pub mod new_tokens;
 mod norm;
 pub mod peft;
 pub mod peft_keys;
-pub mod pickle;
 pub mod prefix_layer;
-pub mod quantization;
 pub mod rope;
 pub mod stages;
+pub mod stored;
 pub mod stored_dtype;
 pub mod taps;
-pub mod torch_file;
 mod trained;
 pub mod weights;
 

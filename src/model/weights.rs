@@ -8,29 +8,30 @@
     reason = "memory maps: the file must not be truncated while the program runs, as with every loader of safetensors"
 )]
 
-use std::collections::{BTreeMap, HashMap};
-use std::ffi::OsStr;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use memmap2::{Mmap, UncheckedAdvice};
-use safetensors::SafeTensors;
-use safetensors::tensor::TensorView;
+use memmap2::UncheckedAdvice;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::files::{self, failed};
-use crate::model::torch_file;
+use crate::files;
 use crate::model::weights::finite::{NonFinite, first_not_finite};
 pub use crate::model::weights::tensor_file::{Planned, dtype_of};
-use crate::model::weights::tensor_file::{StoredTensor, is_float, map_file};
+use crate::model::weights::tensor_file::{StoredTensor, is_float};
+use crate::model::weights::weight_file::WeightFile;
 use crate::torch::bytes;
 
 mod bits;
 mod error;
 mod finite;
 mod listing;
+pub mod pickle;
+mod safetensors_file;
 mod save;
-pub(super) mod tensor_file;
+mod tensor_file;
+pub mod torch_file;
+mod weight_file;
 
 pub use error::WeightsError;
 use listing::WeightListing;
@@ -40,17 +41,10 @@ pub use save::{save, save_each, save_model};
 /// One or more files of weights, mapped, their headers validated.
 #[derive(Debug)]
 pub struct WeightFiles {
-    files: Vec<MappedFile>,
+    files: Vec<WeightFile>,
     /// Tensor name to index in `files`.
     file_of: HashMap<String, usize>,
     source: PathBuf,
-}
-
-#[derive(Debug)]
-struct MappedFile {
-    path: PathBuf,
-    map: &'static Mmap,
-    tensors: BTreeMap<String, StoredTensor>,
 }
 
 /// A tensor as the header of its file describes it.
@@ -85,7 +79,7 @@ impl WeightFiles {
 
     fn of_listing(WeightListing { source, weight_map, paths }: WeightListing) -> Result<Self, WeightsError> {
         let Some(weight_map) = weight_map else { return Self::open_file(&source) };
-        let files = paths.iter().map(|shard| MappedFile::open(shard)).collect::<Result<Vec<_>, _>>()?;
+        let files = paths.iter().map(|shard| WeightFile::open(shard)).collect::<Result<Vec<_>, _>>()?;
         let path = |shard: &String| files::parent(&source).join(shard);
         let place =
             |shard: &String| paths.iter().position(|s| *s == path(shard)).expect("every shard was listed above");
@@ -102,7 +96,7 @@ impl WeightFiles {
         if path.extension().is_some_and(|extension| extension == "json") {
             return Self::of_listing(WeightListing::of_index(path.to_owned())?);
         }
-        let file = MappedFile::open(path)?;
+        let file = WeightFile::open(path)?;
         let file_of = file.tensors.keys().map(|name| (name.clone(), 0)).collect();
         Ok(Self { files: vec![file], file_of, source: path.into() })
     }
@@ -250,7 +244,7 @@ impl WeightFiles {
         }
     }
 
-    fn find(&self, name: &str) -> Result<(&MappedFile, &StoredTensor), WeightsError> {
+    fn find(&self, name: &str) -> Result<(&WeightFile, &StoredTensor), WeightsError> {
         let missing = |path: &Path| WeightsError::MissingTensor { path: path.into(), name: name.into() };
         let file = self.file_of.get(name).map(|&at| &self.files[at]).ok_or_else(|| missing(&self.source))?;
         let tensor = file.tensors.get(name).ok_or_else(|| missing(&file.path))?;
@@ -267,26 +261,6 @@ pub fn same_up_to_rounding(a: &Tensor, b: &Tensor) -> bool {
     };
     let close = |at: i64| float(a, at).allclose(&float(b, at), 0.01, 1e-6, false);
     a.size() == b.size() && (0..a.size()[0]).step_by(ROWS).all(close)
-}
-
-impl MappedFile {
-    fn open(path: &Path) -> Result<Self, WeightsError> {
-        let is_of_torch = |extension: &OsStr| ["bin", "pt", "pth"].iter().any(|torch| extension == *torch);
-        let (map, tensors) = if path.extension().is_some_and(is_of_torch) {
-            torch_file::open(path).map_err(|error| WeightsError::Torch(error.into()))?
-        } else {
-            let map = map_file(path).map_err(failed("read", path))?;
-            let damaged = |reason| WeightsError::Damaged { path: path.into(), reason, bytes: map.len() as u64 };
-            let tensors = SafeTensors::deserialize(map).map_err(damaged)?.tensors();
-            (map, tensors.into_iter().map(|(name, view)| (name, stored(&view))).collect())
-        };
-        Ok(Self { path: path.into(), map, tensors })
-    }
-}
-
-fn stored(view: &TensorView<'static>) -> StoredTensor {
-    let shape = view.shape().iter().map(|&d| d as i64).collect();
-    StoredTensor { dtype: view.dtype(), shape, strides: None, data: view.data() }
 }
 
 /// What weights can be.

@@ -25,6 +25,10 @@ use crate::draft::heads::{Heads, HeadsConfig, HeadsShape};
 use crate::formats::best::BestBy;
 use crate::formats::run_folder::FINAL;
 use crate::formats::trained_prompts::prompt_hash;
+use crate::memory::layer::LayerPass;
+use crate::memory::plan::{MemoryPlan, WorldPlan};
+use crate::memory::stages::{StageMemory, balanced};
+use crate::memory::weights::StageShape;
 use crate::model::config::LlamaConfig;
 use crate::model::device_map::DeviceMap;
 use crate::model::llama::Llama;
@@ -36,9 +40,8 @@ use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
 use crate::train::finished::RunProgress;
 use crate::train::hidden_states::{self, CapturedRows, CapturedSplits};
-use crate::train::memory_plan::{MemoryPlan, StageShape, Workload, WorldPlan};
+use crate::train::memory_plan::{HeadsWork, Workload};
 use crate::train::plan::TrainPlan;
-use crate::train::stage_memory::{StageMemory, balanced};
 use crate::train::target_rule::TargetRule;
 use crate::tree::cross_validation::half_of;
 
@@ -187,26 +190,29 @@ impl CheckedRun {
         let ids = || 0..sequences.len();
         let lengths = || ids().map(|id| sequences.length(id));
         let [longest, shortest] = [lengths().max(), lengths().min()].map(Option::unwrap_or_default);
-        Workload {
-            stage: StageShape::whole(self.config.num_hidden_layers),
+        let pass = LayerPass {
             config: &self.config,
             element: backbone.dtype.kind().elt_size_in_bytes() as u64,
             quantization: backbone.quantization,
-            heads,
-            heads_drop: plan.heads.dropout.get() > 0.0,
-            trained,
-            soft_targets: loss.targets.are_soft(),
-            optimizer: optimizer.name,
-            world: WorldPlan { size: plan.world_size, zero_stage: plan.zero_stage },
+            trained: trained.layers(),
             recompute: train.recompute,
             rows: train.micro_batch_size.get().min(sequences.len()) as u64,
             length: longest.min(plan.data.max_length.get()) as u64,
-            unequal: 2 * shortest < longest,
             masked: ids().any(|id| sequences.segments(id) > 1),
             flash: flash_attention::runs_with(self.config.head_dim, backbone.dtype.kind(), *device),
+            on_host: *device == Device::Cpu,
+        };
+        let drops = plan.heads.dropout.get() > 0.0;
+        Workload {
+            pass,
+            stage: StageShape::whole(self.config.num_hidden_layers),
+            heads: HeadsWork { shape: heads, drops, soft_targets: loss.targets.are_soft() },
+            has_teacher: trained.has_teacher(),
+            optimizer: optimizer.name,
+            world: WorldPlan { size: plan.world_size, zero_stage: plan.zero_stage },
+            unequal: 2 * shortest < longest,
             cached: train.hidden_state_cache.is_some(),
             loaded: plan.output_part(),
-            on_host: *device == Device::Cpu,
         }
     }
 

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use serde::Serialize;
 use tch::Device;
 
-use crate::model::quantization::Quantization;
+use crate::model::stored::Quantization;
 use crate::torch::optim::{OptimizerName, ZeroStage};
 use crate::torch::{cuda_runtime, memory};
 use crate::train::plan::{BackboneTraining, TrainPlan};
@@ -110,13 +110,14 @@ fn recomputing(plan: &mut TrainPlan, _: &dyn Fn(&TrainPlan) -> bool) -> Option<S
 }
 
 fn quantized(plan: &mut TrainPlan, fits: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
-    if plan.trained == BackboneTraining::Full || plan.backbone.quantization == Some(Quantization::Nf4) {
+    let fewest_bits = Quantization::ALL[0];
+    if plan.trained == BackboneTraining::Full || plan.backbone.quantization == Some(fewest_bits) {
         return None;
     }
-    plan.backbone.quantization = Some(Quantization::Nf4);
-    let nf4 = "backbone.quantization = \"nf4\"".to_owned();
+    plan.backbone.quantization = Some(fewest_bits);
+    let key = format!("backbone.quantization = \"{fewest_bits}\"");
     // With adapters a recipe needs both.
-    Some(recomputing(plan, fits).map_or(nf4.clone(), |recompute| format!("{nf4} with {recompute}")))
+    Some(recomputing(plan, fits).map_or(key.clone(), |recompute| format!("{key} with {recompute}")))
 }
 
 fn shared_lm_head(plan: &mut TrainPlan, _: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {

@@ -32,7 +32,6 @@ pub mod run;
 pub mod run_folder;
 pub mod same_run;
 pub mod schedule;
-pub mod stage_memory;
 pub mod state;
 pub mod step;
 pub mod target_rule;

@@ -10,7 +10,7 @@ use medusa::formats::captured_states::{CapturedError, CapturedFile, StateSizes};
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::model::peft;
-use medusa::model::pickle::Pickled;
+use medusa::model::weights::pickle::Pickled;
 use medusa::model::weights::{WeightFiles, files_of, files_with};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};

@@ -13,6 +13,8 @@ use crate::data::store::RowStore;
 use crate::data::{BadRows, LoadReport};
 use crate::draft::heads::HeadsShape;
 use crate::dtype::Dtype;
+use crate::memory::plan::{MemoryGroup, MemoryPlan};
+use crate::memory::stages::{PlannedStage, StageMemory};
 use crate::plural::counted;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
@@ -21,10 +23,8 @@ use crate::train::device_room::{DeviceRoom, MemorySaving};
 use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
 use crate::train::hidden_states::CapturedSplits;
-use crate::train::memory_plan::{MemoryGroup, MemoryPlan};
 use crate::train::own_answers::MeasuredTexts;
 use crate::train::run_folder::check_output_dir;
-use crate::train::stage_memory::{PlannedStage, StageMemory};
 
 /// Data, steps and memory of a run.
 #[derive(Debug, Serialize)]

@@ -7,27 +7,11 @@ use tch::Kind;
 use super::layout::MAX_NODES;
 use super::shape::Shape;
 use super::state;
+use crate::memory::size::Size;
+use crate::model::block_spec::MlpSpec;
 
 /// Number of step results kept on the device, as a ring, for the host to read.
 pub const RESULTS: i64 = 8;
-
-/// Shape and dtype of a buffer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Size {
-    pub shape: Vec<i64>,
-    pub kind: Kind,
-}
-
-impl Size {
-    pub(super) fn new<const M: usize>(shape: [i64; M], kind: Kind) -> Self {
-        Self { shape: shape.to_vec(), kind }
-    }
-
-    /// Size in memory.
-    pub fn bytes(&self) -> u64 {
-        self.shape.iter().product::<i64>().unsigned_abs() * self.kind.elt_size_in_bytes() as u64
-    }
-}
 
 macro_rules! buffers {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -100,7 +84,8 @@ impl Buffers<Size> {
     /// The buffers of all steps of a shape.
     pub fn of(shape: &Shape) -> Self {
         let config = shape.config;
-        let (c, h, v, i) = (MAX_NODES as i64, config.hidden_size, config.vocab_size, config.intermediate_size);
+        let (c, h, v) = (MAX_NODES as i64, config.hidden_size, config.vocab_size);
+        let MlpSpec::Gated { width: i, activation: _ } = config.block().mlp;
         let (q, d) = (config.num_attention_heads, config.head_dim);
         let (n, k) = shape.draft.map_or((1, 0), |draft| (draft.tree.len() as i64, draft.tree.max_depth() as i64));
         let (p, r) = (shape.guesses() as i64, shape.guessing_rows());

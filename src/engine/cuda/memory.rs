@@ -3,7 +3,7 @@
 // L layers, G key/value heads, S room for tokens, D head size, K heads, H hidden, V vocabulary
 use tch::{Device, Kind, Tensor};
 
-use super::buffers::{Buffers, Size};
+use super::buffers::Buffers;
 use super::draft::{DeviceDraft, DraftInput, HeadMatrices, LayerMatrices, outputs};
 use super::layout::Rotations;
 use super::plan::DevicePlan;

@@ -5,11 +5,14 @@ use std::fmt;
 
 use tch::Kind;
 
-use super::buffers::{Buffers, Size};
+use super::buffers::Buffers;
 use super::draft::{DraftInput, DraftShape};
 use super::launches::{self, AttentionParts, SliceRoom};
 use super::layout::MAX_NODES;
 use super::shape::{GRAIN, Shape};
+use crate::memory::size::Size;
+use crate::memory::weights::StageShape;
+use crate::model::stored::dense::Dense;
 use crate::nvidia::cublas_lt::WORKSPACE_BYTES;
 use crate::nvidia::gemm::SplitRoom;
 
@@ -45,18 +48,17 @@ pub struct Shortage {
 impl DevicePlan {
     /// The plan for a cache with room for `room` tokens.
     pub fn of(shape: &Shape, room: i64) -> Self {
-        let config = shape.config;
-        let (layers, g, d) =
-            (config.num_hidden_layers.cast_signed() as i64, config.num_key_value_heads, config.head_dim);
-        let parameters = config.parameters() + shape.draft.map_or(0, |draft| draft.parameters);
+        let (config, element) = (shape.config, shape.kind.elt_size_in_bytes() as u64);
+        let backbone = StageShape::whole(config.num_hidden_layers).weight_bytes(config, &Dense(element), element);
+        let heads = shape.draft.map_or(0, |draft| draft.parameters.unsigned_abs() * element);
         Self {
             buffers: Buffers::of(shape),
-            cache_l2gsd: Size::new([layers, 2, g, room, d], shape.kind),
-            rotations_2ud: Size::new([2, shape.positions(), d / 2], Kind::Float),
+            cache_l2gsd: Size::of_cache(config, room, shape.kind),
+            rotations_2ud: Size::new([2, shape.positions(), config.head_dim / 2], Kind::Float),
             uniforms_u: Size::new([shape.positions()], Kind::Double),
             head_copies: shape.draft.map_or(vec![], |draft| copies(shape, draft)),
             between_kernels_bytes: between_kernels(shape),
-            weight_bytes: parameters.unsigned_abs() * shape.kind.elt_size_in_bytes() as u64,
+            weight_bytes: backbone + heads,
             context: config.max_position_embeddings,
         }
     }

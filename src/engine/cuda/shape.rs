@@ -6,7 +6,7 @@ use super::draft::{DeviceDraft, DraftInput, DraftShape};
 use super::layout::MAX_NODES;
 use crate::dtype::Dtype;
 use crate::model::block_spec::{
-    Activation, Biases, BlockSpec, LogitSpec, NormKind, NormPlaces, NormSpec, QueryKeyNorm,
+    Activation, Biases, BlockSpec, LogitSpec, MlpSpec, NormKind, NormPlaces, NormSpec, QueryKeyNorm,
 };
 use crate::model::config::{FamilyTraits, LlamaConfig};
 use crate::model::llama::Llama;
@@ -136,6 +136,7 @@ impl<'a> Shape<'a> {
         let BlockSpec { hidden_size: _, norms, heads, layers, mlp, biases, storage: _, residual_multiplier } =
             self.config.block();
         let NormSpec { kind, eps: _, places, query_key } = norms;
+        let MlpSpec::Gated { width: _, activation } = mlp;
         let FamilyTraits { embedding_multiplier, logits, rotary_size, .. } = self.config.family;
         let Biases { qkv: _, o, mlp: of_mlp } = biases;
         let norms_all_heads = match query_key {
@@ -150,7 +151,7 @@ impl<'a> Shape<'a> {
                 places != NormPlaces::Inputs,
                 "norms the outputs of attention and of the MLP, which it has no kernels for",
             ),
-            (mlp.activation != Activation::Silu, "has a GELU MLP, which it has no kernels for"),
+            (activation != Activation::Silu, "has a GELU MLP, which it has no kernels for"),
             (heads.softcap.is_some(), "caps its attention scores, which it has no kernels for"),
             (
                 layers.only().is_none_or(|layer| layer.rotary.is_none()),

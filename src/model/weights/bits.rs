@@ -82,8 +82,8 @@ mod tests {
     use tch::{Device, Tensor};
 
     use super::*;
-    use crate::model::torch_file;
     use crate::model::weights::tensor_file::Planned;
+    use crate::model::weights::torch_file;
 
     /// A file of torch keeps strides.
     fn file(folder: &tempfile::TempDir, tensors: &[(&str, Tensor)]) -> WeightFiles {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use safetensors::SafeTensorError;
 
 use crate::files::FileError;
-use crate::model::torch_file::TorchFileError;
+use crate::model::weights::torch_file::TorchFileError;
 
 /// Why weights cannot be used.
 #[derive(Debug, thiserror::Error)]

@@ -4,6 +4,7 @@
     reason = "memory maps: the file must not be truncated while the program runs, as with every loader of safetensors"
 )]
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
@@ -27,7 +28,7 @@ impl Planned {
     }
 
     /// Bytes of its elements.
-    pub(in crate::model) fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         let numel: i64 = self.shape.iter().product();
         usize::try_from(numel).expect("a shape has no negative length") * self.kind.elt_size_in_bytes()
     }
@@ -35,23 +36,23 @@ impl Planned {
 
 /// A tensor as it lies in its file.
 #[derive(Debug)]
-pub(in crate::model) struct StoredTensor {
-    pub(in crate::model) dtype: Dtype,
-    pub(in crate::model) shape: Vec<i64>,
+pub(super) struct StoredTensor {
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<i64>,
     /// Where they are not those of a contiguous tensor.
-    pub(in crate::model) strides: Option<Vec<i64>>,
+    pub(super) strides: Option<Vec<i64>>,
     /// From its first element to its last.
-    pub(in crate::model) data: &'static [u8],
+    pub(super) data: &'static [u8],
 }
 
 impl StoredTensor {
     /// `None`: one that we do not read.
-    pub(in crate::model) fn kind(&self) -> Option<Kind> {
+    pub(super) fn kind(&self) -> Option<Kind> {
         DTYPES.iter().find(|(dtype, ..)| *dtype == self.dtype).map(|(_, kind, _)| *kind)
     }
 
     /// The bytes of each element, in the order of a contiguous tensor.
-    pub(in crate::model) fn elements(&self, kind: Kind) -> impl Iterator<Item = &'static [u8]> {
+    pub(super) fn elements(&self, kind: Kind) -> impl Iterator<Item = &'static [u8]> {
         let (numel, bytes, data) = (self.shape.iter().product::<i64>(), kind.elt_size_in_bytes(), self.data);
         (0..numel).map(move |index| &data[self.position(index) * bytes..][..bytes])
     }
@@ -72,9 +73,12 @@ impl StoredTensor {
     }
 }
 
+/// A mapped file, and its tensors by name, all of them checked.
+pub(super) type MappedTensors = (&'static Mmap, BTreeMap<String, StoredTensor>);
+
 /// Maps a whole file, read-only. It is leaked on purpose: tensors are views of it and carry no lifetime. That costs address space, not
 /// memory, and keeps a removed file's disk space until the process ends.
-pub(in crate::model) fn map_file(path: &Path) -> io::Result<&'static Mmap> {
+pub(super) fn map_file(path: &Path) -> io::Result<&'static Mmap> {
     let file = files::open_regular(path)?;
     // SAFETY: our own writers replace files by renaming and never change one in place.
     let map = unsafe { Mmap::map(&file)? };
@@ -82,7 +86,7 @@ pub(in crate::model) fn map_file(path: &Path) -> io::Result<&'static Mmap> {
 }
 
 /// What we write and read: in safetensors' words, in ours, and torch's class of storages.
-pub(in crate::model) const DTYPES: [(Dtype, Kind, &str); 10] = [
+pub(super) const DTYPES: [(Dtype, Kind, &str); 10] = [
     (Dtype::F64, Kind::Double, "DoubleStorage"),
     (Dtype::F32, Kind::Float, "FloatStorage"),
     (Dtype::BF16, Kind::BFloat16, "BFloat16Storage"),
@@ -96,7 +100,7 @@ pub(in crate::model) const DTYPES: [(Dtype, Kind, &str); 10] = [
 ];
 
 /// The dtype of torch's class of storages, if it is one that we read.
-pub(in crate::model) fn kind_of_storage(class: &str) -> Option<Kind> {
+pub(super) fn kind_of_storage(class: &str) -> Option<Kind> {
     DTYPES.iter().find(|(.., storage)| *storage == class).map(|(_, kind, _)| *kind)
 }
 
@@ -106,7 +110,7 @@ pub fn dtype_of(kind: Kind) -> Dtype {
 }
 
 /// Torch's class of storages of a dtype that we write.
-pub(in crate::model) fn storage_of(kind: Kind) -> &'static str {
+pub(super) fn storage_of(kind: Kind) -> &'static str {
     row_of(kind).2
 }
 
@@ -115,6 +119,6 @@ fn row_of(kind: Kind) -> (Dtype, Kind, &'static str) {
 }
 
 /// Whether weights can be of it.
-pub(in crate::model) fn is_float(kind: Kind) -> bool {
+pub(super) fn is_float(kind: Kind) -> bool {
     matches!(kind, Kind::Double | Kind::Float | Kind::BFloat16 | Kind::Half)
 }

@@ -26,7 +26,7 @@ impl OptimizerName {
     /// Bytes of both moments of a tensor with this many elements of `element` bytes.
     pub fn moment_bytes(self, numbers: u64, element: u64) -> u64 {
         match self.has_8_bits(numbers) {
-            true => 2 * numbers + 8 * numbers.div_ceil(BLOCK.unsigned_abs()),
+            true => 2 * Blockwise::bytes(numbers),
             false => 2 * element * numbers,
         }
     }

@@ -115,6 +115,11 @@ pub struct Blockwise {
 }
 
 impl Blockwise {
+    /// Bytes of so many numbers.
+    pub fn bytes(numbers: u64) -> u64 {
+        numbers + 4 * numbers.div_ceil(BLOCK.unsigned_abs())
+    }
+
     /// `n` zeros.
     pub fn zeros(n: i64, map: &DynamicMap) -> Self {
         let zeros = |size: i64, kind| Tensor::zeros([size], (kind, map.codes.device()));

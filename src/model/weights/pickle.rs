@@ -8,8 +8,8 @@ use std::collections::HashMap;
 
 use tch::Kind;
 
+use super::tensor_file::kind_of_storage;
 use crate::bounds::PICKLE_AXES;
-use crate::model::weights::tensor_file::kind_of_storage;
 
 /// Why a pickle cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -1,19 +1,18 @@
 //! Reads and writes `torch.save` files with a dictionary of tensors: the zip container of PyTorch 1.6 and later, and (only read) the older
-//! stream. Nothing that the pickle refers to is ever run (see [`crate::model::pickle`]).
+//! stream. Nothing that the pickle refers to is ever run (see [`crate::model::weights::pickle`]).
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Cursor, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
 use tch::{Device, Kind, Tensor};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
+use super::pickle::{PickleError, Pickled, StorageRef, TensorRef, Value};
+use super::tensor_file::{MappedTensors, Planned, StoredTensor, dtype_of, map_file, storage_of};
 use crate::files::{FileError, failed, write_atomic};
-use crate::model::pickle::{PickleError, Pickled, StorageRef, TensorRef, Value};
-use crate::model::weights::tensor_file::{Planned, StoredTensor, dtype_of, map_file, storage_of};
 use crate::torch::bytes;
 
 /// Why such a file cannot be used.
@@ -33,9 +32,6 @@ pub enum TorchFileError {
     #[error("{}: tensor {name:?} of shape {shape:?}, strides {strides:?} from element {offset} reaches beyond its {elements} elements; the file is damaged", path.display())]
     OutOfBounds { path: PathBuf, name: String, shape: Vec<i64>, strides: Vec<i64>, offset: i64, elements: usize },
 }
-
-/// A mapped file, and its tensors by name, all of them checked.
-pub(super) type MappedTensors = (&'static Mmap, BTreeMap<String, StoredTensor>);
 
 /// Key of a storage to its bytes in the file.
 type Storages = HashMap<String, Range<usize>>;

@@ -4,13 +4,40 @@
 // n weights, C blocks of 64
 use tch::{Device, Kind, Tensor};
 
+use super::format::{Codes, DequantizeKernel, Quantize, QuantizedFormat, StoredFormat};
 use super::slices::{ranges, slice};
 use crate::fused::dequantize::{self, Absmax};
-use crate::nvidia::launch::Launch;
 use crate::torch::optim::blockwise::{Blockwise, DynamicMap};
 
 /// Weights that share an absmax.
 pub const BLOCK: i64 = 64;
+
+/// 4 bits a number, and 8.1 bits of absmax for every 64.
+#[derive(Debug)]
+pub struct Nf4Format;
+
+impl StoredFormat for Nf4Format {
+    fn bits(&self) -> u64 {
+        4
+    }
+
+    fn bytes(&self, [outputs, inputs]: [u64; 2]) -> u64 {
+        let block = BLOCK.unsigned_abs();
+        let blocks = (outputs * inputs).div_ceil(block);
+        blocks * (block / 2) + Blockwise::bytes(blocks) + 4
+    }
+}
+
+impl QuantizedFormat for Nf4Format {
+    fn help(&self) -> &'static str {
+        "4-bit NormalFloat with double quantisation, as in QLoRA"
+    }
+
+    fn quantizer(&self, device: Device) -> Quantize {
+        let tables = Tables::new(device);
+        Box::new(move |weight_oi| Box::new(Nf4::quantize(weight_oi, &tables, AbsmaxBits::Eight)))
+    }
+}
 
 /// The data type, from the paper's appendix E.
 pub const CODE: [f32; 16] = [
@@ -112,8 +139,27 @@ impl Nf4 {
         Self { pairs, scales, table: tables.pairs.shallow_clone() }
     }
 
-    /// Of this size, in `kind`: code · absmax in float32, then rounded.
-    pub fn dequantize(&self, size: [i64; 2], kind: Kind) -> Tensor {
+    /// `[C]`, float32.
+    pub fn absmax(&self) -> Tensor {
+        match &self.scales {
+            BlockScales::Float32(absmax) => absmax.shallow_clone(),
+            BlockScales::EightBit { differences, mean } => differences.dequantize() + mean,
+        }
+    }
+}
+
+impl Codes for Nf4 {
+    fn tensors(&self) -> Vec<&Tensor> {
+        match &self.scales {
+            BlockScales::Float32(absmax) => vec![&self.pairs, absmax],
+            BlockScales::EightBit { differences, mean } => {
+                vec![&self.pairs, &differences.codes, &differences.absmax, mean]
+            }
+        }
+    }
+
+    /// Code · absmax in float32, then rounded.
+    fn dequantize(&self, size: [i64; 2], kind: Kind) -> Tensor {
         let (device, absmax) = (self.pairs.device(), self.absmax());
         let weight = Tensor::empty([self.pairs.numel() as i64 * 2], (kind, device));
         for (start, length) in ranges(self.pairs.size()[0], slice(device) / BLOCK) {
@@ -125,31 +171,12 @@ impl Nf4 {
         weight.narrow(0, 0, size[0] * size[1]).view(size)
     }
 
-    /// The launch that writes it to `weight_oi`, as [`Nf4::dequantize`].
-    pub(super) fn launch(&self, weight_oi: &Tensor) -> Launch {
+    fn kernel(&self) -> Option<DequantizeKernel<'_>> {
         let absmax = match &self.scales {
             BlockScales::Float32(absmax) => Absmax::Float32(absmax),
             BlockScales::EightBit { differences, mean } => Absmax::EightBit { differences, mean },
         };
-        dequantize::nf4(&self.pairs, &self.table, absmax, weight_oi)
-    }
-
-    /// `[C]`, float32.
-    pub fn absmax(&self) -> Tensor {
-        match &self.scales {
-            BlockScales::Float32(absmax) => absmax.shallow_clone(),
-            BlockScales::EightBit { differences, mean } => differences.dequantize() + mean,
-        }
-    }
-
-    /// What it keeps of its own.
-    pub(super) fn tensors(&self) -> Vec<&Tensor> {
-        match &self.scales {
-            BlockScales::Float32(absmax) => vec![&self.pairs, absmax],
-            BlockScales::EightBit { differences, mean } => {
-                vec![&self.pairs, &differences.codes, &differences.absmax, mean]
-            }
-        }
+        Some(Box::new(move |weight_oi| dequantize::nf4(&self.pairs, &self.table, absmax, weight_oi)))
     }
 }
 

@@ -4,9 +4,35 @@
 //! `q = round(w · (127 / absmax))`, to the nearest and halves to the even, and `w' = q · (absmax / 127)`, in float32.
 
 // O outputs, I inputs
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
+use super::format::{Codes, DequantizeKernel, Quantize, QuantizedFormat, StoredFormat};
 use super::slices::{ranges, slice};
+use crate::fused::dequantize;
+
+/// 8 bits a number, and a float32 for every output.
+#[derive(Debug)]
+pub struct Int8Format;
+
+impl StoredFormat for Int8Format {
+    fn bits(&self) -> u64 {
+        8
+    }
+
+    fn bytes(&self, [outputs, inputs]: [u64; 2]) -> u64 {
+        outputs * inputs + 4 * outputs
+    }
+}
+
+impl QuantizedFormat for Int8Format {
+    fn help(&self) -> &'static str {
+        "8 bits per weight, one scale per output"
+    }
+
+    fn quantizer(&self, _: Device) -> Quantize {
+        Box::new(|weight_oi| Box::new(Int8::quantize(weight_oi)))
+    }
+}
 
 /// A quantised `[O, I]`.
 #[derive(Debug)]
@@ -30,10 +56,15 @@ impl Int8 {
         }
         Self { codes_oi, absmax_o }
     }
+}
 
-    /// `[O, I]` in `kind`.
-    pub fn dequantize(&self, kind: Kind) -> Tensor {
-        let weight_oi = Tensor::empty(self.codes_oi.size(), (kind, self.codes_oi.device()));
+impl Codes for Int8 {
+    fn tensors(&self) -> Vec<&Tensor> {
+        vec![&self.codes_oi, &self.absmax_o]
+    }
+
+    fn dequantize(&self, size_oi: [i64; 2], kind: Kind) -> Tensor {
+        let weight_oi = Tensor::empty(size_oi, (kind, self.codes_oi.device()));
         let scale_o1 = (&self.absmax_o / 127.0).unsqueeze(1);
         for (row, rows) in rows_at_a_time(&self.codes_oi) {
             let scaled = self.codes_oi.narrow(0, row, rows).to_kind(Kind::Float).g_mul_(&scale_o1.narrow(0, row, rows));
@@ -42,8 +73,8 @@ impl Int8 {
         weight_oi
     }
 
-    pub(super) fn tensors(&self) -> [&Tensor; 2] {
-        [&self.codes_oi, &self.absmax_o]
+    fn kernel(&self) -> Option<DequantizeKernel<'_>> {
+        Some(Box::new(|weight_oi| dequantize::int8(&self.codes_oi, &self.absmax_o, weight_oi)))
     }
 }
 

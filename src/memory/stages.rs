@@ -5,8 +5,9 @@ use std::ops::Range;
 
 use tch::Device;
 
+use super::plan::MemoryPlan;
+use super::weights::StageShape;
 use crate::model::stages::Stages;
-use crate::train::memory_plan::{MemoryPlan, StageShape};
 
 /// A run's planned memory by stage; there is at least one.
 #[derive(Debug, Clone)]
