@@ -4,6 +4,7 @@
 //! expensive work, and later code relies on it. Relative paths in a recipe are relative to the working directory.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use tch::Device;
@@ -124,7 +125,7 @@ impl Recipe {
         TrainPlan {
             backbone,
             trained: stage.trained(),
-            heads,
+            drafter: Arc::new(heads),
             loss,
             heads_coefficient: stage.heads_coefficient(),
             optimizer: optimizer.adamw(),

@@ -9,10 +9,10 @@ use medusa::decode::generate;
 use medusa::decode::host_loop::HostLoop;
 use medusa::decode::request::{Generation, Request};
 use medusa::decode::step::Drafting;
-use medusa::draft::heads::drafter::HeadsDrafter;
 use medusa::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
 use medusa::draft::ngram::NgramDrafter;
 use medusa::draft::token_map::TokenMap;
+use medusa::draft::trained::TrainedDrafter;
 use medusa::engine::cuda::error::CudaError;
 use medusa::engine::cuda::ops::Ops;
 use medusa::engine::cuda::plan::DevicePlan;
@@ -71,7 +71,7 @@ fn on_libtorch(
     request: &Request,
 ) -> Generation {
     let tree = GuessTree::Static(tree.clone());
-    let drafter = HeadsDrafter::new(llama, heads, &tree).expect("they fit").on_host();
+    let drafter = heads.drafter(llama, &tree).expect("they fit");
     let mut host = HostLoop::new(fastest(llama), Some((drafter, acceptance)));
     host.decode(Drafting::On, request, &mut go_on()).expect("a text")
 }
@@ -82,7 +82,7 @@ fn device_loop<'a>(
     acceptance: Acceptance,
     ops: Ops,
 ) -> Result<DeviceLoop<'a>, CudaError> {
-    DeviceLoop::new(llama, Some((&heads.on_device(tree), acceptance)), ops)
+    DeviceLoop::new(llama, Some((&heads.matrices_for(tree), acceptance)), ops)
 }
 
 /// Many random settings, the same in every run.
@@ -167,7 +167,7 @@ fn heads_that_the_kernels_cannot_run_are_refused_with_the_engines_that_can() {
     let truncated = heads_of(&llama, 2, HYDRA, 17)
         .with_token_map(TokenMap::new((0..VOCABULARY).collect(), Device::Cpu), VOCABULARY);
     let tree = GuessTree::Static(tree.clone());
-    let drafter = ReadyDrafter::Heads(HeadsDrafter::new(&llama, &truncated, &tree).expect("they fit"), &tree);
+    let drafter = ReadyDrafter::of_heads(&llama, &truncated, &tree).expect("they fit");
     let draft = drafter.on_device().expect("a static tree");
     let error = DeviceLoop::new(&llama, Some((&draft, Acceptance::Greedy)), Ops::Oracle).unwrap_err();
     assert!(error.to_string().starts_with("the heads guess among a part of the vocabulary"), "{error}");
@@ -180,7 +180,7 @@ fn drafters_that_need_the_host_are_refused_with_the_engines_that_can() {
     let llama = backbone_of(config(2, None, 64), Kind::Float, 16);
     let heads = heads_of(&llama, 2, HYDRA, 17);
     let tree = GuessTree::Dynamic(DynamicTree { nodes: 8, depth: 2, top_k: 3 });
-    let dynamic = ReadyDrafter::Heads(HeadsDrafter::new(&llama, &heads, &tree).expect("they fit"), &tree);
+    let dynamic = ReadyDrafter::of_heads(&llama, &heads, &tree).expect("they fit");
     for (drafter, what) in [
         (dynamic, "trees that are chosen at each step"),
         (ReadyDrafter::Ngram(NgramDrafter::new(&llama), NgramDrafter::max_nodes()), "prompt lookup"),
@@ -191,7 +191,7 @@ fn drafters_that_need_the_host_are_refused_with_the_engines_that_can() {
         assert_eq!(drafter.on_device().unwrap_err().to_string(), expected);
     }
     let tree = GuessTree::Static(SparseTree::cartesian(&[3, 2]).expect("10 nodes"));
-    let fixed = ReadyDrafter::Heads(HeadsDrafter::new(&llama, &heads, &tree).expect("they fit"), &tree);
+    let fixed = ReadyDrafter::of_heads(&llama, &heads, &tree).expect("they fit");
     assert!(fixed.on_device().is_ok_and(|draft| draft.heads.is_some()));
 }
 
@@ -217,7 +217,7 @@ fn heads_of_low_rank_decode_as_with_their_product() {
             &format!("{architecture:?}"),
         );
         let plan = |heads: &Heads| {
-            let draft = heads.on_device(&tree);
+            let draft = heads.matrices_for(&tree);
             let shape = Shape::of(&llama, Some(&draft));
             DevicePlan::of(&shape, shape.room(64))
         };
@@ -265,7 +265,7 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
         let llama = backbone_of(small, kind, 3 + world as u64);
         let heads = heads_of(&llama, 3, variant, 5);
         let tree = SparseTree::cartesian(&[5, 2, 2]).expect("36 nodes");
-        let on_device = heads.on_device(&tree);
+        let on_device = heads.matrices_for(&tree);
         let emulator = Emulator { element: KernelDtype::of(kind).expect("16 bits"), head_size: 64 };
         let target = EmulatedTarget { emulator, broken: None };
         let beside = Ops::kernels(target, &Shape::of(&llama, Some(&on_device)), Device::Cpu).beside_oracle();

@@ -5,10 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
+use medusa::draft::error::DrafterError;
 use medusa::draft::heads::import::HeadsFile;
 use medusa::draft::heads::import::notices::Notice;
 use medusa::draft::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
-use medusa::draft::heads::{Heads, HeadsError, HeadsShape};
+use medusa::draft::heads::{Heads, HeadsShape};
 use medusa::dtype::Dtype;
 use medusa::export::{ExportFormat, ExportRequest};
 use medusa::model::config::LlamaConfig;
@@ -929,7 +930,7 @@ fn heads_with_the_lm_head_of_another_backbone_are_refused() {
     export(&small, "vs", "merged", "out", &["--backbone", "backbone"])
         .failed(1, &["vs/model.safetensors: tensor \"lm_head.weight\" is not the backbone's lm_head"]);
     for error in loaded_for_decoding() {
-        assert!(matches!(error, Some(HeadsError::OtherLmHead { .. })), "{error:?}");
+        assert!(matches!(error, Some(DrafterError::OtherLmHead { .. })), "{error:?}");
     }
 }
 

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::LazyLock;
 
 use crate_map::{Circle, CrateMap};
-use source::Source;
+use source::{Mention, Source};
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
@@ -254,6 +254,35 @@ fn unsafe_stands_in_its_rooms_only() {
     };
     assert_eq!(of("train/run.rs"), ["src/train/run.rs:2"]);
     assert!(of("cpu/team.rs").is_empty());
+}
+
+/// Rooms that know a trained drafter by its levels alone, through `draft::trained` and `draft::planned`.
+const BY_LEVELS: [&str; 6] = ["train", "calibrate", "latency", "decode", "serve", "distill"];
+
+/// Where a file outside of draft/ names a kind of trained drafter that its room does not know: none knows how one guesses, and the rooms of
+/// [`BY_LEVELS`] not even its weights.
+fn kinds_named(source: &Source) -> Vec<String> {
+    let kinds: &[&str] = match room(&source.path) {
+        "draft" => &[],
+        room if BY_LEVELS.contains(&room) => &["heads", "hydra", "medusa"],
+        _ => &["hydra", "medusa"],
+    };
+    let mentions = source.imports.iter().map(|import| &import.mention).chain(&source.mentions);
+    let of_kind = |mention: &&Mention| match &mention.path[..] {
+        [root, draft, kind, ..] => root == "crate" && draft == "draft" && kinds.contains(&kind.as_str()),
+        _ => false,
+    };
+    let found = mentions.filter(of_kind);
+    found.map(|mention| format!("src/{}:{}: {}", source.path, mention.line, mention.path.join("::"))).collect()
+}
+
+#[test]
+fn trained_drafters_are_known_by_their_levels() {
+    let found: Vec<String> = THIS_CRATE.files.iter().flat_map(kinds_named).collect();
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+    let named = |path, text| kinds_named(&CrateMap::of(&[(path, text)]).files[0]).len();
+    let import = "use crate::draft::heads::Heads;\nuse crate::draft::{medusa::levels::X, trained::Y};\n";
+    assert_eq!(["train/run.rs", "cli/run.rs", "draft/run.rs"].map(|path| named(path, import)), [2, 1, 0]);
 }
 
 /// Public items and files without a doc comment. Fields, variants and constants may lack one, which rustc's

@@ -7,7 +7,6 @@ use std::sync::atomic::AtomicBool;
 
 use medusa::data::Watch;
 use medusa::data::loader::BatchShare;
-use medusa::draft::heads::Heads;
 use medusa::draft::loss::Targets;
 use medusa::draft::loss::fused::OutputLayer;
 use medusa::draft::trained::{DrafterBatch, LevelTargets, LevelTask};
@@ -206,8 +205,8 @@ fn gradients_of_step_zero_equal_pytorch() {
     let plan = MEDUSA1.plan(&folder.path().join("run"));
     let run = MEDUSA1.run(&folder);
     let (backbone, loss) = (&run.backbone, &plan.loss);
-    let heads = Heads::new(&plan.heads, backbone.lm_head_weight(), None);
-    let state = TrainState::new(Box::new(heads), backbone, &plan);
+    let drafter = run.checked.drafter.build(backbone, None, 0).expect("untrained heads");
+    let state = TrainState::new(drafter, backbone, &plan);
     let batch = &run.checked.batches(0, BatchShare::WHOLE).expect("rows")[0];
     let t = batch.length as i64;
     let rows = RowMask::packed(&batch.segment_lengths, t, &backbone.config, Device::Cpu);

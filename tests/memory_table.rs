@@ -4,7 +4,8 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use medusa::draft::heads::{HeadsArchitecture, HeadsShape};
+use medusa::draft::heads::HeadsConfig;
+use medusa::draft::planned::{DrafterConfig, Teachers};
 use medusa::engine::cuda::draft::{DraftInput, DraftShape};
 use medusa::engine::cuda::plan::DevicePlan;
 use medusa::engine::cuda::shape::Shape;
@@ -17,9 +18,10 @@ use medusa::model::lora::{LoraConfig, TargetModules};
 use medusa::model::stored::Quantization;
 use medusa::numbers::{Fraction, Positive};
 use medusa::torch::optim::OptimizerName;
-use medusa::train::memory_plan::{HeadsWork, Workload};
+use medusa::train::memory_plan::Workload;
 use medusa::train::plan::BackboneTraining;
 use medusa::tree::sparse_tree::SparseTree;
+use serde_json::json;
 use tch::Kind;
 
 use super::paper_recipes::config_of;
@@ -66,17 +68,9 @@ pub(crate) fn lora() -> BackboneTraining {
     BackboneTraining::Lora { lora, self_distillation: false }
 }
 
-pub(crate) fn heads(config: &LlamaConfig, shared_lm_head: bool) -> HeadsShape {
-    HeadsShape {
-        architecture: HeadsArchitecture::Medusa,
-        medusa_num_heads: HEADS,
-        medusa_num_layers: 1,
-        hidden_size: config.hidden_size,
-        vocab_size: if shared_lm_head { 0 } else { config.vocab_size },
-        w2_bias: false,
-        w2_rank: 0,
-        shared_w2: false,
-    }
+pub(crate) fn heads(shared_lm_head: bool) -> HeadsConfig {
+    let table = json!({"medusa_num_heads": HEADS, "medusa_num_layers": 1, "shared_lm_head": shared_lm_head});
+    serde_json::from_value(table).expect("a table of heads")
 }
 
 fn trained(
@@ -97,12 +91,12 @@ fn peak_of_stage(
     stage: StageShape,
 ) -> u64 {
     let pass = one_packed_row(config, quantization, trained);
-    let heads = HeadsWork { shape: heads(config, shared_lm_head), drops: false, soft_targets: false };
+    let drafter = heads(shared_lm_head).for_backbone(config);
     let plan = MemoryPlan::of(&Workload {
         pass,
         stage,
-        heads,
-        has_teacher: trained.has_teacher(),
+        drafter: &*drafter,
+        teachers: Teachers { of_drafter: false, of_backbone: trained.has_teacher() },
         optimizer: OptimizerName::AdamW8bit,
         world: WorldPlan::ALONE,
         unequal: false,
@@ -135,7 +129,7 @@ pub(crate) fn one_packed_row<'w>(
 /// With heads and a tree of 64 nodes.
 fn decoded(config: &LlamaConfig) -> u64 {
     let tree = SparseTree::cartesian(&[7, 2, 1, 1, 1]).expect("64 nodes with the root");
-    let tensors = heads(config, false).tensors();
+    let tensors = heads(false).shape([config.vocab_size, config.hidden_size]).tensors();
     let parameters = tensors.iter().map(|(_, size)| size.iter().product::<i64>()).sum();
     let draft = DraftShape {
         tree: &tree,

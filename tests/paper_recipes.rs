@@ -10,12 +10,13 @@ use arrow::array::{ArrayRef, ListArray, RecordBatch, StringArray, StructArray};
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field, Fields};
 use medusa::draft::heads::HeadsShape;
+use medusa::draft::planned::{DrafterConfig, Teachers};
 use medusa::memory::layer::LayerPass;
 use medusa::memory::plan::{MemoryPlan, WorldPlan};
 use medusa::memory::weights::StageShape;
 use medusa::model::config::LlamaConfig;
 use medusa::recipe::Recipe;
-use medusa::train::memory_plan::{HeadsWork, Workload};
+use medusa::train::memory_plan::Workload;
 use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 
@@ -241,16 +242,12 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         flash: true,
         on_host: false,
     };
-    let heads = HeadsWork {
-        shape: recipe.heads.shape([config.vocab_size, config.hidden_size]),
-        drops: recipe.heads.dropout.get() > 0.0,
-        soft_targets: recipe.loss.targets.are_soft(),
-    };
+    let drafter = recipe.heads.for_backbone(config);
     let plan = MemoryPlan::of(&Workload {
         pass,
         stage: StageShape::whole(config.num_hidden_layers),
-        heads,
-        has_teacher: trained.has_teacher(),
+        drafter: &*drafter,
+        teachers: Teachers { of_drafter: recipe.loss.targets.are_soft(), of_backbone: trained.has_teacher() },
         optimizer: recipe.optimizer.name,
         world: WorldPlan::ALONE,
         unequal: false,

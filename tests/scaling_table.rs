@@ -3,12 +3,13 @@
 
 use std::path::Path;
 
+use medusa::draft::planned::{DrafterConfig, Teachers};
 use medusa::memory::plan::{MemoryPlan, WorldPlan};
 use medusa::memory::weights::StageShape;
 use medusa::model::config::LlamaConfig;
 use medusa::model::stored::Quantization;
 use medusa::torch::optim::{OptimizerName, ZeroStage};
-use medusa::train::memory_plan::{HeadsWork, Workload};
+use medusa::train::memory_plan::Workload;
 use medusa::train::plan::BackboneTraining;
 
 use super::memory_table::{GIB, heads, lora, one_packed_row};
@@ -39,11 +40,12 @@ fn plan(
     shared_lm_head: bool,
     size: usize,
 ) -> MemoryPlan {
+    let drafter = heads(shared_lm_head).for_backbone(config);
     MemoryPlan::of(&Workload {
         pass: one_packed_row(config, quantization, trained),
         stage: StageShape::whole(config.num_hidden_layers),
-        heads: HeadsWork { shape: heads(config, shared_lm_head), drops: false, soft_targets: false },
-        has_teacher: trained.has_teacher(),
+        drafter: &*drafter,
+        teachers: Teachers { of_drafter: false, of_backbone: trained.has_teacher() },
         optimizer: OptimizerName::AdamW,
         world: WorldPlan { size, zero_stage: ZeroStage::One },
         unequal: false,

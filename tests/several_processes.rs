@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use medusa::data::Watch;
 use medusa::data::loader::BatchShare;
-use medusa::draft::heads::Heads;
 use medusa::formats::metrics::{MetricsLine, MetricsSplit};
 use medusa::model::weights::WeightFiles;
 use medusa::recipe::Recipe;
@@ -335,9 +334,8 @@ fn each_rank_keeps_the_moments_and_sends_the_bytes_that_are_planned() {
             let memory = loaded.checked.memory().whole();
             let sent = rounds * element * parameters * (world_size as u64 - 1) / world_size as u64;
             assert_eq!((memory.world_size, memory.sent_bytes), (world_size, sent));
-            let heads = Heads::new(&plan.heads, loaded.backbone.lm_head_weight(), None);
-            let kept =
-                TrainState::of_rank(Box::new(heads), &loaded.backbone, &plan, ranks).optimizer.state_bytes() as f64;
+            let drafter = loaded.checked.drafter.build(&loaded.backbone, None, 0).expect("untrained heads");
+            let kept = TrainState::of_rank(drafter, &loaded.backbone, &plan, ranks).optimizer.state_bytes() as f64;
             let planned: u64 = memory.groups.iter().map(|group| group.optimizer_bytes).sum();
             assert!(
                 (kept / planned as f64 - 1.0).abs() < 0.02,
@@ -439,8 +437,8 @@ fn errors_of_a_failed_update(run: &Run) -> Vec<String> {
     as_ranks(2, |ranks| {
         let loaded = TrainRun::load(CheckedRun::load(recipe.plan(Device::Cpu), Watch::default()).expect("rows"));
         let TrainRun { checked, backbone } = loaded.expect("a backbone");
-        let heads = Heads::new(&checked.plan.heads, backbone.lm_head_weight(), None);
-        let mut state = TrainState::of_rank(Box::new(heads), &backbone, &checked.plan, ranks);
+        let drafter = checked.drafter.build(&backbone, None, 0).expect("untrained heads");
+        let mut state = TrainState::of_rank(drafter, &backbone, &checked.plan, ranks);
         let states = StatesSource::Backbone(Box::new(StatesCaches::default()));
         let mut training = TrainingBackbone::new(&backbone, &checked.plan, states);
         let maker = training.batch_maker(&*state.drafter, MetricsSplit::Train);

@@ -7,7 +7,7 @@ use medusa::decode::generate;
 use medusa::decode::host_loop::HostLoop;
 use medusa::decode::request::Request;
 use medusa::decode::step::Drafting;
-use medusa::draft::heads::drafter::HeadsDrafter;
+use medusa::draft::trained::TrainedDrafter;
 use medusa::engine::fastest::fastest;
 use medusa::tree::accept::Acceptance;
 use medusa::tree::guess_tree::GuessTree;
@@ -39,11 +39,11 @@ fn texts(on: Device, nodes: usize) -> anyhow::Result<()> {
         let ids = prompt(40, llama.config.vocab_size);
         let request = Request::greedy(&ids, 128);
         let slow = generate::plain(&llama, &request, &mut go_on())?.new_ids;
-        let draft = heads.on_device(&tree);
+        let draft = heads.matrices_for(&tree);
         let mut engine = DeviceLoop::on_gpu(&llama, Some((&draft, Acceptance::Greedy)), &request, 1)?;
         let said = engine.decode(Drafting::On, &request, &mut go_on())?;
         let guess_tree = GuessTree::Static(tree.clone());
-        let drafter = HeadsDrafter::new(&llama, &heads, &guess_tree)?.on_host();
+        let drafter = heads.drafter(&llama, &guess_tree)?;
         let mut host = HostLoop::new(fastest(&llama), Some((drafter, Acceptance::Greedy)));
         let on_libtorch = host.decode(Drafting::On, &request, &mut go_on())?;
         let parting = parting(&llama, &ids, &slow, &said.new_ids)?;
@@ -64,7 +64,7 @@ fn times(on: Device) -> anyhow::Result<()> {
     let ids = prompt(128, llama.config.vocab_size);
     for nodes in [8, 64] {
         let tree = tree(nodes)?;
-        let draft = heads.on_device(&tree);
+        let draft = heads.matrices_for(&tree);
         let request = |tokens| Request::greedy(&ids, tokens);
         let mut engine = DeviceLoop::on_gpu(&llama, Some((&draft, Acceptance::Greedy)), &request(0), 1)?;
         engine.decode(Drafting::On, &request(8), &mut go_on())?; // runs the step and records it as a graph

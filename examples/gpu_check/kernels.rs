@@ -47,7 +47,7 @@ pub(crate) fn beside_oracle(
         let heads = heads(&llama);
         for (&(nodes, context), (acceptance, temperature)) in steps.iter().zip(rules.into_iter().cycle()) {
             let tree = tree(nodes)?;
-            let draft = heads.on_device(&tree);
+            let draft = heads.matrices_for(&tree);
             let kernels = CudaEngine::kernels(&llama, Some(&draft), 1)?;
             let mut session = DeviceLoop::new(&llama, Some((&draft, acceptance)), kernels.beside_oracle())?;
             let ids = prompt(context, llama.config.vocab_size);

@@ -36,7 +36,7 @@ pub(crate) fn check(on: Device) -> anyhow::Result<()> {
         let Checked { family, kind, head_dim, groups, .. } = checked;
         let llama = checked.backbone(4, on);
         let (heads, tree) = (if at % 2 == 0 { heads(&llama) } else { hydra_heads(&llama) }, tree(64)?);
-        let draft = heads.on_device(&tree);
+        let draft = heads.matrices_for(&tree);
         for acceptance in rules {
             // One after the other: the second reads which product is the fastest from what the first has kept.
             let [overlapping, one_by_one] = [true, false].map(|overlaps_kernels| {

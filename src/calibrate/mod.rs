@@ -247,7 +247,6 @@ mod tests {
     use crate::decode::own_answers::own_answer;
     use crate::decode::request::Request;
     use crate::decode::step::Drafting;
-    use crate::draft::heads::drafter::HeadsDrafter;
     use crate::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
     use crate::engine::fastest::fastest;
     use crate::formats::tree::DynamicTree;
@@ -285,10 +284,10 @@ mod tests {
             for (nodes, depth) in [(8, 2), (100, 3), (300, 4)] {
                 let tree = GuessTree::Dynamic(DynamicTree { nodes, depth, top_k: 10 });
                 let steps = |prompt: &Vec<i64>| {
-                    let drafter = HeadsDrafter::new(&llama, &heads, &tree).unwrap();
+                    let drafter = heads.drafter(&llama, &tree).unwrap();
                     let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
                     let request = Request::greedy(prompt, 24);
-                    let drafts = Some((drafter.on_host(), Acceptance::Greedy));
+                    let drafts = Some((drafter, Acceptance::Greedy));
                     HostLoop::new(fastest(&llama), drafts)
                         .decode(Drafting::On, &request, go_on)
                         .unwrap()

@@ -13,14 +13,14 @@ use super::UsageError;
 use super::numbers::above_zero;
 use crate::draft::Drafter;
 use crate::draft::by_load::LoadDrafter;
-use crate::draft::heads::drafter::HeadsDrafter;
+use crate::draft::error::DraftError;
 use crate::draft::joined::JoinedDrafter;
 use crate::draft::levels::LevelDrafter;
 use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};
-use crate::draft::medusa::drafter::DraftError;
 use crate::draft::model::Guessing;
 use crate::draft::ngram::NgramDrafter;
 use crate::draft::recycling::RecyclingDrafter;
+use crate::draft::trained::TrainedDrafter;
 use crate::engine::cuda::draft::DeviceDraft;
 use crate::engine::cuda::error::CudaError;
 use crate::model::llama::Llama;
@@ -85,7 +85,7 @@ const CHOICES: usize = 2;
 #[derive(Debug)]
 pub enum ReadyDrafter<'a> {
     /// Heads, and the tree that they fill.
-    Heads(HeadsDrafter<'a>, &'a GuessTree),
+    Heads { drafter: Box<dyn Drafter + 'a>, trained: &'a dyn TrainedDrafter, tree: &'a GuessTree },
     /// Prompt lookup.
     Ngram(NgramDrafter<'a>, usize),
     /// A draft model, and the tree that it fills.
@@ -129,6 +129,18 @@ impl<'a> ReadyDrafter<'a> {
         Ok(Self::Joined { parts, backbone, nodes, times: loaded.row_times.clone() })
     }
 
+    /// A trained drafter, and the tree that it fills.
+    ///
+    /// # Errors
+    /// If drafter, tree and backbone do not fit each other.
+    pub fn of_heads(
+        backbone: &'a Llama,
+        trained: &'a dyn TrainedDrafter,
+        tree: &'a GuessTree,
+    ) -> Result<Self, DraftError> {
+        Ok(Self::Heads { drafter: trained.drafter(backbone, tree)?, trained, tree })
+    }
+
     /// Part `at` of a loaded drafter.
     fn of_part(
         at: usize,
@@ -157,7 +169,7 @@ impl<'a> ReadyDrafter<'a> {
             _ => {
                 let (heads, own) = loaded.heads.as_ref().expect("the plan of a drafter with heads has heads");
                 let tree = tree.unwrap_or(own);
-                Self::Heads(HeadsDrafter::new(backbone, heads, tree)?, tree)
+                Self::of_heads(backbone, heads, tree)?
             }
         })
     }
@@ -165,7 +177,7 @@ impl<'a> ReadyDrafter<'a> {
     /// The drafter for engines that draft on the host.
     pub fn on_host(self) -> Box<dyn Drafter + 'a> {
         match self {
-            Self::Heads(drafter, _) => drafter.on_host(),
+            Self::Heads { drafter, .. } => drafter,
             Self::Ngram(drafter, _) => Box::new(drafter),
             Self::Model(drafter, _) => Box::new(drafter),
             Self::Recycling(drafter, _) => Box::new(drafter),
@@ -187,8 +199,9 @@ impl<'a> ReadyDrafter<'a> {
     /// [`CudaError::Drafter`] for other drafters, and for trees that are chosen at each step.
     pub fn on_device(&self) -> Result<DeviceDraft<'a>, CudaError> {
         match self {
-            Self::Heads(drafter, _) => {
-                drafter.on_device().ok_or(CudaError::Drafter("trees that are chosen at each step"))
+            Self::Heads { trained, tree, .. } => {
+                let draft = tree.as_static().and_then(|tree| trained.on_device(tree));
+                draft.ok_or(CudaError::Drafter("trees that are chosen at each step"))
             }
             other => Err(CudaError::Drafter(other.described())),
         }
@@ -197,7 +210,7 @@ impl<'a> ReadyDrafter<'a> {
     /// The tree, if it is the same at every step.
     pub fn tree(&self) -> Option<&'a SparseTree> {
         match self {
-            Self::Heads(_, tree) | Self::Model(_, tree) => tree.as_static(),
+            Self::Heads { tree, .. } | Self::Model(_, tree) => tree.as_static(),
             Self::Ngram(..) | Self::Recycling(..) | Self::Lookahead(..) | Self::Joined { .. } => None,
         }
     }
@@ -205,7 +218,7 @@ impl<'a> ReadyDrafter<'a> {
     /// Most guesses that one step verifies.
     pub fn max_nodes(&self) -> usize {
         match self {
-            Self::Heads(_, tree) | Self::Model(_, tree) => tree.nodes(),
+            Self::Heads { tree, .. } | Self::Model(_, tree) => tree.nodes(),
             Self::Ngram(_, nodes)
             | Self::Recycling(_, nodes)
             | Self::Lookahead(_, nodes)
@@ -216,7 +229,7 @@ impl<'a> ReadyDrafter<'a> {
     /// What drafts, for people.
     pub fn described(&self) -> &'static str {
         match self {
-            Self::Heads(..) => "heads",
+            Self::Heads { .. } => "heads",
             Self::Ngram(..) => "prompt lookup",
             Self::Model(..) => "a draft model",
             Self::Recycling(..) => "token recycling",
@@ -253,7 +266,7 @@ impl<'a> Drafts<'a> {
             let guesses = drafter.max_nodes();
             return Ok((drafter.on_host(), guesses));
         };
-        let parts = trees.try_map(|tree| Ok::<_, DraftError>(HeadsDrafter::new(backbone, heads, tree)?.on_host()))?;
+        let parts = trees.try_map(|tree| heads.drafter(backbone, tree))?;
         let guesses = trees.choices().iter().filter_map(|choice| choice.tree.as_ref()).map(GuessTree::nodes).max();
         Ok((Box::new(LoadDrafter::new(backbone, parts)), guesses.unwrap_or(0)))
     }

@@ -252,7 +252,7 @@ fn load(loaded: &LoadedRecipe, place: &RunPlace, args: &TrainArgs, common: &Comm
         ..loaded.plan(ranks.device())
     };
     same_run::check_micro_batches(&plan.train, plan.world_size)?;
-    let heads = plan.heads.init_from.clone();
+    let heads = plan.drafter.init_from().map(Path::to_owned);
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     report_keys_without_effect(Path::new(&checked.plan.backbone.path), common)?;
     if let Some(heads) = heads {

@@ -11,8 +11,9 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::arena::Arena;
+use crate::draft::error::DrafterError;
 use crate::draft::token_map::{TOKEN_MAP, TokenMap};
-use crate::draft::trained::{BackboneMismatch, Reads};
+use crate::draft::trained::BackboneMismatch;
 use crate::engine::cuda::draft::{DeviceDraft, DraftInput, DraftShape, HeadMatrices, OutputMatrix};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -25,8 +26,7 @@ use crate::torch::memory::KEPT_BLOCK;
 use crate::torch::{Generator, wide};
 use crate::tree::sparse_tree::SparseTree;
 
-pub mod drafter;
-mod error;
+mod drafter;
 pub(in crate::draft) mod guesses;
 mod head;
 mod head_states;
@@ -34,10 +34,10 @@ pub mod import;
 mod known_text;
 pub mod layout;
 pub mod objective;
+pub mod planned;
 pub(in crate::draft) mod sequential;
 mod token_products;
 
-pub use error::HeadsError;
 pub use head::{Head, HeadInput};
 use import::HeadsFile;
 pub use layout::{HEADS_FILE, HeadsArchitecture, HeadsShape};
@@ -80,11 +80,6 @@ fn no_dropout() -> Fraction {
 }
 
 impl HeadsConfig {
-    /// What these heads read of a row.
-    pub fn reads(&self) -> Reads {
-        self.shape([0, 0]).reads()
-    }
-
     /// The shape of these heads on a backbone with an lm_head of shape `[V, H]`.
     pub fn shape(&self, [vocab_size, hidden_size]: [i64; 2]) -> HeadsShape {
         let own = |size: NonZeroUsize| i64::try_from(size.get()).unwrap_or(i64::MAX);
@@ -175,8 +170,8 @@ impl Heads {
     /// converts them to its dtype and device.
     ///
     /// # Errors
-    /// [`HeadsError`] names the file and what is wrong with it.
-    pub fn load(path: &Path, backbone: &Llama) -> Result<Self, HeadsError> {
+    /// [`DrafterError`] names the file and what is wrong with it.
+    pub fn load(path: &Path, backbone: &Llama) -> Result<Self, DrafterError> {
         let file = HeadsFile::open(path)?;
         file.check(&backbone.config)?;
         file.compare_lm_head(backbone.lm_head_weight())?;
@@ -187,7 +182,7 @@ impl Heads {
     ///
     /// # Errors
     /// As [`Heads::load`].
-    pub fn load_for(path: &Path, backbone: &LlamaConfig, kind: Kind, device: Device) -> Result<Self, HeadsError> {
+    pub fn load_for(path: &Path, backbone: &LlamaConfig, kind: Kind, device: Device) -> Result<Self, DrafterError> {
         let file = HeadsFile::open(path)?;
         file.check(backbone)?;
         Self::of(&file, backbone, kind, device)
@@ -197,16 +192,16 @@ impl Heads {
     ///
     /// # Errors
     /// As [`Heads::load`].
-    pub fn check(path: &Path, backbone: &LlamaConfig) -> Result<HeadsShape, HeadsError> {
+    pub fn check(path: &Path, backbone: &LlamaConfig) -> Result<HeadsShape, DrafterError> {
         let file = HeadsFile::open(path)?;
         file.check(backbone)?;
         Ok(file.shape())
     }
 
     /// All heads of a file, in `kind` on `device`, for a backbone.
-    fn of(file: &HeadsFile, backbone: &LlamaConfig, kind: Kind, device: Device) -> Result<Self, HeadsError> {
+    fn of(file: &HeadsFile, backbone: &LlamaConfig, kind: Kind, device: Device) -> Result<Self, DrafterError> {
         let read = |place| Ok(file.finite_tensor(place, kind)?.to_device(device));
-        let tensors = file.shape().places().into_iter().map(read).collect::<Result<Vec<_>, HeadsError>>()?;
+        let tensors = file.shape().places().into_iter().map(read).collect::<Result<Vec<_>, DrafterError>>()?;
         let token_map = file.token_map().map(|tokens| TokenMap::new(tokens.to_vec(), device));
         let heads = Self { token_map, ..Self::from_tensors(file.shape(), tensors, backbone.vocab_size) };
         if !heads.architecture().has_prefix() {
@@ -214,7 +209,7 @@ impl Heads {
         }
         let read =
             |(name, size): (String, Vec<i64>)| Ok(file.finite_prefix_tensor(&name, &size, kind)?.to_device(device));
-        let tensors = PrefixLayer::tensors(backbone).into_iter().map(read).collect::<Result<_, HeadsError>>()?;
+        let tensors = PrefixLayer::tensors(backbone).into_iter().map(read).collect::<Result<_, DrafterError>>()?;
         Ok(Self { prefix: Some(PrefixLayer::from_tensors(backbone, (kind, device), tensors)), ..heads })
     }
 
@@ -358,7 +353,7 @@ impl Heads {
     }
 
     /// The heads that `tree` uses, for an engine that drafts on the device.
-    pub fn on_device<'a>(&self, tree: &'a SparseTree) -> DeviceDraft<'a> {
+    pub fn matrices_for<'a>(&self, tree: &'a SparseTree) -> DeviceDraft<'a> {
         let input = match self.architecture() {
             HeadsArchitecture::Medusa => DraftInput::Hidden,
             HeadsArchitecture::Hydra => DraftInput::HiddenAndPath,

@@ -21,6 +21,7 @@ use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
 
 pub mod by_load;
+pub mod error;
 pub mod heads;
 pub mod hydra;
 pub mod joined;
@@ -31,6 +32,7 @@ pub mod medusa;
 pub mod memory;
 pub mod model;
 pub mod ngram;
+pub mod planned;
 pub mod recycling;
 pub mod token_map;
 pub mod trained;

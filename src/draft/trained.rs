@@ -8,6 +8,8 @@ use std::path::Path;
 
 use tch::Tensor;
 
+use super::Drafter;
+use super::error::DraftError;
 use super::levels::LevelGuesser;
 use super::loss::fused::{
     LevelBlocks, LevelGradients, LevelSums, OutputGradients, OutputLayer, SoftObjective, level_loss, soft_level_loss,
@@ -15,10 +17,13 @@ use super::loss::fused::{
 use super::loss::{SoftTargets, Targets};
 use super::token_map::TokenMap;
 use crate::data::loader::Batch;
+use crate::engine::cuda::draft::DeviceDraft;
 use crate::formats::tree::DynamicTree;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::weights::WeightsError;
+use crate::tree::guess_tree::GuessTree;
+use crate::tree::sparse_tree::SparseTree;
 
 /// What a drafter reads of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,6 +68,17 @@ pub trait TrainedDrafter: fmt::Debug {
     /// # Errors
     /// [`BackboneMismatch`] names the size that differs.
     fn check_backbone(&self, config: &LlamaConfig) -> Result<(), BackboneMismatch>;
+
+    /// The drafter that fills `tree`, for engines that draft on the host.
+    ///
+    /// # Errors
+    /// [`DraftError`] names what does not fit.
+    fn drafter<'a>(&'a self, backbone: &'a Llama, tree: &'a GuessTree) -> Result<Box<dyn Drafter + 'a>, DraftError>;
+
+    /// The drafter that fills `tree` as plain matrices, for an engine that drafts on the device; `None` if none can.
+    fn on_device<'a>(&self, _tree: &'a SparseTree) -> Option<DeviceDraft<'a>> {
+        None
+    }
 
     /// Runs the backbone over a text whose tokens are known.
     fn known_text<'a>(&'a self, backbone: &'a Llama, ids: &[i64]) -> Box<dyn KnownText + 'a>;

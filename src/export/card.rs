@@ -46,7 +46,7 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "serve": base.as_deref().unwrap_or(BACKBONE),
             "out": OUT,
             "kind": kind_of(shape.architecture),
-            "hydra": shape.architecture.is_sequential(),
+            "hydra": shape.reads().tokens,
             "heads": shape.medusa_num_heads,
             "layers": shape.medusa_num_layers,
             "hidden_size": shape.hidden_size,

@@ -4,7 +4,8 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::data::chat_template::TemplateError;
-use crate::draft::heads::{HeadsError, HeadsShape};
+use crate::draft::error::DrafterError;
+use crate::draft::heads::HeadsShape;
 use crate::dtype::Dtype;
 use crate::files::{FileError, in_words};
 use crate::formats::FormatError;
@@ -101,7 +102,7 @@ pub enum ExportError {
     #[error(transparent)]
     Prompts(#[from] FormatError),
     #[error(transparent)]
-    Heads(#[from] HeadsError),
+    Heads(#[from] DrafterError),
     #[error(transparent)]
     Weights(#[from] WeightsError),
     #[error(transparent)]

@@ -239,11 +239,11 @@ fn keys_of_vllm(heads: &WrittenHeads) -> Value {
 }
 
 fn keys_of_hydra(heads: &WrittenHeads) -> Value {
-    let architecture = heads.trained.architecture;
+    let reads = heads.trained.reads();
     let counts = counts_named(heads, ["hydra_num_heads", "hydra_num_layers"]);
     let others = json!({
-        "hydra_head_arch": if architecture.has_prefix() { "prefix-mlp" } else { "mlp" },
-        "grounded_heads": architecture.is_sequential(),
+        "hydra_head_arch": if reads.whole_rows { "prefix-mlp" } else { "mlp" },
+        "grounded_heads": reads.tokens,
         "hidden_state_offset": 0,
     });
     joined(counts, others)

@@ -133,7 +133,7 @@ impl Trained {
 
     /// What only Hydra's format holds, if the heads have it.
     fn for_hydra_alone(&self) -> Option<&'static str> {
-        match (self.shape.architecture.is_sequential(), self.shape.w2_bias) {
+        match (self.shape.reads().tokens, self.shape.w2_bias) {
             (true, _) => Some("Hydra heads"),
             (false, true) => Some("a bias in the output layer of its heads"),
             (false, false) => None,
@@ -235,8 +235,7 @@ impl Trained {
 
     /// The layout of the written names.
     pub(super) fn layout(&self) -> HeadsLayout {
-        let has_prefix = self.shape.architecture.has_prefix();
-        if self.format.hydra && has_prefix { HeadsLayout::HydraPlusPlus } else { self.format.layout }
+        if self.format.hydra && self.shape.reads().whole_rows { HeadsLayout::HydraPlusPlus } else { self.format.layout }
     }
 
     /// V, if it is known.

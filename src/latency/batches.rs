@@ -9,9 +9,7 @@ use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
 use crate::decode::request::Request;
 use crate::draft::Drafter;
-use crate::draft::heads::Heads;
-use crate::draft::heads::drafter::HeadsDrafter;
-use crate::draft::medusa::drafter::DraftError;
+use crate::draft::trained::TrainedDrafter;
 use crate::engine::Engine;
 use crate::formats::latency::StepsOfSequences;
 use crate::model::llama::Llama;
@@ -34,7 +32,7 @@ pub type NewEngine<'l, 'a, E> = dyn Fn() -> Result<Box<dyn Engine + 'a>, E> + 'l
 /// # Errors
 /// [`LatencyError`], or an error of `new_engine`.
 pub fn measure_batch<'a, E: From<LatencyError>>(
-    (backbone, heads): (&'a Llama, &'a Heads),
+    (backbone, trained): (&'a Llama, &'a dyn TrainedDrafter),
     trees: &'a [GuessTree],
     [context, sequences]: [usize; 2],
     new_engine: &NewEngine<'_, 'a, E>,
@@ -48,8 +46,7 @@ pub fn measure_batch<'a, E: From<LatencyError>>(
         turns.begin_round();
         for turn in turns_of_round(timed.len() - 1) {
             let tree = timed[turn];
-            let drafter = tree.map(|tree| Ok(HeadsDrafter::new(backbone, heads, tree)?.on_host())).transpose();
-            let drafter = drafter.map_err(|error: DraftError| LatencyError::from(error))?;
+            let drafter = tree.map(|tree| trained.drafter(backbone, tree)).transpose().map_err(LatencyError::from)?;
             let depth = tree.map_or(0, GuessTree::depth);
             let steps = steps_within(backbone, context, depth)?;
             let request = Request { ends_at_eos: false, ..Request::greedy(&prompt, steps * (depth + 1)) };

@@ -10,9 +10,7 @@ use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::request::{OnTokens, Request};
 use crate::decode::step::Drafting;
-use crate::draft::heads::Heads;
-use crate::draft::heads::drafter::HeadsDrafter;
-use crate::draft::medusa::drafter::DraftError;
+use crate::draft::error::DraftError;
 use crate::formats::latency::{Slowdown, StepTime};
 use crate::model::llama::Llama;
 use crate::tree::guess_tree::GuessTree;
@@ -82,7 +80,7 @@ pub enum LatencyError {
         /// `max_position_embeddings`.
         max_position: i64,
     },
-    /// Heads and trees do not fit the backbone.
+    /// Drafter and trees do not fit the backbone.
     #[error(transparent)]
     Draft(#[from] DraftError),
     /// The times of two engines cannot be compared.
@@ -125,9 +123,8 @@ pub fn turns(trees: usize, machine: MachineLoad) -> usize {
     machine.rounds() * turns_of_round(trees).len() + finals
 }
 
-/// Creates the loop that will decode, with or without a drafter.
-pub type NewLoop<'l, 'a, E> =
-    dyn Fn(Option<(HeadsDrafter<'a>, &'a GuessTree)>) -> Result<Box<dyn DecodeLoop + 'a>, E> + 'l;
+/// Creates the loop that will decode, plainly or with a drafter that fills a tree.
+pub type NewLoop<'l, 'a, E> = dyn Fn(Option<&'a GuessTree>) -> Result<Box<dyn DecodeLoop + 'a>, E> + 'l;
 
 /// A tree to time, and its expected tokens per step.
 pub type TreeToTime = (GuessTree, f64);
@@ -146,7 +143,7 @@ pub struct TimedAnswers {
 /// # Errors
 /// [`LatencyError`], or an error of `new_loop`.
 pub fn measure<'a, E: From<LatencyError>>(
-    (backbone, heads): (&'a Llama, &'a Heads),
+    backbone: &'a Llama,
     candidates: &'a [TreeToTime],
     answers: TimedAnswers,
     new_loop: &NewLoop<'_, 'a, E>,
@@ -164,9 +161,7 @@ pub fn measure<'a, E: From<LatencyError>>(
         let depth = tree.map_or(0, GuessTree::depth);
         let all_steps = answers.tokens / candidate.map_or(1.0, |(_, per_step)| *per_step);
         let steps = steps_within(backbone, context, depth)?.min(all_steps as usize).max(MIN_STEPS);
-        let drafter = tree.map(|tree| Ok((HeadsDrafter::new(backbone, heads, tree)?, tree)));
-        let drafter = drafter.transpose().map_err(|error: DraftError| LatencyError::from(error))?;
-        let mut decoding = new_loop(drafter)?; // one cache at a time: a GPU cannot hold those of all trees
+        let mut decoding = new_loop(tree)?; // one cache at a time: a GPU cannot hold those of all trees
         let (plain, other) = (*engine.get_or_insert(decoding.engine_name()), decoding.engine_name());
         if let Some(tree) = tree.filter(|_| other != plain) {
             return Err(LatencyError::TwoEngines { plain, nodes: tree.nodes(), other }.into());
@@ -267,7 +262,6 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::draft::heads::HeadsShape;
     use crate::formats::tree::DynamicTree;
     use crate::model::config::LlamaConfig;
 
@@ -317,12 +311,10 @@ mod tests {
     #[test]
     fn a_context_without_room_is_refused_before_it_takes_memory() {
         let backbone = Llama::random(LlamaConfig::tiny(), tch::Kind::Float, tch::Device::Cpu, 1);
-        let never =
-            |_: Option<(HeadsDrafter, &GuessTree)>| -> Result<Box<dyn DecodeLoop>, LatencyError> { panic!("timed") };
-        let heads = Heads::random(HeadsShape::default(), tch::Kind::Float, tch::Device::Cpu, 1);
+        let never = |_: Option<&GuessTree>| -> Result<Box<dyn DecodeLoop>, LatencyError> { panic!("timed") };
         for context in [u32::MAX as usize, usize::MAX] {
             let answers = TimedAnswers { context, tokens: 99.0, machine: MachineLoad::Quiet };
-            let times = measure((&backbone, &heads), &[], answers, &never, &mut || {});
+            let times = measure(&backbone, &[], answers, &never, &mut || {});
             assert!(matches!(times, Err(LatencyError::NoRoom { .. })), "{times:?}");
         }
     }

@@ -239,7 +239,7 @@ impl<'r> TrainingBackbone<'r> {
                 kept.of(&batch.fed.batch, &kept_m, batch.read_ahead()?, compute)?
             }
         };
-        let whole = self.plan.heads.reads().whole_rows;
+        let whole = self.plan.drafter.reads().whole_rows;
         let n = batch.fed.batch.input_ids.len() as i64;
         Ok(if whole { of_every_position(&states_mw, &kept_m, n) } else { states_mw })
     }
@@ -267,7 +267,7 @@ impl<'r> TrainingBackbone<'r> {
     }
 
     fn dropout(&self, step: usize, micro: usize) -> Option<Dropout> {
-        let p = self.plan.heads.dropout.get();
+        let p = self.plan.drafter.dropout();
         (p > 0.0).then(|| Dropout { p, seed: self.seed_of(step, micro) })
     }
 

@@ -20,8 +20,8 @@ use crate::data::split::{self, Split};
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, DataError, LoadReport, LoadSettings, Watch, prompts};
-use crate::draft::heads::import::HeadsFile;
-use crate::draft::heads::{Heads, HeadsConfig, HeadsShape};
+use crate::draft::error::DrafterError;
+use crate::draft::planned::{PlannedDrafter, Teachers};
 use crate::formats::best::BestBy;
 use crate::formats::run_folder::FINAL;
 use crate::formats::trained_prompts::prompt_hash;
@@ -40,7 +40,7 @@ use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
 use crate::train::finished::RunProgress;
 use crate::train::hidden_states::{self, CapturedRows, CapturedSplits};
-use crate::train::memory_plan::{HeadsWork, Workload};
+use crate::train::memory_plan::Workload;
 use crate::train::plan::TrainPlan;
 use crate::train::target_rule::TargetRule;
 use crate::tree::cross_validation::half_of;
@@ -67,8 +67,8 @@ pub struct CheckedRun {
     pub stages: Stages,
     /// Optimizer steps of the whole run.
     pub total_steps: usize,
-    pub heads_shape: HeadsShape,
-    /// The tokens that the heads can guess, if the recipe truncates their vocabulary.
+    pub drafter: Arc<dyn PlannedDrafter>,
+    /// The tokens that the drafter can guess, if the recipe truncates their vocabulary.
     pub draft_vocabulary: Option<DraftVocabulary>,
     /// The rows' hidden states, if a server captured them.
     pub captured: Option<CapturedSplits>,
@@ -104,17 +104,18 @@ impl CheckedRun {
         };
         let captured = captured_set(&plan, &config, &settings)?;
         let rows = load_rows(&plan, &settings, captured.as_deref())?;
-        let heads_shape = heads_shape(&plan.heads, &config)?;
+        let drafter = planned(&plan, &config)?;
         let draft_vocabulary = draft_vocabulary(&plan, &rows.train, settings.vocab_size)?;
         let captured = captured.map(|set| rows.captured(&set)).transpose()?;
         let (train, pack_report) = train_loader(rows.train, &rows.train_counts, &plan)?;
-        let rule = TargetRule::new(&plan.loss, heads_shape.reads());
+        let rule = TargetRule::new(&plan.loss, drafter.reads());
         check_targets(&train, rule)?;
         let validation = rows.validation.map(|rows| loader(data::sequences(rows, &plan.data).0, &plan, None));
         check_halves(&plan, validation.as_ref(), "validation row")?;
         let total_steps = total_steps(&plan, train.steps_per_epoch())?;
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
-        let hidden_state_bytes = hidden_state_bytes(&plan, rule, &config, [Some(&train), validation.as_ref()])?;
+        let width = drafter.taps().width(config.hidden_size);
+        let hidden_state_bytes = hidden_state_bytes(&plan, (rule, width), [Some(&train), validation.as_ref()])?;
         let answer_header = prompts::answer_header(tokenizer.as_ref(), template.as_ref());
         let mut checked = Self {
             stages: Stages::one(plan.device),
@@ -130,7 +131,7 @@ impl CheckedRun {
             split_by_prompt: rows.split_by_prompt,
             pack_report,
             total_steps,
-            heads_shape,
+            drafter,
             draft_vocabulary,
             captured,
             hidden_state_bytes,
@@ -146,7 +147,7 @@ impl CheckedRun {
         let counts = match map {
             Some(DeviceMap::Layers(counts)) => counts.clone(),
             Some(DeviceMap::Auto) if devices.len() > 1 => {
-                let work = self.workload(&self.plan, self.heads_shape);
+                let work = self.workload(&self.plan, &*self.drafter);
                 let peak = |stage| MemoryPlan::of(&Workload { stage, ..work }).peak_bytes();
                 balanced(self.config.num_hidden_layers, devices.len(), peak)
             }
@@ -164,12 +165,12 @@ impl CheckedRun {
 
     /// Plans the run's memory on each stage.
     pub fn memory(&self) -> StageMemory {
-        self.memory_on_these_rows(&self.plan, self.heads_shape)
+        self.memory_on_these_rows(&self.plan, &*self.drafter)
     }
 
-    /// Plans the memory of another run with new heads for the same backbone, on the same rows and stages.
+    /// Plans the memory of another run with a new drafter for the same backbone, on the same rows and stages.
     pub fn memory_of(&self, plan: &TrainPlan) -> StageMemory {
-        self.memory_on_these_rows(plan, plan.heads.shape([self.config.vocab_size, self.config.hidden_size]))
+        self.memory_on_these_rows(plan, &*plan.drafter.for_backbone(&self.config))
     }
 
     /// Changes of the recipe with which the run fits into `room` of a device; empty if it does as it is.
@@ -177,14 +178,14 @@ impl CheckedRun {
         device_room::savings(&self.plan, room, |plan| self.memory_of(plan).peak_on(device))
     }
 
-    fn memory_on_these_rows(&self, plan: &TrainPlan, heads: HeadsShape) -> StageMemory {
-        let work = self.workload(plan, heads);
+    fn memory_on_these_rows(&self, plan: &TrainPlan, drafter: &dyn PlannedDrafter) -> StageMemory {
+        let work = self.workload(plan, drafter);
         StageMemory::of(&self.stages, self.config.num_hidden_layers, |stage| {
             MemoryPlan::of(&Workload { stage, ..work })
         })
     }
 
-    fn workload<'w>(&'w self, plan: &'w TrainPlan, heads: HeadsShape) -> Workload<'w> {
+    fn workload<'w>(&'w self, plan: &'w TrainPlan, drafter: &'w dyn PlannedDrafter) -> Workload<'w> {
         let TrainPlan { backbone, trained, loss, optimizer, train, device, .. } = plan;
         let sequences = self.train.sequences();
         let ids = || 0..sequences.len();
@@ -202,12 +203,11 @@ impl CheckedRun {
             flash: flash_attention::runs_with(self.config.head_dim, backbone.dtype.kind(), *device),
             on_host: *device == Device::Cpu,
         };
-        let drops = plan.heads.dropout.get() > 0.0;
         Workload {
             pass,
             stage: StageShape::whole(self.config.num_hidden_layers),
-            heads: HeadsWork { shape: heads, drops, soft_targets: loss.targets.are_soft() },
-            has_teacher: trained.has_teacher(),
+            drafter,
+            teachers: Teachers { of_drafter: loss.targets.are_soft(), of_backbone: trained.has_teacher() },
             optimizer: optimizer.name,
             world: WorldPlan { size: plan.world_size, zero_stage: plan.zero_stage },
             unequal: 2 * shortest < longest,
@@ -303,31 +303,27 @@ fn outline(plan: &TrainPlan) -> Result<(Llama, bool), TrainError> {
     Ok((outline, has_weights))
 }
 
-/// The shape of the recipe's heads. `heads.init_from` must have the same, except that it decides whether W2 has a bias.
-fn heads_shape(heads: &HeadsConfig, config: &LlamaConfig) -> Result<HeadsShape, TrainError> {
-    let size = [config.vocab_size, config.hidden_size];
-    let expected = heads.shape(size);
-    let Some(path) = &heads.init_from else { return Ok(expected) };
-    let got = Heads::check(path, config)?;
-    let expected = HeadsShape { w2_bias: got.w2_bias, ..expected };
-    if got == expected { Ok(got) } else { Err(TrainError::InitShape { path: path.into(), expected, got }) }
+/// The recipe's drafter for this backbone.
+fn planned(plan: &TrainPlan, config: &LlamaConfig) -> Result<Arc<dyn PlannedDrafter>, TrainError> {
+    plan.drafter.checked(config).map_err(|error| match error {
+        DrafterError::OtherShape { path, expected, got } => TrainError::InitShape { path, expected, got },
+        error => TrainError::InitFrom(error),
+    })
 }
 
-/// Counts the labels if the recipe truncates the vocabulary. Heads that training starts from keep their own tokens, at least one of which
+/// Counts the labels if the recipe truncates the vocabulary. A drafter that training starts from keeps its own tokens, at least one of which
 /// must be a label if labels alone teach.
 fn draft_vocabulary(
     plan: &TrainPlan,
     rows: &RowStore,
     vocab_size: usize,
 ) -> Result<Option<DraftVocabulary>, TrainError> {
-    let Some(size) = plan.heads.draft_vocab_size else { return Ok(None) };
-    let start = plan.heads.init_from.as_deref();
-    let file = start.map(HeadsFile::open).transpose()?;
-    let given = file.and_then(|file| file.token_map().map(<[i64]>::to_vec));
-    let vocabulary = DraftVocabulary::of(rows, vocab_size, size.get(), given).map_err(DataError::from)?;
-    match start {
+    let Some(size) = plan.drafter.draft_vocab_size() else { return Ok(None) };
+    let given = plan.drafter.start()?.and_then(|start| start.token_map);
+    let vocabulary = DraftVocabulary::of(rows, vocab_size, size, given).map_err(DataError::from)?;
+    match plan.drafter.init_from() {
         Some(path) if vocabulary.label_fraction == 0.0 && !plan.loss.targets.are_soft() => {
-            Err(TrainError::NoLabelInTokenMap { path: path.into(), tokens: size.get() })
+            Err(TrainError::NoLabelInTokenMap { path: path.into(), tokens: size })
         }
         _ => Ok(Some(vocabulary)),
     }
@@ -471,15 +467,14 @@ pub(super) fn check_halves(plan: &TrainPlan, rows: Option<&Loader>, text: &'stat
 /// Of training and validation rows. Reads all labels if the recipe caches hidden states.
 fn hidden_state_bytes(
     plan: &TrainPlan,
-    rule: TargetRule,
-    config: &LlamaConfig,
+    (rule, width): (TargetRule, i64),
     rows: [Option<&Loader>; 2],
 ) -> Result<Option<u64>, TrainError> {
     if plan.train.hidden_state_cache.is_none() {
         return Ok(None);
     }
     let kind = plan.backbone.dtype.kind();
-    let bytes = |rows: &Loader| hidden_states::file_bytes(rows.sequences(), rule, config.hidden_size, kind);
+    let bytes = |rows: &Loader| hidden_states::file_bytes(rows.sequences(), rule, width, kind);
     let all: Result<Vec<u64>, _> = rows.into_iter().flatten().map(bytes).collect();
     Ok(Some(all.map_err(DataError::from)?.into_iter().sum()))
 }

@@ -121,14 +121,9 @@ fn quantized(plan: &mut TrainPlan, fits: &dyn Fn(&TrainPlan) -> bool) -> Option<
 }
 
 fn shared_lm_head(plan: &mut TrainPlan, _: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
-    let heads = &mut plan.heads;
-    if heads.shared_lm_head || heads.init_from.is_some() || heads.draft_vocab_size.is_some() || heads.w2_rank.is_some()
-    {
-        return None;
-    }
-    heads.shared_lm_head = true;
-    heads.shared_w2 = false;
-    Some("heads.shared_lm_head = true".into())
+    let (drafter, keys) = plan.drafter.with_shared_lm_head()?;
+    plan.drafter = drafter;
+    Some(keys.into())
 }
 
 /// The longest halved rows that fit, down to a quarter.

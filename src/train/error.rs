@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::data::DataError;
 use crate::data::tokenize::TokenizeError;
 use crate::decode::error::DecodeError;
-use crate::draft::heads::{HeadsError, HeadsShape};
+use crate::draft::error::DrafterError;
 use crate::dtype::Dtype;
 use crate::files::FileError;
 use crate::files::checksums::ChecksumError;
@@ -26,15 +26,15 @@ pub enum TrainError {
     #[error(transparent)]
     Backbone(#[from] LoadError),
     #[error("heads.init_from: {0}")]
-    InitFrom(#[from] HeadsError),
+    InitFrom(#[from] DrafterError),
     /// The heads in `heads.init_from` differ in shape from the recipe's.
-    #[error("heads.init_from {}: expected {}, as in the recipe, got {}", path.display(), in_words(expected), in_words(got))]
+    #[error("heads.init_from {}: expected {expected}, as in the recipe, got {got}", path.display())]
     InitShape {
         path: PathBuf,
         /// The recipe's shape.
-        expected: HeadsShape,
+        expected: String,
         /// The folder's shape.
-        got: HeadsShape,
+        got: String,
     },
     /// None of the labels is among the tokens that the heads in `heads.init_from` can guess.
     #[error(
@@ -161,22 +161,6 @@ impl TrainError {
             _ => false,
         }
     }
-}
-
-fn in_words(shape: &HeadsShape) -> String {
-    let HeadsShape { architecture, medusa_num_heads, medusa_num_layers, .. } = shape;
-    let architecture = architecture.name();
-    let w2 = match (shape.vocab_size, shape.w2_rank) {
-        (0, _) => "the backbone's lm_head".to_owned(),
-        (v, rank) => {
-            let rank = if rank > 0 { format!(" and rank {rank}") } else { String::new() };
-            let [owner, heads] = if shape.shared_w2 { ["one", " for all heads"] } else { ["their own", ""] };
-            format!("{owner} output layer of {v} tokens{rank}{heads}")
-        }
-    };
-    format!(
-        "architecture = \"{architecture}\", medusa_num_heads = {medusa_num_heads}, medusa_num_layers = {medusa_num_layers} and {w2}"
-    )
 }
 
 /// The likely cause of a malformed line in metrics.jsonl.

@@ -2,6 +2,7 @@
 //! it with measurements.
 
 // H hidden, N positions of a micro batch
+use crate::draft::planned::{PlannedDrafter, Teachers};
 use crate::memory::F32;
 use crate::memory::heap::holes_of_sizes;
 use crate::memory::layer::{LayerPass, TrainedLayers, adapter};
@@ -14,10 +15,6 @@ use crate::torch::accelerator;
 use crate::torch::optim::OptimizerName;
 use crate::train::plan::BackboneTraining;
 
-mod heads;
-
-pub use heads::HeadsWork;
-
 /// A run of the smallest model, without libtorch_cuda: libtorch's pages, its threads' memory, compiled products and files. Measured on Linux:
 /// 195 to 205 MiB, of which 130 are pages of the program's files.
 const PROGRAM: u64 = 195 << 20;
@@ -29,9 +26,8 @@ pub struct Workload<'w> {
     pub pass: LayerPass<'w>,
     /// The part of the backbone that is planned, with what is trained on it.
     pub stage: StageShape,
-    pub heads: HeadsWork,
-    /// The backbone without its adapters teaches the one with them.
-    pub has_teacher: bool,
+    pub drafter: &'w dyn PlannedDrafter,
+    pub teachers: Teachers,
     pub optimizer: OptimizerName,
     pub world: WorldPlan,
     /// Some row has less than half as many tokens as the longest.
@@ -92,7 +88,7 @@ impl<'w> Workload<'w> {
     }
 
     fn groups(&self) -> Vec<MemoryGroup> {
-        let heads = self.stage.is_last.then(|| self.trained("heads", &self.heads.tensors(self.pass.config)));
+        let heads = self.stage.is_last.then(|| self.trained("heads", &self.drafter.tensors(self.pass.config)));
         let adapters = self.pass.trained.lora().map(|lora| self.trained("adapters", &self.adapters(lora)));
         [self.backbone()].into_iter().chain(heads).chain(adapters).collect()
     }
@@ -139,14 +135,14 @@ impl<'w> Workload<'w> {
         MemoryGroup::frozen(parameters, parameters * self.pass.element)
     }
 
-    /// The heads' prefix layer on the stage that has the heads.
-    fn prefix_layer(&self) -> Option<LayerPass<'w>> {
-        self.heads.prefix_layer(&self.pass).filter(|_| self.stage.is_last)
+    /// The drafter's decoder layer on the stage that has the drafter.
+    fn drafter_layer(&self) -> Option<LayerPass<'w>> {
+        self.drafter.layer(&self.pass).filter(|_| self.stage.is_last)
     }
 
     /// Activations kept between the forward and the backward pass.
     fn activations(&self) -> u64 {
-        self.activations_of_backbone() + self.prefix_layer().map_or(0, |layer| layer.allocated(layer.kept()))
+        self.activations_of_backbone() + self.drafter_layer().map_or(0, |layer| layer.allocated(layer.kept()))
     }
 
     fn activations_of_backbone(&self) -> u64 {
@@ -164,30 +160,31 @@ impl<'w> Workload<'w> {
 
     fn hidden_states(&self) -> u64 {
         let (numbers, LayerPass { element, on_host, .. }) = (self.pass.positions() * self.hidden_size(), self.pass);
+        let tapped = self.drafter.taps().layers().len() as u64;
         let gradient = if self.is_joint() { numbers * self.pass.wide() } else { 0 };
         if !self.stage.is_last {
             return self.pass.allocated([(1, numbers * element), (1, gradient)]); // on their way to the next stage and back
         }
-        // The output of a prefix layer and its gradient.
-        let prefix = u64::from(self.prefix_layer().is_some());
+        // The output of the drafter's layer and its gradient.
+        let own_layer = u64::from(self.drafter_layer().is_some());
         // The next micro batch's are read while the states of this one are used; on a GPU they wait in the memory of the host.
         let read_ahead = u64::from((self.cached || self.loaded.is_some()) && on_host);
         // A server's states before the final norm; their dtype is at most float32.
         let before_norm = u64::from(self.loaded.is_some()) * F32.div_ceil(element);
-        let states = 1 + u64::from(self.has_teacher) + prefix + read_ahead + before_norm;
-        self.pass.allocated([(states, numbers * element), (1, gradient), (prefix, numbers * self.pass.wide())])
+        let states = (1 + tapped) * (1 + read_ahead + before_norm) + u64::from(self.teachers.of_backbone) + own_layer;
+        self.pass.allocated([(states, numbers * element), (1, gradient), (own_layer, numbers * self.pass.wide())])
     }
 
     /// The largest temporary of a step; `idle` bytes are free while checkpoints are written.
     fn largest_temporary(&self, idle: u64) -> u64 {
-        let (heads, stage) = (&self.heads, self.stage);
+        let (drafter, stage) = (self.drafter, self.stage);
         let layers = if self.loaded.is_some() { 0 } else { self.pass.at_once() };
-        let prefix = self.prefix_layer().map_or(0, |layer| layer.at_once());
-        let loss = if stage.is_last { heads.loss(&self.pass, self.has_teacher) } else { 0 };
+        let own_layer = self.drafter_layer().map_or(0, |layer| layer.at_once());
+        let loss = if stage.is_last { drafter.loss_bytes(&self.pass, self.teachers) } else { 0 };
         let trains_lm_head = self.is_joint() && stage.is_last;
-        let of_lm_head = if trains_lm_head { heads.loss_of_lm_head(&self.pass, self.has_teacher) } else { 0 };
+        let of_lm_head = if trains_lm_head { drafter.lm_head_loss_bytes(&self.pass, self.teachers) } else { 0 };
         let saving = self.saving().max(self.gathered_moment()).saturating_sub(idle);
-        loss.max(of_lm_head).max(layers).max(prefix).max(self.embedding_gradient()).max(saving)
+        loss.max(of_lm_head).max(layers).max(own_layer).max(self.embedding_gradient()).max(saving)
     }
 
     /// libtorch computes a dense gradient for the embedding of a fully trained backbone.
@@ -205,10 +202,10 @@ impl<'w> Workload<'w> {
 
     /// Numbers of the largest trained tensor.
     fn largest_trained(&self) -> u64 {
-        let heads = if self.stage.is_last { self.heads.tensors(self.pass.config) } else { vec![] };
+        let drafter = if self.stage.is_last { self.drafter.tensors(self.pass.config) } else { vec![] };
         let adapters = self.pass.trained.lora().map_or_else(Vec::new, |lora| self.adapters(lora));
         let backbone = if self.is_direct() { self.stage.largest(self.pass.config) } else { 0 };
-        heads.into_iter().chain(adapters).max().unwrap_or(0).max(backbone)
+        drafter.into_iter().chain(adapters).max().unwrap_or(0).max(backbone)
     }
 
     /// `final/` stores a trained backbone in its compute dtype: a copy if the master weights have another.

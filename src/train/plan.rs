@@ -2,12 +2,13 @@
 //! branches on the stage.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use tch::Device;
 
 use crate::data::DataConfig;
-use crate::draft::heads::HeadsConfig;
 use crate::draft::loss::LossConfig;
+use crate::draft::planned::DrafterConfig;
 use crate::formats::provenance::{HubSnapshot, HubSource};
 use crate::model::BackboneConfig;
 use crate::model::backward::Keep;
@@ -27,8 +28,8 @@ pub struct TrainPlan {
     pub backbone: BackboneConfig,
     /// The trained part of the backbone, and its loss.
     pub trained: BackboneTraining,
-    pub heads: HeadsConfig,
-    /// Has the weight λk of each head.
+    pub drafter: Arc<dyn DrafterConfig>,
+    /// Has the weight λk of each level.
     pub loss: LossConfig,
     /// λ0 over the run.
     pub heads_coefficient: HeadsCoefficient,
@@ -95,7 +96,7 @@ impl TrainPlan {
 
     /// See [`output_part`].
     pub(super) fn output_part(&self) -> Option<OutputPart> {
-        output_part(&self.data, &self.heads)
+        output_part(&self.data, &*self.drafter)
     }
 
     /// The files of the backbone's weights that are read.
@@ -119,9 +120,9 @@ impl TrainPlan {
 }
 
 /// The part of the backbone that is loaded, if a server captured the rows' hidden states; `None`: all of it.
-pub fn output_part(data: &DataConfig, heads: &HeadsConfig) -> Option<OutputPart> {
+pub fn output_part(data: &DataConfig, drafter: &dyn DrafterConfig) -> Option<OutputPart> {
     data.hidden_states.as_ref()?;
-    Some(if heads.reads().tokens { OutputPart::WithEmbedding } else { OutputPart::NormAndLmHead })
+    Some(if drafter.reads().tokens { OutputPart::WithEmbedding } else { OutputPart::NormAndLmHead })
 }
 
 impl BackboneTraining {

@@ -12,9 +12,6 @@ use crate::data::DataError;
 use crate::data::loader::BatchShare;
 use crate::data::pack::Sequences;
 use crate::data::rows::TokenRow;
-use crate::draft::heads::Heads;
-use crate::draft::heads::import;
-use crate::draft::token_map::TokenMap;
 use crate::files::checksums::{self, CHECKSUMS};
 use crate::files::{failed, remove_folder};
 use crate::formats::metrics::MetricsSplit;
@@ -28,7 +25,6 @@ use crate::train::backbone_pass::{StatesCaches, StatesSource, TrainingBackbone, 
 use crate::train::checked::{CheckedRun, check_halves};
 use crate::train::checkpoint::{self, Checkpoints};
 use crate::train::divergence::LossWatch;
-use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
 use crate::train::hidden_states::{CacheSettings, CapturedSplits, StatesPlace};
 use crate::train::log::RunLog;
@@ -160,8 +156,8 @@ impl TrainRun {
     fn verify_sources(&self) -> Result<(), TrainError> {
         let plan = &self.checked.plan;
         let backbone = Path::new(&plan.backbone.path);
-        let heads = plan.heads.init_from.as_deref().map(import::folder_of);
-        let folders = [Some(backbone), heads, plan.trained.adapter_to_start_from().map(PathBuf::as_path)];
+        let start = plan.drafter.start()?.map(|start| start.folder);
+        let folders = [Some(backbone), start.as_deref(), plan.trained.adapter_to_start_from().map(PathBuf::as_path)];
         Ok(folders.into_iter().flatten().try_for_each(|folder| checksums::verify(folder).map(drop))?)
     }
 
@@ -250,7 +246,7 @@ impl TrainRun {
     /// The LM head on the hidden states of the first training rows.
     fn next_tokens(&self, captured: &CapturedSplits) -> Result<Option<NextTokens>, TrainError> {
         let Self { checked, backbone } = self;
-        let rule = TargetRule::new(&checked.plan.loss, checked.heads_shape.reads());
+        let rule = TargetRule::new(&checked.plan.loss, checked.drafter.reads());
         let reader = captured.train.reader(rule, backbone);
         let batches = checked.batches(0, BatchShare::WHOLE)?;
         let vocab_size = usize::try_from(backbone.config.vocab_size).expect("a checked config");
@@ -307,8 +303,8 @@ impl TrainRun {
 
     /// Where the hidden states of some rows are cached.
     fn states_place(&self, folder: &Path, rows: &Sequences) -> Result<StatesPlace, TrainError> {
-        let CheckedRun { plan, heads_shape, .. } = &self.checked;
-        let rule = TargetRule::new(&plan.loss, heads_shape.reads());
+        let CheckedRun { plan, drafter, .. } = &self.checked;
+        let rule = TargetRule::new(&plan.loss, drafter.reads());
         let trained = self.checked.memory().whole().groups.into_iter().filter(|group| group.trained);
         let reserved_bytes = trained.map(|group| group.weight_bytes + group.optimizer_bytes).sum();
         let backbone_folder = Path::new(&plan.backbone.path);
@@ -319,18 +315,9 @@ impl TrainRun {
     fn first_state(&self, ranks: Ranks) -> Result<TrainState, TrainError> {
         let plan = &self.checked.plan;
         let Self { backbone, .. } = self;
-        let heads = match &plan.heads.init_from {
-            None => {
-                let map = |vocabulary: &DraftVocabulary| TokenMap::new(vocabulary.tokens.clone(), backbone.device());
-                let map = self.checked.draft_vocabulary.as_ref().map(map);
-                Heads::new(&plan.heads, &backbone.logit_weight(), map).with_new_prefix(backbone, plan.train.seed)
-            }
-            Some(path) => {
-                let heads = Heads::load_for(path, &backbone.config, wide(backbone.kind()), backbone.device())?;
-                heads.for_training(backbone.kind())
-            }
-        };
-        Ok(TrainState::of_rank(Box::new(heads), &self.backbone, plan, ranks))
+        let tokens = self.checked.draft_vocabulary.as_ref().map(|vocabulary| &vocabulary.tokens[..]);
+        let drafter = self.checked.drafter.build(backbone, tokens, plan.train.seed)?;
+        Ok(TrainState::of_rank(drafter, &self.backbone, plan, ranks))
     }
 }
 
@@ -356,6 +343,7 @@ fn load_backbone(checked: &CheckedRun) -> Result<Llama, TrainError> {
         };
         let longest_row = i64::try_from(plan.data.max_length.get()).unwrap_or(i64::MAX);
         backbone.set_context(longest_row.max(backbone.config.max_position_embeddings));
+        backbone.set_taps(checked.drafter.taps());
         Ok(backbone)
     };
     match &plan.trained {

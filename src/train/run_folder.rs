@@ -13,7 +13,6 @@ use crate::data::captured::CapturedSet;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::store::RowStore;
 use crate::data::{DataError, DataFile, LoadReport, tokenize};
-use crate::draft::heads::import::{HeadsFile, folder_of};
 use crate::files::{
     self, FolderLock, failed, holder, in_words, lock_folder, make_folders, parent, put_back, sha256, sync_folder,
     write_atomic,
@@ -168,8 +167,8 @@ impl<'r> RunFolder<'r> {
             .iter()
             .map(|row| Ok(prompt_hash(row?.prompt(self.answer_header))))
             .collect::<Result<_, DataError>>()?;
-        let init_from = self.plan.heads.init_from.as_deref().map(folder_of);
-        let before = init_from.map(TrainedPrompts::of_heads).transpose()?.flatten();
+        let start = self.plan.drafter.start()?;
+        let before = start.map(|start| TrainedPrompts::of_heads(&start.folder)).transpose()?.flatten();
         Ok(TrainedPrompts::of(hashes).with(before.unwrap_or_default()).save(&run.join(PROMPTS))?)
     }
 
@@ -260,12 +259,12 @@ fn backbone_files(plan: &TrainPlan) -> Result<Vec<PathBuf>, TrainError> {
 }
 
 fn init_from_files(plan: &TrainPlan) -> Result<Vec<PathBuf>, TrainError> {
-    let heads = plan.heads.init_from.as_deref().map(HeadsFile::open).transpose()?;
+    let drafter = plan.drafter.start()?;
     let adapter = plan
         .trained
         .adapter_to_start_from()
         .map(|adapter| [ADAPTER_FILE, ADAPTER_CONFIG].map(|name| adapter.join(name)));
-    Ok(heads.map(|heads| heads.files()).into_iter().flatten().chain(adapter.into_iter().flatten()).collect())
+    Ok(drafter.map(|drafter| drafter.files).into_iter().flatten().chain(adapter.into_iter().flatten()).collect())
 }
 
 fn tokenizing_files(plan: &TrainPlan) -> Vec<PathBuf> {

@@ -3,7 +3,6 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use medusa::draft::heads::Heads;
 use medusa::files::checksums::seal;
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
@@ -40,9 +39,8 @@ impl SavedRun {
         let recipe = Recipe::parse(Path::new("tiny_stage1.toml"), &text).expect("a recipe of ours");
         let mut plan = recipe.plan(Device::Cpu);
         plan.train.output_dir = run.clone();
-        let shape = plan.heads.shape([backbone.config.vocab_size, backbone.config.hidden_size]);
-        let heads = Heads::random(shape, Kind::Float, Device::Cpu, 2).for_training(Kind::Float);
-        let mut state = TrainState::new(Box::new(heads), &backbone, &plan);
+        let drafter = plan.drafter.for_backbone(&backbone.config).build(&backbone, None, 2).expect("untrained heads");
+        let mut state = TrainState::new(drafter, &backbone, &plan);
         state.step = 1;
         let checkpoints = Checkpoints { plan: &plan, backbone: &backbone, template: None, fingerprint: None };
         let checkpoint = checkpoints.save_step(&state, Ranks::alone()).expect("a folder that can be written");

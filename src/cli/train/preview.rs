@@ -5,13 +5,13 @@ use std::fmt;
 use std::path::PathBuf;
 
 use serde::Serialize;
+use serde_json::Value;
 use tch::Device;
 
 use crate::cli::{gibibytes, mebibytes};
 use crate::data::mix::MixedShare;
 use crate::data::store::RowStore;
 use crate::data::{BadRows, LoadReport};
-use crate::draft::heads::HeadsShape;
 use crate::dtype::Dtype;
 use crate::memory::plan::{MemoryGroup, MemoryPlan};
 use crate::memory::stages::{PlannedStage, StageMemory};
@@ -42,7 +42,9 @@ pub(super) struct RunPreview {
     /// Those of a backbone with several.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     stages: Vec<StagePreview>,
-    heads: HeadsShape,
+    heads: Value,
+    #[serde(skip)]
+    heads_title: String,
     heads_parameters: u64,
     heads_bytes: u64,
     adapters_parameters: u64,
@@ -178,7 +180,8 @@ impl RunPreview {
             weights_checked: checked.has_weights,
             backbone_parameters: parameters("backbone"),
             backbone_bytes: bytes("backbone"),
-            heads: checked.heads_shape,
+            heads: checked.drafter.shape(),
+            heads_title: checked.drafter.title(),
             heads_parameters: parameters("heads"),
             heads_bytes: bytes("heads"),
             adapters_parameters: parameters("adapters"),
@@ -227,7 +230,6 @@ impl RunPreview {
     }
 
     pub(super) fn text(&self) -> String {
-        let HeadsShape { architecture, medusa_num_heads, medusa_num_layers, .. } = self.heads;
         let mut lines: Vec<_> = self.warnings.iter().map(|warning| ("warning", warning.clone())).collect();
         lines.extend([
             ("output", self.output_dir.display().to_string()),
@@ -237,9 +239,7 @@ impl RunPreview {
         if !self.weights_checked {
             lines.push(("weights", "not in the folder; only config.json was checked".into()));
         }
-        let kind = if architecture.is_sequential() { format!(" ({})", architecture.name()) } else { String::new() };
-        let w2 = if self.heads.shared_w2 { ", one W2" } else { "" };
-        lines.push(("heads", format!("{medusa_num_heads}{kind} of {}{w2}", counted(medusa_num_layers, "ResBlock"))));
+        lines.push(("heads", self.heads_title.clone()));
         lines.extend(self.draft_vocabulary.iter().map(|vocabulary| ("vocabulary", vocabulary.to_string())));
         lines.push(("data", self.data.to_string()));
         lines.extend(self.validation_data.iter().map(|report| ("validation", report.to_string())));

@@ -156,12 +156,12 @@ fn measure(
     let request = Request::greedy(&[], 1);
     let acceptance = Acceptance::Greedy;
     let times = latency::measure(
-        (&decoder.backbone, heads),
+        &decoder.backbone,
         &candidates,
         TimedAnswers { context, tokens: calibration.tokens_per_text().unwrap_or(LONG), machine },
-        &|drafter| {
-            let ready = |(drafter, tree)| Drafts { drafter: ReadyDrafter::Heads(drafter, tree), acceptance };
-            let drafts = drafter.map(ready);
+        &|tree| {
+            let drafter = tree.map(|tree| ReadyDrafter::of_heads(&decoder.backbone, heads, tree)).transpose()?;
+            let drafts = drafter.map(|drafter| Drafts { drafter, acceptance });
             engine.take(&decoder, drafts, &request, &quiet)
         },
         &mut || {

@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 
 use tch::{Device, Kind, Tensor};
 
-use super::error::HeadsError;
 use super::layout::{
     HEADS_FILE, HYDRA_UNUSED, HeadPart, HeadTensor, HeadsArchitecture, HeadsLayout, HeadsShape, VLLM_LM_HEAD,
 };
+use crate::draft::error::DrafterError;
 use crate::draft::token_map::{TOKEN_MAP, TokenMap};
 use crate::files::{self, failed, sha256, sha256_of_all};
 use crate::formats::heads_config::{PublishedHeadsConfig, SHARED_W2};
@@ -57,8 +57,8 @@ impl HeadsFile {
     /// Finds the heads file in a folder (or takes the file itself) and reads its header.
     ///
     /// # Errors
-    /// [`HeadsError`] names the file and what is wrong with it.
-    pub fn open(path: &Path) -> Result<Self, HeadsError> {
+    /// [`DrafterError`] names the file and what is wrong with it.
+    pub fn open(path: &Path) -> Result<Self, DrafterError> {
         let path = locate(path)?;
         let tensors = WeightFiles::open_file(&path)?;
         let config = PublishedHeadsConfig::load_beside(&path)?;
@@ -131,10 +131,10 @@ impl HeadsFile {
     /// Checks that the heads fit a backbone and that no tensor is missing; reads only headers.
     ///
     /// # Errors
-    /// [`HeadsError`] names the file and what does not fit.
-    pub fn check(&self, backbone: &LlamaConfig) -> Result<(), HeadsError> {
+    /// [`DrafterError`] names the file and what does not fit.
+    pub fn check(&self, backbone: &LlamaConfig) -> Result<(), DrafterError> {
         let (vocab, hidden) = (backbone.vocab_size, backbone.hidden_size);
-        let mismatch = |what, expected, got| HeadsError::Mismatch { path: self.path.clone(), what, expected, got };
+        let mismatch = |what, expected, got| DrafterError::Mismatch { path: self.path.clone(), what, expected, got };
         if self.shape.hidden_size != hidden {
             return Err(mismatch("hidden size", hidden, self.shape.hidden_size));
         }
@@ -149,7 +149,7 @@ impl HeadsFile {
     }
 
     /// V according to the file; `None` if it has neither an lm_head nor a W2 with a row for every token.
-    fn whole_vocabulary(&self) -> Result<Option<i64>, HeadsError> {
+    fn whole_vocabulary(&self) -> Result<Option<i64>, DrafterError> {
         let outputs = self.token_map.as_ref().map_or(0, |tokens| tokens.len() as i64);
         let rows = Some(self.w2_rows).filter(|&rows| rows != outputs);
         Ok(self.lm_head_size()?.map(|[v, _]| v).or(rows))
@@ -158,8 +158,8 @@ impl HeadsFile {
     /// Checks that every tensor exists, has its shape and holds floats, without a backbone to compare with.
     ///
     /// # Errors
-    /// [`HeadsError`] names the tensor that is missing or wrong.
-    pub fn check_alone(&self) -> Result<(), HeadsError> {
+    /// [`DrafterError`] names the tensor that is missing or wrong.
+    pub fn check_alone(&self) -> Result<(), DrafterError> {
         self.lm_head_size()?;
         for place in self.shape.places() {
             if let Some(name) = self.name(place)? {
@@ -172,8 +172,8 @@ impl HeadsFile {
     /// Reads one tensor in `kind` to the CPU. A bias that config.json declares absent is zero.
     ///
     /// # Errors
-    /// [`HeadsError`] names the tensor that is missing or wrong.
-    pub fn tensor(&self, place: HeadTensor, kind: Kind) -> Result<Tensor, HeadsError> {
+    /// [`DrafterError`] names the tensor that is missing or wrong.
+    pub fn tensor(&self, place: HeadTensor, kind: Kind) -> Result<Tensor, DrafterError> {
         Ok(self.stored(place)?.to_kind(kind))
     }
 
@@ -181,7 +181,7 @@ impl HeadsFile {
     ///
     /// # Errors
     /// As [`HeadsFile::tensor`]; [`WeightsError::NotFinite`].
-    pub fn finite_tensor(&self, place: HeadTensor, kind: Kind) -> Result<Tensor, HeadsError> {
+    pub fn finite_tensor(&self, place: HeadTensor, kind: Kind) -> Result<Tensor, DrafterError> {
         let tensor = self.tensor(place, kind)?;
         match self.name(place)? {
             Some(name) => Ok(self.tensors.finite(&name, tensor)?),
@@ -193,7 +193,7 @@ impl HeadsFile {
     ///
     /// # Errors
     /// As [`HeadsFile::finite_tensor`].
-    pub fn finite_prefix_tensor(&self, ours: &str, size: &[i64], kind: Kind) -> Result<Tensor, HeadsError> {
+    pub fn finite_prefix_tensor(&self, ours: &str, size: &[i64], kind: Kind) -> Result<Tensor, DrafterError> {
         Ok(self.tensors.finite(&self.prefix_name(ours)?, self.prefix_tensor(ours, size)?.to_kind(kind))?)
     }
 
@@ -201,7 +201,7 @@ impl HeadsFile {
     ///
     /// # Errors
     /// As [`HeadsFile::tensor`].
-    pub fn stored(&self, place: HeadTensor) -> Result<Tensor, HeadsError> {
+    pub fn stored(&self, place: HeadTensor) -> Result<Tensor, DrafterError> {
         let size = self.stored_size(place);
         match self.name(place)? {
             Some(name) if size != self.shape.size(place) => {
@@ -227,7 +227,7 @@ impl HeadsFile {
     }
 
     /// The token map, if there is one: distinct token ids.
-    fn read_token_map(&self) -> Result<Option<Vec<i64>>, HeadsError> {
+    fn read_token_map(&self) -> Result<Option<Vec<i64>>, DrafterError> {
         if !matches!(self.layout, HeadsLayout::Heads | HeadsLayout::Vllm) {
             return Ok(None);
         }
@@ -244,7 +244,7 @@ impl HeadsFile {
     }
 
     /// The outputs of heads with this token map: a W2 has as many rows, or, in vLLM's files, one for every token.
-    fn outputs(&self, tokens: &[i64]) -> Result<i64, HeadsError> {
+    fn outputs(&self, tokens: &[i64]) -> Result<i64, DrafterError> {
         let (rows, outputs) = (self.w2_rows, tokens.len() as i64);
         let is_whole = self.layout == HeadsLayout::Vllm && tokens.iter().all(|&token| token < rows);
         if rows == outputs || is_whole {
@@ -253,18 +253,18 @@ impl HeadsFile {
         Err(self.bad_token_map(format!("has {outputs} tokens, and the output layers have {rows} rows")))
     }
 
-    fn bad_token_map(&self, what: String) -> HeadsError {
-        HeadsError::TokenMap { path: self.path.clone(), what }
+    fn bad_token_map(&self, what: String) -> DrafterError {
+        DrafterError::TokenMap { path: self.path.clone(), what }
     }
 
     /// Checks that the file has every tensor of the prefix layer for this backbone, and no other.
     ///
     /// # Errors
-    /// [`HeadsError`] names the tensor that is missing, wrong or unknown.
-    fn check_prefix(&self, backbone: &LlamaConfig) -> Result<(), HeadsError> {
+    /// [`DrafterError`] names the tensor that is missing, wrong or unknown.
+    fn check_prefix(&self, backbone: &LlamaConfig) -> Result<(), DrafterError> {
         let expected = PrefixLayer::tensors(backbone);
         if let Some((_, name)) = self.prefix.iter().find(|(ours, _)| expected.iter().all(|(name, _)| name != *ours)) {
-            return Err(HeadsError::PrefixTensor { path: self.path.clone(), name: name.clone() });
+            return Err(DrafterError::PrefixTensor { path: self.path.clone(), name: name.clone() });
         }
         let check = |(ours, size): &(String, Vec<i64>)| Ok(self.tensors.check(&self.prefix_name(ours)?, size)?);
         if self.prefix.is_empty() { Ok(()) } else { expected.iter().try_for_each(check) }
@@ -273,8 +273,8 @@ impl HeadsFile {
     /// Our names and the shapes of the prefix layer's tensors; empty without one.
     ///
     /// # Errors
-    /// [`HeadsError`] if the file is damaged.
-    pub fn prefix_tensors(&self) -> Result<Vec<(String, Vec<i64>)>, HeadsError> {
+    /// [`DrafterError`] if the file is damaged.
+    pub fn prefix_tensors(&self) -> Result<Vec<(String, Vec<i64>)>, DrafterError> {
         let sized = |(ours, name): (&String, &String)| Ok((ours.clone(), self.tensors.shape(name)?));
         self.prefix.iter().map(sized).collect()
     }
@@ -282,12 +282,12 @@ impl HeadsFile {
     /// A tensor of the prefix layer by our name, in its own dtype.
     ///
     /// # Errors
-    /// [`HeadsError`] names the tensor that is missing or wrong.
-    pub fn prefix_tensor(&self, ours: &str, size: &[i64]) -> Result<Tensor, HeadsError> {
+    /// [`DrafterError`] names the tensor that is missing or wrong.
+    pub fn prefix_tensor(&self, ours: &str, size: &[i64]) -> Result<Tensor, DrafterError> {
         Ok(self.tensors.mapped(&self.prefix_name(ours)?, size)?)
     }
 
-    fn prefix_name(&self, ours: &str) -> Result<String, HeadsError> {
+    fn prefix_name(&self, ours: &str) -> Result<String, DrafterError> {
         let missing = || {
             let (path, of_file) = (self.path.clone(), self.layout.prefix_layer().unwrap_or(PREFIX));
             WeightsError::MissingTensor { path, name: ours.replacen(PREFIX, of_file, 1) }
@@ -298,17 +298,17 @@ impl HeadsFile {
     /// Number of weights, with those of the prefix layer.
     ///
     /// # Errors
-    /// [`HeadsError`] if the file is damaged.
-    pub fn parameters(&self) -> Result<i64, HeadsError> {
+    /// [`DrafterError`] if the file is damaged.
+    pub fn parameters(&self) -> Result<i64, DrafterError> {
         let numel = |name: &String| Ok(self.tensors.shape(name)?.iter().product::<i64>());
-        Ok(self.shape.parameters() + self.prefix.values().map(numel).sum::<Result<i64, HeadsError>>()?)
+        Ok(self.shape.parameters() + self.prefix.values().map(numel).sum::<Result<i64, DrafterError>>()?)
     }
 
     /// Bytes of the heads' tensors, by safetensors dtype.
     ///
     /// # Errors
-    /// [`HeadsError`] if a file is damaged.
-    pub fn bytes(&self) -> Result<BTreeMap<String, u64>, HeadsError> {
+    /// [`DrafterError`] if a file is damaged.
+    pub fn bytes(&self) -> Result<BTreeMap<String, u64>, DrafterError> {
         let mut bytes = BTreeMap::new();
         for name in self.names.values().chain(self.prefix.values()).chain(&self.lm_head) {
             let numel: i64 = self.tensors.shape(name)?.iter().product();
@@ -322,21 +322,21 @@ impl HeadsFile {
     /// The lm_head that a vLLM file stores for all heads, `[V, H]`, in its own dtype. It should be the backbone's.
     ///
     /// # Errors
-    /// [`HeadsError`] if it has another shape.
-    pub fn lm_head(&self) -> Result<Option<Tensor>, HeadsError> {
+    /// [`DrafterError`] if it has another shape.
+    pub fn lm_head(&self) -> Result<Option<Tensor>, DrafterError> {
         let (Some(name), Some(size)) = (&self.lm_head, self.lm_head_size()?) else { return Ok(None) };
         Ok(Some(self.tensors.mapped(name, &size)?))
     }
 
     /// Shape `[V, H]` of that lm_head; H must be the heads'.
-    fn lm_head_size(&self) -> Result<Option<[i64; 2]>, HeadsError> {
+    fn lm_head_size(&self) -> Result<Option<[i64; 2]>, DrafterError> {
         let Some(name) = &self.lm_head else { return Ok(None) };
         let (got, hidden) = (self.tensors.shape(name)?, self.shape.hidden_size);
         match got[..] {
             [v, h] if h == hidden => Ok(Some([v, h])),
             _ => {
                 let (path, name) = (self.path.clone(), name.clone());
-                Err(HeadsError::LmHeadShape { path, name, hidden, got })
+                Err(DrafterError::LmHeadShape { path, name, hidden, got })
             }
         }
     }
@@ -344,13 +344,13 @@ impl HeadsFile {
     /// Checks that the file's lm_head, if it has one, equals the backbone's `own_vh` up to rounding.
     ///
     /// # Errors
-    /// [`HeadsError::OtherLmHead`].
-    pub fn compare_lm_head(&self, own_vh: &Tensor) -> Result<(), HeadsError> {
+    /// [`DrafterError::OtherLmHead`].
+    pub fn compare_lm_head(&self, own_vh: &Tensor) -> Result<(), DrafterError> {
         let Some(found) = self.lm_head()? else { return Ok(()) };
         if same_up_to_rounding(&found, own_vh) {
             return Ok(());
         }
-        Err(HeadsError::OtherLmHead { path: self.path.clone(), name: self.lm_head.clone().unwrap_or_default() })
+        Err(DrafterError::OtherLmHead { path: self.path.clone(), name: self.lm_head.clone().unwrap_or_default() })
     }
 
     /// The file, or the shards that hold heads.
@@ -365,18 +365,18 @@ impl HeadsFile {
     /// SHA-256 of the file, or of all shards that hold heads.
     ///
     /// # Errors
-    /// [`HeadsError`] if one cannot be read.
-    pub fn sha256(&self) -> Result<String, HeadsError> {
+    /// [`DrafterError`] if one cannot be read.
+    pub fn sha256(&self) -> Result<String, DrafterError> {
         let read = |path: &PathBuf| sha256(path).map_err(failed("read", path));
         let files = self.files();
         let mut sums = files.iter().map(read).collect::<Result<Vec<_>, _>>()?;
         if sums.len() == 1 { Ok(sums.remove(0)) } else { Ok(sha256_of_all(&sums)) }
     }
 
-    fn refuse_unsupported(&self) -> Result<(), HeadsError> {
+    fn refuse_unsupported(&self) -> Result<(), DrafterError> {
         let refuse = |key: &str, got: String, expected| {
             let path = self.config.as_ref().map_or(&self.path, |config| &config.path).clone();
-            Err(HeadsError::Unsupported { path, key: key.into(), got, expected })
+            Err(DrafterError::Unsupported { path, key: key.into(), got, expected })
         };
         let number = |key| self.config.as_ref().and_then(|config| config.count(&[key]));
         let is_published = matches!(self.layout, HeadsLayout::Hydra | HeadsLayout::HydraPlusPlus);
@@ -411,8 +411,8 @@ impl HeadsFile {
     /// backbone's, or if a token map makes it another.
     ///
     /// # Errors
-    /// [`HeadsError::OwnW2`] if a head also has one of its own.
-    fn find_shared_w2(&mut self) -> Result<(), HeadsError> {
+    /// [`DrafterError::OwnW2`] if a head also has one of its own.
+    fn find_shared_w2(&mut self) -> Result<(), DrafterError> {
         let is_other = self.says(SHARED_W2) == Some(true) || self.token_map.is_some();
         let is_vllm = self.layout == HeadsLayout::Vllm && is_other;
         let vllm = if is_vllm { self.lm_head.take().map(|name| (HeadPart::W2, name)) } else { None };
@@ -423,7 +423,7 @@ impl HeadsFile {
         let own = self.names.iter().find(|(place, _)| !place.part.is_of_block());
         if let (Some((_, shared)), Some((_, own))) = (found.first(), own) {
             let (path, shared, own) = (self.path.clone(), shared.clone(), own.clone());
-            return Err(HeadsError::OwnW2 { path, shared, own });
+            return Err(DrafterError::OwnW2 { path, shared, own });
         }
         self.shared_w2 = !found.is_empty();
         self.names.extend(found.into_iter().map(|(part, name)| (HeadTensor { head: 0, layer: 0, part }, name)));
@@ -431,7 +431,7 @@ impl HeadsFile {
     }
 
     /// Counts heads and layers, and takes H and V from the first tensors that have them.
-    fn measure(&mut self) -> Result<HeadsShape, HeadsError> {
+    fn measure(&mut self) -> Result<HeadsShape, DrafterError> {
         let is = |part: HeadPart| move |place: &&HeadTensor| place.part == part;
         let places = || self.names.keys();
         let size = |name: &String| self.tensors.shape(name);
@@ -462,7 +462,7 @@ impl HeadsFile {
     }
 
     /// Rejects tensors that the shape has no place for, such as a W2 between ResBlocks.
-    fn check_places(&self) -> Result<(), HeadsError> {
+    fn check_places(&self) -> Result<(), DrafterError> {
         let last = self.shape.medusa_num_layers;
         let fits = |place: &HeadTensor| match place.part {
             HeadPart::W1 | HeadPart::B1 => place.layer < last,
@@ -472,13 +472,13 @@ impl HeadsFile {
             }
         };
         match self.names.iter().find(|(place, _)| !fits(place)) {
-            Some((_, name)) => Err(HeadsError::Layout { path: self.path.clone(), name: name.clone() }),
+            Some((_, name)) => Err(DrafterError::Layout { path: self.path.clone(), name: name.clone() }),
             None => Ok(()),
         }
     }
 
     /// A tensor's name in the file; `None` for a bias that config.json declares absent.
-    fn name(&self, place: HeadTensor) -> Result<Option<String>, HeadsError> {
+    fn name(&self, place: HeadTensor) -> Result<Option<String>, DrafterError> {
         let is_by_head = self.layout.names_w2_by_head() && !place.part.is_of_block();
         let key = match self.shape.is_shared(place) {
             true => HeadTensor { head: 0, layer: 0, ..place },
@@ -514,13 +514,13 @@ pub fn folder_of(heads: &Path) -> &Path {
 /// The heads file in a folder; a file is returned unchanged.
 ///
 /// # Errors
-/// [`HeadsError::NoFile`] for a folder without one.
-pub fn locate(path: &Path) -> Result<PathBuf, HeadsError> {
+/// [`DrafterError::NoFile`] for a folder without one.
+pub fn locate(path: &Path) -> Result<PathBuf, DrafterError> {
     if !path.is_dir() {
         return Ok(path.into());
     }
     let found = CANDIDATES.iter().map(|name| path.join(name)).find(|file| file.exists() && !file.is_dir());
-    found.ok_or_else(|| HeadsError::NoFile { folder: path.into() })
+    found.ok_or_else(|| DrafterError::NoFile { folder: path.into() })
 }
 
 /// The layout that most names match.
@@ -530,8 +530,8 @@ fn layout_of(names: &[String]) -> Option<HeadsLayout> {
     (hits(best) > 0).then_some(best)
 }
 
-fn no_heads(path: &Path, names: &[String]) -> HeadsError {
-    HeadsError::Layout { path: path.into(), name: names.first().map_or("(none)", String::as_str).into() }
+fn no_heads(path: &Path, names: &[String]) -> DrafterError {
+    DrafterError::Layout { path: path.into(), name: names.first().map_or("(none)", String::as_str).into() }
 }
 
 /// The names of a prefix layer's tensors, by ours.
@@ -542,7 +542,7 @@ fn prefix_of(layout: HeadsLayout, names: &[String]) -> BTreeMap<String, String> 
 }
 
 /// Parses each name. Among a backbone's weights, only names with the layout's prefix belong to heads.
-fn places(layout: HeadsLayout, names: &[String], path: &Path) -> Result<BTreeMap<HeadTensor, String>, HeadsError> {
+fn places(layout: HeadsLayout, names: &[String], path: &Path) -> Result<BTreeMap<HeadTensor, String>, DrafterError> {
     let others = |name: &String| match (layout, layout.prefix()) {
         (_, Some(prefix)) => !name.starts_with(prefix),
         (HeadsLayout::Vllm, _) => [VLLM_LM_HEAD, TOKEN_MAP].contains(&name.as_str()),
@@ -552,7 +552,7 @@ fn places(layout: HeadsLayout, names: &[String], path: &Path) -> Result<BTreeMap
     };
     let place = |name: &String| match layout.place(name) {
         Some(place) => Ok((place, name.clone())),
-        None => Err(HeadsError::Layout { path: path.into(), name: name.clone() }),
+        None => Err(DrafterError::Layout { path: path.into(), name: name.clone() }),
     };
     names.iter().filter(|name| !others(name)).map(place).collect()
 }

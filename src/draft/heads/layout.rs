@@ -42,12 +42,12 @@ impl HeadsArchitecture {
     }
 
     /// Whether a head reads the tokens before the one that it predicts, so that a node's guesses depend on its path in the tree.
-    pub fn is_sequential(self) -> bool {
+    pub(in crate::draft) fn is_sequential(self) -> bool {
         self != Self::Medusa
     }
 
     /// Whether the heads read the output of a prefix layer.
-    pub fn has_prefix(self) -> bool {
+    pub(in crate::draft) fn has_prefix(self) -> bool {
         self == Self::HydraPlusPlus
     }
 }

@@ -8,15 +8,20 @@ use tch::Tensor;
 use super::head_states::HeadStates;
 use super::known_text::HeadsText;
 use super::{HEADS_FILE, Head, HeadInput, Heads};
+use crate::draft::Drafter;
+use crate::draft::error::DraftError;
 use crate::draft::loss::fused::{LevelBlocks, LevelGradients, LevelSums, OutputGradients, OutputLayer};
 use crate::draft::loss::{Targets, cross_entropy_at};
 use crate::draft::token_map::TokenMap;
 use crate::draft::trained::{
     BackboneMismatch, DrafterBatch, DrafterGradients, Dropout, KnownText, Reads, TrainedDrafter,
 };
+use crate::engine::cuda::draft::DeviceDraft;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::weights::WeightsError;
+use crate::tree::guess_tree::GuessTree;
+use crate::tree::sparse_tree::SparseTree;
 
 /// A head, what it reads beside the hidden states, and its dropout in training.
 #[derive(Debug, Clone, Copy)]
@@ -90,6 +95,14 @@ impl TrainedDrafter for Heads {
 
     fn check_backbone(&self, config: &LlamaConfig) -> Result<(), BackboneMismatch> {
         Heads::check_backbone(self, config)
+    }
+
+    fn drafter<'a>(&'a self, backbone: &'a Llama, tree: &'a GuessTree) -> Result<Box<dyn Drafter + 'a>, DraftError> {
+        self.filling(backbone, tree)
+    }
+
+    fn on_device<'a>(&self, tree: &'a SparseTree) -> Option<DeviceDraft<'a>> {
+        Some(self.matrices_for(tree))
     }
 
     fn known_text<'a>(&'a self, backbone: &'a Llama, ids: &[i64]) -> Box<dyn KnownText + 'a> {

@@ -5,23 +5,12 @@ use std::rc::Rc;
 
 use tch::{Device, Tensor};
 
+use crate::draft::error::DraftError;
 use crate::draft::heads::Heads;
-use crate::draft::trained::BackboneMismatch;
 use crate::draft::{Drafter, PreparedTree, Proposal, TextSoFar};
 use crate::engine::cuda::draft::DeviceDraft;
 use crate::model::llama::Llama;
-use crate::tree::sparse_tree::{SparseTree, TreeError};
-
-/// Heads or a tree that do not fit the backbone.
-#[derive(Debug, thiserror::Error)]
-pub enum DraftError {
-    /// Heads of another backbone.
-    #[error(transparent)]
-    Backbone(#[from] BackboneMismatch),
-    /// A tree that needs more heads or guesses than there are.
-    #[error(transparent)]
-    Tree(#[from] TreeError),
-}
+use crate::tree::sparse_tree::SparseTree;
 
 /// Heads and their tree, prepared for one backbone.
 #[derive(Debug, Clone)]
@@ -70,7 +59,7 @@ impl<'a> MedusaDrafter<'a> {
 
     /// Heads and tree for an engine that drafts on the device.
     pub fn on_device(&self) -> DeviceDraft<'a> {
-        self.heads.on_device(self.tree)
+        self.heads.matrices_for(self.tree)
     }
 
     /// The tree that the heads fill.

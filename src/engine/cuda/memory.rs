@@ -9,6 +9,7 @@ use super::layout::Rotations;
 use super::plan::DevicePlan;
 use super::sequential::SequentialHeads;
 use super::shape::{Shape, UnsupportedModel};
+use crate::memory::size::Size;
 use crate::model::llama::{DenseWeights, Llama};
 
 /// The tensors that steps read and write, except for weights.

@@ -2,12 +2,12 @@
 
 use super::*;
 use crate::draft::heads::HeadsArchitecture;
-use crate::draft::heads::drafter::HeadsDrafter;
 use crate::draft::hydra::levels::HydraLevels;
 use crate::draft::hydra::prefix::PrefixRows;
 use crate::draft::levels::{LevelDrafter, LevelGuesser};
 use crate::draft::medusa::levels::MedusaLevels;
 use crate::draft::token_map::TokenMap;
+use crate::draft::trained::TrainedDrafter;
 use crate::draft::{CommittedTokens, Proposal, TextSoFar};
 use crate::engine::tch::TchEngine;
 use crate::formats::tree::DynamicTree;
@@ -115,13 +115,8 @@ fn heads_with_a_truncated_vocabulary_guess_as_if_the_other_tokens_were_impossibl
                 [(&medusa, &tree), (&medusa, &dynamic), (&hydra, &tree), (&hydra, &dynamic), (&with_prefix, &dynamic)];
             for ((heads, tree), several) in all.into_iter().zip(&several) {
                 let decode = |heads: &Heads| {
-                    match HeadsDrafter::new(&llama, heads, tree).unwrap() {
-                        HeadsDrafter::AtOnce(it) => drafted(&llama, it, Acceptance::Greedy, &request, &mut go_on()),
-                        HeadsDrafter::Sequential { drafter: it, .. } | HeadsDrafter::Dynamic(it) => {
-                            drafted(&llama, it, Acceptance::Greedy, &request, &mut go_on())
-                        }
-                    }
-                    .unwrap()
+                    let drafter = Some((heads.drafter(&llama, tree).unwrap(), Acceptance::Greedy));
+                    HostLoop::new(fastest(&llama), drafter).decode(Drafting::On, &request, &mut go_on()).unwrap()
                 };
                 let [truncated, whole] = [&heads[0], &heads[1]].map(decode);
                 prop_assert_eq!(&truncated.new_ids, &slow.new_ids);

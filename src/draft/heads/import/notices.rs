@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use super::HeadsFile;
-use crate::draft::heads::error::HeadsError;
+use crate::draft::error::DrafterError;
 use crate::draft::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
 
 /// A warning about a heads file that is usable all the same.
@@ -74,8 +74,8 @@ impl HeadsFile {
     /// Warnings for the user. Reads weights only to compare the ResBlocks of a head.
     ///
     /// # Errors
-    /// [`HeadsError`] names the tensor that is wrong.
-    pub fn notices(&self) -> Result<Vec<Notice>, HeadsError> {
+    /// [`DrafterError`] names the tensor that is wrong.
+    pub fn notices(&self) -> Result<Vec<Notice>, DrafterError> {
         let mut notices = Vec::new();
         if let Some(config) = &self.config {
             let layers = if self.layout == HeadsLayout::Vllm { "num_hidden_layers" } else { "medusa_num_layers" };
@@ -115,7 +115,7 @@ impl HeadsFile {
     }
 
     /// 1-based heads with a later ResBlock that equals the first of its size. Blocks of zeros, with which training starts, do not count.
-    fn tied_heads(&self) -> Result<Vec<usize>, HeadsError> {
+    fn tied_heads(&self) -> Result<Vec<usize>, DrafterError> {
         let mut tied = Vec::new();
         for head in 0..self.shape.medusa_num_heads {
             let mut is_tied = false;
@@ -130,8 +130,8 @@ impl HeadsFile {
     /// The first of `num_heads` heads (1-based) whose ResBlocks of H inputs differ from each other.
     ///
     /// # Errors
-    /// [`HeadsError`] names the tensor that is wrong.
-    pub fn head_of_several_blocks(&self, num_heads: usize) -> Result<Option<usize>, HeadsError> {
+    /// [`DrafterError`] names the tensor that is wrong.
+    pub fn head_of_several_blocks(&self, num_heads: usize) -> Result<Option<usize>, DrafterError> {
         let first = self.first_square_block();
         for head in 0..num_heads {
             for layer in first + 1..self.shape.medusa_num_layers {
@@ -146,7 +146,7 @@ impl HeadsFile {
         Ok(None)
     }
 
-    fn are_one(&self, head: usize, layer: usize) -> Result<bool, HeadsError> {
+    fn are_one(&self, head: usize, layer: usize) -> Result<bool, DrafterError> {
         let w1 = |layer| self.name(HeadTensor { head, layer, part: HeadPart::W1 });
         let (Some(first), Some(other)) = (w1(self.first_square_block())?, w1(layer)?) else { return Ok(false) };
         if self.tensors.same_memory(&first, &other) {

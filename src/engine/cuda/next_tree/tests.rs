@@ -5,8 +5,8 @@ use tch::{Device, Kind};
 
 use super::*;
 use crate::draft::TextSoFar;
-use crate::draft::heads::drafter::HeadsDrafter;
 use crate::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
+use crate::draft::trained::TrainedDrafter;
 use crate::engine::cuda::plan::DevicePlan;
 use crate::engine::cuda::state;
 use crate::engine::sample::{Chosen, Sampling, Stream};
@@ -60,7 +60,7 @@ fn heads(backbone: &Llama, architecture: HeadsArchitecture, output: Output, laye
 
 /// The tokens that the device's own steps write, with oracles in place of kernels.
 fn filled(backbone: &Llama, heads: &Heads, tree: &SparseTree, hidden_1h: &Tensor, root: i64) -> Vec<i64> {
-    let draft = heads.on_device(tree);
+    let draft = heads.matrices_for(tree);
     let shape = Shape::of(backbone, Some(&draft));
     let weights = DeviceWeights::new(backbone, Some(&draft)).unwrap();
     let memory = DeviceMemory::new(&DevicePlan::of(&shape, 64), &shape, Device::Cpu);
@@ -75,7 +75,7 @@ fn filled(backbone: &Llama, heads: &Heads, tree: &SparseTree, hidden_1h: &Tensor
 /// The tokens that the drafter on libtorch proposes.
 fn proposed(backbone: &Llama, heads: &Heads, tree: &SparseTree, hidden_1h: &Tensor, root: i64) -> Vec<i64> {
     let (tree, root) = (GuessTree::Static(tree.clone()), Chosen::on_host(root));
-    let mut drafter = HeadsDrafter::new(backbone, heads, &tree).unwrap().on_host();
+    let mut drafter = heads.drafter(backbone, &tree).unwrap();
     let sampling = Sampling::of_temperature(NonNegative::ZERO);
     let text = TextSoFar {
         row: 0,
@@ -149,7 +149,7 @@ fn copies_of_the_heads_weights_are_those_of_the_plan() {
         (HeadsArchitecture::Hydra, Output::SharedLowRank),
     ] {
         let heads = heads(&backbone, architecture, output, 2, 3);
-        let draft = heads.on_device(&tree);
+        let draft = heads.matrices_for(&tree);
         let shape = Shape::of(&backbone, Some(&draft));
         let planned: Vec<Vec<i64>> =
             DevicePlan::of(&shape, 64).head_copies.into_iter().map(|size| size.shape).collect();

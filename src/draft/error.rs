@@ -1,14 +1,16 @@
-//! Errors of loading heads.
+//! Errors of drafters with trained weights.
 
 use std::path::PathBuf;
 
+use super::trained::BackboneMismatch;
 use crate::files::FileError;
 use crate::formats::FormatError;
 use crate::model::weights::WeightsError;
+use crate::tree::sparse_tree::TreeError;
 
-/// Heads cannot be loaded or used.
+/// A trained drafter cannot be loaded or used.
 #[derive(Debug, thiserror::Error)]
-pub enum HeadsError {
+pub enum DrafterError {
     #[error(transparent)]
     Weights(#[from] WeightsError),
     /// A file that cannot be read.
@@ -64,4 +66,18 @@ pub enum HeadsError {
         expected: i64,
         got: i64,
     },
+    /// The drafter that training starts from differs in shape from the recipe's.
+    #[error("{}: expected {expected}, as in the recipe, got {got}", path.display())]
+    OtherShape { path: PathBuf, expected: String, got: String },
+}
+
+/// A drafter or a tree that does not fit the backbone.
+#[derive(Debug, thiserror::Error)]
+pub enum DraftError {
+    /// A drafter of another backbone.
+    #[error(transparent)]
+    Backbone(#[from] BackboneMismatch),
+    /// A tree that needs more levels or guesses than there are.
+    #[error(transparent)]
+    Tree(#[from] TreeError),
 }
