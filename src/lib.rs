@@ -41,7 +41,8 @@
 //! # Shape letters
 //!
 //! `B` rows, `T` tokens of a row, `S` cached tokens, `N` rows of a product (tokens of all rows, flattened), `H` hidden size,
-//! `V` vocabulary, `K` Medusa heads, `Q` query heads, `G` key/value heads, `D` head size.
+//! `V` vocabulary, `W` a token's states (the hidden state after the final norm, then its taps), `K` Medusa heads, `Q` query heads,
+//! `G` key/value heads, `D` head size.
 //! A tensor's name ends in its axes: `hidden_bth` is `[B, T, H]`.
 
 #[cfg(not(unix))]

@@ -28,7 +28,7 @@ fn counted_by_hand(world: &World, heads: &str, rows: &[(Vec<i64>, Vec<i64>)]) ->
                 let Some(&target) = labels.get(t + head + 2).filter(|&&label| label != -100) else { continue };
                 let hidden_1h = hidden_th.narrow(0, t as i64, 1);
                 let previous_1j = Tensor::from_slice(&ids[t + 1..t + head + 2]).unsqueeze(0);
-                let previous_nj = heads.architecture().is_sequential().then_some(&previous_1j);
+                let previous_nj = heads.shape().reads().tokens.then_some(&previous_1j);
                 let logits_v = heads.logits(head, &HeadInput { hidden_nh: &hidden_1h, previous_nj }, &llama).get(0);
                 let better = logits_v.gt_tensor(&logits_v.get(target)).sum(Kind::Int64).int64_value(&[]) as usize;
                 totals[head] += 1;

@@ -93,7 +93,7 @@ impl Oracle {
     /// The heads that the oracle starts from, as a file beside `run`; Medusa heads start as ours.
     fn initial_heads(&self, run: &Path) -> Option<PathBuf> {
         let (shape, backbone, path) = (self.shape(), backbone(), run.with_extension("safetensors"));
-        if !shape.architecture.is_sequential() {
+        if !shape.reads().tokens {
             return None;
         }
         let map = self.token_map().map(|tokens| Tensor::from_slice(&tokens));
@@ -149,7 +149,8 @@ impl Oracle {
 
     /// Names and shapes of all weights.
     fn weights(&self, backbone: &Llama) -> Vec<(String, Vec<i64>)> {
-        let prefix = self.architecture().has_prefix().then(|| PrefixLayer::tensors(&backbone.config));
+        let prefix =
+            (self.architecture() == HeadsArchitecture::HydraPlusPlus).then(|| PrefixLayer::tensors(&backbone.config));
         self.shape().tensors().into_iter().chain(prefix.into_iter().flatten()).collect()
     }
 
@@ -262,7 +263,7 @@ impl Oracle {
             let path = ids(&expected["path"]);
             for (head, expected) in expected["guesses"].as_array().expect("levels").iter().enumerate() {
                 let previous_1j = Tensor::from_slice(&path[..=head]).unsqueeze(0);
-                let previous_nj = self.architecture().is_sequential().then_some(&previous_1j);
+                let previous_nj = (self.architecture() != HeadsArchitecture::Medusa).then_some(&previous_1j);
                 let input = HeadInput { hidden_nh: &state_1h, previous_nj };
                 let got = heads.logits(head, &input, backbone).topk(3, -1, true, true).1.flatten(0, -1);
                 let got = heads.token_map().map_or(got.shallow_clone(), |map| map.tokens_n().take(&got));

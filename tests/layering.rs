@@ -19,18 +19,18 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// Limits for the lines of code in each room of src/, without comments, blank lines and tests. A commit that raises one says what the lines
 /// buy, and nothing else raises it.
-const CODE_LINES: [(&str, usize); 32] = [
+const CODE_LINES: [(&str, usize); 33] = [
     ("bin", 6),
     ("bounds", 42),
-    ("calibrate", 322),
-    ("cli", 11_005),
+    ("calibrate", 277),
+    ("cli", 11_000),
     ("cpu", 1643),
-    ("data", 9407),
-    ("decode", 2152),
+    ("data", 9410),
+    ("decode", 2150),
     ("distill", 2441),
-    ("draft", 4023),
+    ("draft", 4546),
     ("dtype", 42),
-    ("engine", 3170),
+    ("engine", 3181),
     ("export", 1236),
     ("files", 620),
     ("formats", 1973),
@@ -39,18 +39,19 @@ const CODE_LINES: [(&str, usize); 32] = [
     ("hub", 1920),
     ("json", 67),
     ("key_use", 35),
-    ("latency", 583),
-    ("lib", 32),
-    ("model", 6161),
+    ("latency", 575),
+    ("lib", 33),
+    ("memory", 407),
+    ("model", 6335),
     ("numbers", 49),
     ("nvidia", 1484),
     ("panics", 46),
     ("plural", 4),
-    ("recipe", 1695),
+    ("recipe", 1696),
     ("report", 1435),
     ("serve", 2302),
-    ("torch", 2682),
-    ("train", 5991),
+    ("torch", 2685),
+    ("train", 5550),
     ("tree", 1602),
 ];
 
@@ -140,7 +141,8 @@ fn every_room_stands_on_a_layer() {
 #[test]
 fn an_import_upwards_or_sideways_is_found() {
     let layers = HashMap::from(
-        [("files", 0), ("torch", 0), ("data", 2), ("model", 2), ("cli", 6)].map(|(room, layer)| (room.into(), layer)),
+        [("files", 0), ("torch", 2685), ("data", 9410), ("model", 6335), ("cli", 11_000)]
+            .map(|(room, layer)| (room.into(), layer)),
     );
     let text = "use crate::{files, model::{rows, pack}, torch};\nfn f() { println!(\"{}\", crate::cli::x()); } // crate::bin\n";
     let of_data = CrateMap::of(&[("data/mod.rs", text)]);

@@ -1,7 +1,7 @@
 //! Errors of calibration.
 
 use crate::data::cache::CacheError;
-use crate::draft::trained::BackboneMismatch;
+use crate::draft::error::BackboneMismatch;
 use crate::torch::TorchPanic;
 
 /// Why heads cannot be calibrated.

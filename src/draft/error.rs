@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use super::trained::BackboneMismatch;
 use crate::files::FileError;
 use crate::formats::FormatError;
 use crate::model::weights::WeightsError;
@@ -80,4 +79,16 @@ pub enum DraftError {
     /// A tree that needs more levels or guesses than there are.
     #[error(transparent)]
     Tree(#[from] TreeError),
+}
+
+/// A drafter's sizes differ from the backbone's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the heads have {what} {drafter}, the backbone has {backbone}; use the backbone that the heads were trained on"
+)]
+pub struct BackboneMismatch {
+    /// `hidden size` or `vocabulary`.
+    pub what: &'static str,
+    pub drafter: i64,
+    pub backbone: i64,
 }

@@ -11,9 +11,8 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::arena::Arena;
-use crate::draft::error::DrafterError;
+use crate::draft::error::{BackboneMismatch, DrafterError};
 use crate::draft::token_map::{TOKEN_MAP, TokenMap};
-use crate::draft::trained::BackboneMismatch;
 use crate::engine::cuda::draft::{DeviceDraft, DraftInput, DraftShape, HeadMatrices, OutputMatrix};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;

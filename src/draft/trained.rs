@@ -9,7 +9,7 @@ use std::path::Path;
 use tch::Tensor;
 
 use super::Drafter;
-use super::error::DraftError;
+use super::error::{BackboneMismatch, DraftError};
 use super::levels::LevelGuesser;
 use super::loss::fused::{
     LevelBlocks, LevelGradients, LevelSums, OutputGradients, OutputLayer, SoftObjective, level_loss, soft_level_loss,
@@ -103,18 +103,6 @@ pub trait KnownText {
 
     /// A guesser that has begun with one text for each of these positions, whose root is the token after it.
     fn begin_at(&self, positions: &[i64], limits: DynamicTree) -> Box<dyn LevelGuesser + '_>;
-}
-
-/// A drafter's sizes differ from the backbone's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "the heads have {what} {drafter}, the backbone has {backbone}; use the backbone that the heads were trained on"
-)]
-pub struct BackboneMismatch {
-    /// `hidden size` or `vocabulary`.
-    pub what: &'static str,
-    pub drafter: i64,
-    pub backbone: i64,
 }
 
 /// A micro batch on the device, as a drafter's losses read it.

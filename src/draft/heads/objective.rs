@@ -9,13 +9,11 @@ use super::head_states::HeadStates;
 use super::known_text::HeadsText;
 use super::{HEADS_FILE, Head, HeadInput, Heads};
 use crate::draft::Drafter;
-use crate::draft::error::DraftError;
+use crate::draft::error::{BackboneMismatch, DraftError};
 use crate::draft::loss::fused::{LevelBlocks, LevelGradients, LevelSums, OutputGradients, OutputLayer};
 use crate::draft::loss::{Targets, cross_entropy_at};
 use crate::draft::token_map::TokenMap;
-use crate::draft::trained::{
-    BackboneMismatch, DrafterBatch, DrafterGradients, Dropout, KnownText, Reads, TrainedDrafter,
-};
+use crate::draft::trained::{DrafterBatch, DrafterGradients, Dropout, KnownText, Reads, TrainedDrafter};
 use crate::engine::cuda::draft::DeviceDraft;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
