@@ -9,6 +9,7 @@ use medusa::decode::batch::SequenceBatch;
 use medusa::decode::host_loop::HostLoop;
 use medusa::decode::request::Request;
 use medusa::decode::step::Drafting;
+use medusa::decode::texts::TextDecoder;
 use medusa::draft::Drafter;
 use medusa::draft::heads::{Heads, HeadsShape};
 use medusa::draft::joined::JoinedDrafter;

@@ -28,6 +28,7 @@ use super::signals::hangup_ends;
 use super::{CommonFlags, UsageError, batch_size, interrupted};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
+use crate::decode::texts::{SerialDecoder, TextDecoder};
 use crate::hub;
 use crate::numbers::{Positive, Probability};
 use crate::plural::counted;
@@ -38,7 +39,7 @@ use crate::serve::prompting::Prompting;
 use crate::serve::record::Recorder;
 use crate::serve::routes::{routes, seconds_since_1970};
 use crate::serve::service::{Service, kibibytes};
-use crate::serve::worker::{TextDecoding, Worker};
+use crate::serve::worker::Worker;
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
 
 mod access_log;
@@ -279,18 +280,18 @@ impl ServeArgs {
         decoder: &'d Decoder,
         acceptance: Acceptance,
         common: &CommonFlags,
-    ) -> anyhow::Result<(TextDecoding<'d>, NonZeroUsize)> {
+    ) -> anyhow::Result<(Box<dyn TextDecoder + 'd>, NonZeroUsize)> {
         if self.engine.engine == EngineName::Cuda {
             common.say("engine cuda: one text at a time; --engine tch decodes many together");
             let drafts =
                 decoder.drafter().map(|drafter| Drafts::new(&decoder.backbone, drafter, acceptance)).transpose()?;
             let decoding = self.engine.take(decoder, drafts, &Request::greedy(&[], 0), common)?;
-            return Ok((TextDecoding::OneByOne(decoding), NonZeroUsize::MIN));
+            return Ok((Box::new(SerialDecoder::new(decoding)), NonZeroUsize::MIN));
         }
         let batch = self.batch(decoder, acceptance, common)?;
         let size = batch.size();
         common.say(format_args!("engine {}: at most {} at a time", batch.engine_name(), counted(size.get(), "text")));
-        Ok((TextDecoding::Together(Box::new(batch)), size))
+        Ok((Box::new(batch), size))
     }
 
     fn batch<'d>(

@@ -8,14 +8,14 @@
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
-use std::ops::ControlFlow;
 
 use tch::no_grad;
 
 use super::error::{DecodeError, check_prompt};
-use super::request::{Generation, Request, ToldTokens};
+use super::request::{Generation, Request};
 use super::sequence::Sequence;
 use super::step::{Drafting, Stepper};
+use super::texts::{Ended, OnTokensOf, TextDecoder};
 use crate::draft::Drafter;
 use crate::engine::sample::Sampler;
 use crate::engine::{Engine, PromptPass};
@@ -27,13 +27,6 @@ use crate::tree::accept::Acceptance;
 const TOKENS_WORTH_A_PASS: usize = 512;
 /// One of so many texts of a batch may wait for others, so that their prompts share a pass.
 const SHARE_THAT_WAITS: usize = 8;
-
-/// A text's key, and what came of it: [`DecodeError::NotFinite`] where no token could be chosen, [`DecodeError::OutOfMemory`] where it does
-/// not fit even alone.
-pub type Ended = (usize, Result<Generation, DecodeError>);
-
-/// Receives each text's new tokens after a step, with its key; `Break` ends the text.
-pub type OnTokensOf<'a> = dyn FnMut(usize, ToldTokens) -> ControlFlow<()> + 'a;
 
 /// A batch of texts.
 #[derive(Debug)]
@@ -106,56 +99,49 @@ impl<'a> SequenceBatch<'a> {
         self.stepper.engine().name()
     }
 
-    /// Memory of the beginnings of texts.
-    pub fn prefix_bytes(&self) -> usize {
-        self.stepper.prefix_bytes()
-    }
-
     /// Tokens of prompts that were not computed, because earlier texts began with them.
     pub fn reused_tokens(&self) -> usize {
         self.stepper.reused()
     }
+}
 
-    /// Most texts that are decoded together. Smaller than at the start where memory ran out, until a text has ended because of that.
-    pub fn size(&self) -> NonZeroUsize {
+impl TextDecoder for SequenceBatch<'_> {
+    /// Smaller than at the start where memory ran out, until a text has ended because of that.
+    fn size(&self) -> NonZeroUsize {
         self.size
     }
 
-    /// Whether another text can enter without waiting.
-    pub fn has_room(&self) -> bool {
+    fn has_room(&self) -> bool {
         self.sequences.len() + self.waiting.len() + self.ended.len() < self.size.get()
     }
 
-    /// Whether nothing is left to do.
-    pub fn is_idle(&self) -> bool {
+    fn is_idle(&self) -> bool {
         self.sequences.is_empty() && self.waiting.is_empty() && self.ended.is_empty()
     }
 
     /// Texts in the cache, and texts that wait for a place in it.
-    pub fn running_and_waiting(&self) -> (usize, usize) {
+    fn running_and_waiting(&self) -> (usize, usize) {
         (self.sequences.len(), self.waiting.len())
     }
 
-    /// New tokens so far, unfinished texts included.
-    pub fn tokens(&self) -> usize {
+    fn prefix_bytes(&self) -> usize {
+        self.stepper.prefix_bytes()
+    }
+
+    fn tokens(&self) -> usize {
         let open = self.sequences.iter().chain(self.waiting.iter().map(|(_, sequence)| sequence));
         self.left + open.map(|sequence| sequence.text.new_ids().len()).sum::<usize>()
     }
 
-    /// Adds a text to the batch; [`SequenceBatch::step`] runs its prompt, and returns its result under `key`. A batch without room lets it
-    /// wait.
-    ///
-    /// # Errors
-    /// [`DecodeError`] names what is wrong with the prompt.
-    pub fn enter(&mut self, key: usize, request: &Request) -> Result<(), DecodeError> {
+    /// A step runs its prompt.
+    fn enter(&mut self, key: usize, request: &Request) -> Result<(), DecodeError> {
         let config = &self.stepper.engine().backbone().config;
         check_prompt(config, request.prompt)?;
         self.waiting.push_back((key, Sequence::new(request, config)));
         Ok(())
     }
 
-    /// Takes a text out of the batch at once, with the tokens that it has; `None` if there is no such text.
-    pub fn cancel(&mut self, key: usize) -> Option<Result<Generation, DecodeError>> {
+    fn cancel(&mut self, key: usize) -> Option<Result<Generation, DecodeError>> {
         if let Some(row) = self.keys.iter().position(|&other| other == key) {
             return Some(self.leave(row).1);
         }
@@ -168,18 +154,10 @@ impl<'a> SequenceBatch<'a> {
     }
 
     /// Drops all texts, and the beginnings that are kept. After an error, too, others can enter then.
-    pub fn clear(&mut self) {
+    fn clear(&mut self) {
         self.empty();
         self.waiting.clear();
         self.ended.clear();
-    }
-
-    /// As [`SequenceBatch::step_telling`], without listening.
-    ///
-    /// # Errors
-    /// [`DecodeError::Torch`].
-    pub fn step(&mut self) -> Result<Vec<Ended>, DecodeError> {
-        self.step_telling(&mut |_, _| ControlFlow::Continue(()))
     }
 
     /// Computes prompts, then runs one step for every text whose prompt is computed. Tells the new tokens of each text, and returns the texts
@@ -191,7 +169,7 @@ impl<'a> SequenceBatch<'a> {
     ///
     /// # Errors
     /// [`DecodeError::Torch`], for other reasons than memory. No text is lost: another step tries again.
-    pub fn step_telling(&mut self, on_tokens: &mut OnTokensOf) -> Result<Vec<Ended>, DecodeError> {
+    fn step_telling(&mut self, on_tokens: &mut OnTokensOf) -> Result<Vec<Ended>, DecodeError> {
         let stepped = self.advance();
         let tried = (self.sequences.len() + self.waiting.len()).min(self.size.get());
         let first = self.keys.first().copied().or_else(|| self.waiting.front().map(|(key, _)| *key));
@@ -203,7 +181,9 @@ impl<'a> SequenceBatch<'a> {
         ended.sort_by_key(|(key, _)| *key);
         Ok(ended)
     }
+}
 
+impl<'a> SequenceBatch<'a> {
     /// After a step of `tried` texts that failed, the first of them under the key `first`. The cache may hold part of the step.
     fn recover(&mut self, panic: TorchPanic, tried: usize, first: Option<usize>) -> Result<(), DecodeError> {
         // What is held besides the texts' tokens: earlier texts, or rows of texts that have left.

@@ -23,6 +23,7 @@ pub mod sequence;
 pub mod stats;
 pub mod step;
 pub mod text;
+pub mod texts;
 pub mod transcript;
 mod verify;
 

@@ -12,6 +12,7 @@ use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
 use crate::decode::generate;
 use crate::decode::request::{Generation, Request};
+use crate::decode::texts::TextDecoder;
 use crate::engine::fastest::fastest_for_batches;
 use crate::model::llama::Llama;
 

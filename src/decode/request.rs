@@ -56,6 +56,38 @@ impl<'a> Request<'a> {
     }
 }
 
+/// A request that waits.
+#[derive(Debug)]
+pub(super) struct OwnedRequest {
+    prompt: Vec<i64>,
+    end_mark: Vec<i64>,
+    /// Without its lists.
+    settings: Request<'static>,
+}
+
+impl OwnedRequest {
+    pub(super) fn new(request: &Request) -> Self {
+        let Request { prompt, max_new_tokens, sampling, repetition_penalty, frequency_penalty, .. } = *request;
+        let Request { presence_penalty, acceptance, logprobs, stream, end_mark, ends_at_eos, .. } = *request;
+        let settings = Request {
+            sampling,
+            repetition_penalty,
+            frequency_penalty,
+            presence_penalty,
+            acceptance,
+            logprobs,
+            stream,
+            ends_at_eos,
+            ..Request::greedy(&[], max_new_tokens)
+        };
+        Self { prompt: prompt.to_vec(), end_mark: end_mark.to_vec(), settings }
+    }
+
+    pub(super) fn borrowed(&self) -> Request<'_> {
+        Request { prompt: &self.prompt, end_mark: &self.end_mark, ..self.settings }
+    }
+}
+
 /// Why a generation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {

@@ -1,67 +1,40 @@
 //! The backbone in this process answers: many conversations in a batch, or one at a time with the CUDA engine.
 
-use std::ops::ControlFlow;
-
 use super::answer::{Answered, Answerer, Question, WrittenAnswer};
 use super::error::{AnswerError, DistillError};
-use crate::decode::DecodeLoop;
-use crate::decode::batch::SequenceBatch;
 use crate::decode::request::{Generation, Request};
-use crate::decode::step::Drafting;
+use crate::decode::texts::TextDecoder;
 use crate::engine::sample::Sampling;
 
 /// Answers with a backbone.
 #[derive(Debug)]
 pub struct BackboneAnswerer<'a> {
     sampling: Sampling,
-    decoding: Decoding<'a>,
-}
-
-#[derive(Debug)]
-enum Decoding<'a> {
-    Together(Box<SequenceBatch<'a>>),
-    OneByOne { decoding: Box<dyn DecodeLoop + 'a>, answered: Option<(usize, Generation)>, tokens: usize },
+    decoder: Box<dyn TextDecoder + 'a>,
 }
 
 impl<'a> BackboneAnswerer<'a> {
-    /// Answers many conversations in a batch.
-    pub fn together(batch: SequenceBatch<'a>, sampling: Sampling) -> Self {
-        Self { sampling, decoding: Decoding::Together(Box::new(batch)) }
-    }
-
-    /// Answers one conversation at a time, with the loop's drafter.
-    pub fn one_by_one(decoding: Box<dyn DecodeLoop + 'a>, sampling: Sampling) -> Self {
-        Self { sampling, decoding: Decoding::OneByOne { decoding, answered: None, tokens: 0 } }
+    /// Samples each answer with its question's stream.
+    pub fn new(decoder: Box<dyn TextDecoder + 'a>, sampling: Sampling) -> Self {
+        Self { sampling, decoder }
     }
 }
 
 impl Answerer for BackboneAnswerer<'_> {
     fn has_room(&self) -> bool {
-        match &self.decoding {
-            Decoding::Together(batch) => batch.has_room(),
-            Decoding::OneByOne { answered, .. } => answered.is_none(),
-        }
+        self.decoder.has_room()
     }
 
     fn is_idle(&self) -> bool {
-        match &self.decoding {
-            Decoding::Together(batch) => batch.is_idle(),
-            Decoding::OneByOne { answered, .. } => answered.is_none(),
-        }
+        self.decoder.is_idle()
     }
 
     fn batch_size(&self) -> usize {
-        match &self.decoding {
-            Decoding::Together(batch) => batch.size().get(),
-            Decoding::OneByOne { .. } => 1,
-        }
+        self.decoder.size().get()
     }
 
     fn tokens(&self) -> usize {
-        match &self.decoding {
-            Decoding::Together(batch) => batch.tokens(),
-            Decoding::OneByOne { tokens, .. } => *tokens,
-        }
+        self.decoder.tokens()
     }
 
     fn enter(&mut self, question: Question) -> Result<(), AnswerError> {
@@ -71,29 +44,14 @@ impl Answerer for BackboneAnswerer<'_> {
             end_mark: &question.end_mark,
             ..Request::greedy(&question.prompt.ids, question.max_new_tokens.get())
         };
-        match &mut self.decoding {
-            Decoding::Together(batch) => Ok(batch.enter(question.conversation, &request)?),
-            Decoding::OneByOne { decoding, answered, tokens } => {
-                decoding.reset();
-                let answer = decoding.decode(Drafting::On, &request, &mut |_| ControlFlow::Continue(()))?;
-                *tokens += answer.new_ids.len();
-                *answered = Some((question.conversation, answer));
-                Ok(())
-            }
-        }
+        Ok(self.decoder.enter(question.conversation, &request)?)
     }
 
     fn step(&mut self) -> Result<Vec<Answered>, DistillError> {
-        let ended = match &mut self.decoding {
-            Decoding::Together(batch) => batch.step()?,
-            Decoding::OneByOne { answered, .. } => {
-                answered.take().map(|(conversation, answer)| (conversation, Ok(answer))).into_iter().collect()
-            }
-        };
         let answered = |(conversation, generation): (usize, Result<Generation, _>)| {
             (conversation, generation.map(WrittenAnswer::from).map_err(AnswerError::from))
         };
-        Ok(ended.into_iter().map(answered).collect())
+        Ok(self.decoder.step()?.into_iter().map(answered).collect())
     }
 
     /// Answers that are not whole cannot be kept.
@@ -116,8 +74,10 @@ mod tests {
 
     use super::*;
     use crate::data::prompts::PromptInput;
+    use crate::decode::batch::SequenceBatch;
     use crate::decode::host_loop::HostLoop;
     use crate::decode::request::FinishReason;
+    use crate::decode::texts::SerialDecoder;
     use crate::distill::render::Rendered;
     use crate::draft::Drafter;
     use crate::draft::heads::{Heads, HeadsShape};
@@ -157,8 +117,10 @@ mod tests {
             let batch = SequenceBatch::new(Box::new(TchEngine::for_batches(&llama)), None, NonZeroUsize::MIN);
             let drafter: Box<dyn Drafter> = Box::new(MedusaDrafter::new(&llama, &heads, &tree).unwrap());
             let with_heads = HostLoop::new(Box::new(TchEngine::new(&llama)), Some((drafter, Acceptance::Greedy)));
-            let answerers =
-                [BackboneAnswerer::together(batch, greedy), BackboneAnswerer::one_by_one(Box::new(with_heads), greedy)];
+            let answerers = [
+                BackboneAnswerer::new(Box::new(batch), greedy),
+                BackboneAnswerer::new(Box::new(SerialDecoder::new(Box::new(with_heads)).with_resets()), greedy),
+            ];
             let [slow, fast] = answerers.map(|mut answerer| {
                 answerer.enter(question.clone()).unwrap();
                 loop {

@@ -8,6 +8,7 @@ use super::{FIRST_STEPS, LatencyError, MIN_STEPS, nonsense, steps_within};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
 use crate::decode::request::Request;
+use crate::decode::texts::TextDecoder;
 use crate::draft::Drafter;
 use crate::draft::trained::TrainedDrafter;
 use crate::engine::Engine;

@@ -8,25 +8,14 @@ use super::job::Job;
 use super::metrics::ServerMetrics;
 use super::open_text::{OpenText, failure};
 use crate::data::tokenize::TextTokenizer;
-use crate::decode::DecodeLoop;
-use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
-use crate::decode::request::{Generation, ToldTokens};
-use crate::decode::step::Drafting;
-
-/// How the texts of a server are decoded.
-#[derive(Debug)]
-pub enum TextDecoding<'a> {
-    /// Several in a step.
-    Together(Box<SequenceBatch<'a>>),
-    /// One after the other, by a loop without batches.
-    OneByOne(Box<dyn DecodeLoop + 'a>),
-}
+use crate::decode::request::Generation;
+use crate::decode::texts::TextDecoder;
 
 /// Decodes the jobs of a server.
 #[derive(Debug)]
 pub struct Worker<'a> {
-    decoding: TextDecoding<'a>,
+    decoder: Box<dyn TextDecoder + 'a>,
     tokenizer: &'a TextTokenizer,
     metrics: ServerMetrics,
     /// In the order in which they came.
@@ -36,8 +25,8 @@ pub struct Worker<'a> {
 
 impl<'a> Worker<'a> {
     /// Without texts.
-    pub fn new(decoding: TextDecoding<'a>, tokenizer: &'a TextTokenizer, metrics: ServerMetrics) -> Self {
-        Self { decoding, tokenizer, metrics, open: BTreeMap::new(), next_key: 0 }
+    pub fn new(decoder: Box<dyn TextDecoder + 'a>, tokenizer: &'a TextTokenizer, metrics: ServerMetrics) -> Self {
+        Self { decoder, tokenizer, metrics, open: BTreeMap::new(), next_key: 0 }
     }
 
     /// Decodes until nobody can send jobs any more.
@@ -49,22 +38,16 @@ impl<'a> Worker<'a> {
             }
             jobs.try_iter().for_each(|job| self.enter(job));
             self.let_abandoned_go();
+            self.gauge();
             self.step();
-            match &self.decoding {
-                TextDecoding::Together(batch) => self.gauge(batch.running_and_waiting().0, batch.prefix_bytes()),
-                TextDecoding::OneByOne(_) => self.gauge(0, 0),
-            }
+            self.gauge();
         }
     }
 
     fn enter(&mut self, job: Job) {
         let key = self.next_key;
         self.next_key += 1;
-        let entered = match &mut self.decoding {
-            TextDecoding::Together(batch) => batch.enter(key, &job.text.request()),
-            TextDecoding::OneByOne(_) => Ok(()),
-        };
-        match entered {
+        match self.decoder.enter(key, &job.text.request()) {
             Ok(()) => {
                 self.open.insert(key, OpenText::new(job, self.tokenizer));
             }
@@ -79,48 +62,22 @@ impl<'a> Worker<'a> {
         let abandoned = self.open.iter().filter(|(_, text)| text.job.events.is_closed()).map(|(key, _)| *key);
         for key in abandoned.collect::<Vec<_>>() {
             let text = self.open.remove(&key);
-            let generation = match &mut self.decoding {
-                TextDecoding::Together(batch) => batch.cancel(key),
-                TextDecoding::OneByOne(_) => None,
-            };
-            if let (Some(text), Some(Ok(generation))) = (text, generation) {
+            if let (Some(text), Some(Ok(generation))) = (text, self.decoder.cancel(key)) {
                 text.count(&generation, &self.metrics);
             }
         }
     }
 
     fn step(&mut self) {
-        match &mut self.decoding {
-            TextDecoding::Together(batch) => {
-                let (open, metrics) = (&mut self.open, &self.metrics);
-                let stepped = batch.step_telling(&mut |key, told| match open.get_mut(&key) {
-                    Some(text) => text.take(told, metrics),
-                    None => ControlFlow::Break(()),
-                });
-                match stepped {
-                    Ok(ended) => ended.into_iter().for_each(|(key, generation)| self.end(key, generation)),
-                    Err(error) => self.fail(&error),
-                }
-            }
-            TextDecoding::OneByOne(_) if self.open.is_empty() => {} // the only client has gone
-            TextDecoding::OneByOne(_) => {
-                self.gauge(1, 0);
-                self.decode_oldest();
-            }
+        let (open, metrics) = (&mut self.open, &self.metrics);
+        let stepped = self.decoder.step_telling(&mut |key, told| match open.get_mut(&key) {
+            Some(text) if !text.job.events.is_closed() => text.take(told, metrics),
+            _ => ControlFlow::Break(()),
+        });
+        match stepped {
+            Ok(ended) => ended.into_iter().for_each(|(key, generation)| self.end(key, generation)),
+            Err(error) => self.fail(&error),
         }
-    }
-
-    fn decode_oldest(&mut self) {
-        let Some((key, text)) = self.open.iter_mut().next() else { return };
-        let TextDecoding::OneByOne(decoding) = &mut self.decoding else { return };
-        let (key, written) = (*key, text.job.text.clone());
-        let metrics = &self.metrics;
-        let generation =
-            decoding.decode(Drafting::On, &written.request(), &mut |ids| match text.job.events.is_closed() {
-                true => ControlFlow::Break(()),
-                false => text.take(ToldTokens { ids, scored: &[] }, metrics),
-            });
-        self.end(key, generation);
     }
 
     fn end(&mut self, key: usize, generation: Result<Generation, DecodeError>) {
@@ -133,19 +90,18 @@ impl<'a> Worker<'a> {
 
     /// A step that failed: all its texts fail, and the next ones begin anew.
     fn fail(&mut self, error: &DecodeError) {
-        if let TextDecoding::Together(batch) = &mut self.decoding {
-            batch.clear();
-        }
+        self.decoder.clear();
         for text in std::mem::take(&mut self.open).into_values() {
             text.job.tell(failure(error));
         }
     }
 
-    fn gauge(&self, running: usize, prefix_bytes: usize) {
+    fn gauge(&self) {
+        let (running, _) = self.decoder.running_and_waiting();
         let gauges = [
             (&self.metrics.running, running),
             (&self.metrics.waiting, self.open.len() - running),
-            (&self.metrics.prefix_bytes, prefix_bytes),
+            (&self.metrics.prefix_bytes, self.decoder.prefix_bytes()),
         ];
         gauges.into_iter().for_each(|(gauge, value)| gauge.set(i64::try_from(value).unwrap_or(i64::MAX)));
     }
@@ -166,6 +122,7 @@ mod tests {
 
     use super::super::job::{TextEvent, TextSettings, WantedText};
     use super::*;
+    use crate::decode::batch::SequenceBatch;
     use crate::engine::sample::{Sampling, Stream};
     use crate::engine::tch::TchEngine;
     use crate::engine::{Engine, RowTokens};
@@ -255,7 +212,7 @@ mod tests {
         let fails = Rc::new(Cell::new(false));
         let engine = Failing { engine: TchEngine::for_batches(&llama), fails: fails.clone(), most_tokens: 40 };
         let batch = SequenceBatch::new(Box::new(engine), None, NonZeroUsize::new(4).expect("above 0"));
-        let decoding = TextDecoding::Together(Box::new(batch.with_prefix_cache(1 << 20)));
+        let decoding = Box::new(batch.with_prefix_cache(1 << 20));
         check(Worker::new(decoding, &tokenizer, ServerMetrics::new().expect("metrics")), &fails);
     }
 

@@ -26,6 +26,7 @@ use crate::data::tokenize::{TextTokenizer, narrow};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::identity::identity;
 use crate::decode::request::Request;
+use crate::decode::texts::SerialDecoder;
 use crate::distill::answer::Answerer;
 use crate::distill::local::BackboneAnswerer;
 use crate::distill::output::{ClaimedShare, Output};
@@ -177,7 +178,8 @@ impl DistillArgs {
         let Some(engine) = engine else {
             let drafts = decoder.drafter().map(|drafter| Drafts::new(backbone, drafter, ACCEPTANCE)).transpose()?;
             let request = Request { sampling, ..Request::greedy(&[], 0) };
-            return Ok(BackboneAnswerer::one_by_one(self.engine.take(decoder, drafts, &request, common)?, sampling));
+            let serial = SerialDecoder::new(self.engine.take(decoder, drafts, &request, common)?).with_resets();
+            return Ok(BackboneAnswerer::new(Box::new(serial), sampling));
         };
         let drafts = decoder.drafter().map(|drafter| Drafts::for_batches(backbone, drafter, ACCEPTANCE)).transpose()?;
         let guesses = drafts.as_ref().map_or(0, |(_, guesses)| *guesses);
@@ -190,7 +192,8 @@ impl DistillArgs {
         if let Some(bytes) = prefixes {
             batch = batch.with_prefix_cache(bytes);
         }
-        Ok(BackboneAnswerer::together(if device == Device::Cpu { batch } else { batch.with_room(tokens) }, sampling))
+        let batch = if device == Device::Cpu { batch } else { batch.with_room(tokens) };
+        Ok(BackboneAnswerer::new(Box::new(batch), sampling))
     }
 
     /// The engine of a batch; `None` for the CUDA engine.

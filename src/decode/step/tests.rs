@@ -11,6 +11,7 @@ use super::super::DecodeLoop;
 use super::super::batch::SequenceBatch;
 use super::super::host_loop::HostLoop;
 use super::super::request::Request;
+use super::super::texts::TextDecoder;
 use super::*;
 use crate::draft::ngram::NgramDrafter;
 use crate::engine::tch::TchEngine;

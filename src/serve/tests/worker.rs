@@ -5,9 +5,10 @@ use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::request::{Generation, OnTokens, Request};
 use crate::decode::step::Drafting;
+use crate::decode::texts::SerialDecoder;
 use crate::serve::api::request::TextRequest;
 use crate::serve::service::RequestedTexts;
-use crate::serve::worker::{TextDecoding, Worker};
+use crate::serve::worker::Worker;
 
 /// Writes the token 8 until a text is full, and looks at the gauges before each text.
 #[derive(Debug)]
@@ -47,7 +48,7 @@ fn decoded(
     let eights = Eights { metrics: metrics.clone(), seen: seen.clone() };
     let places = service.places.clone();
     drop(service); // nobody can send more
-    Worker::new(TextDecoding::OneByOne(Box::new(eights)), &PROMPTING.tokenizer, metrics.clone()).run(&jobs);
+    Worker::new(Box::new(SerialDecoder::new(Box::new(eights))), &PROMPTING.tokenizer, metrics.clone()).run(&jobs);
     assert_eq!((metrics.running.get(), metrics.waiting.get(), places.available_permits()), (0, 0, PLACES));
     let seen = seen.lock().expect("no test panics").clone();
     (seen, open.into_iter().map(ids_of).collect())
@@ -134,7 +135,7 @@ fn pairs(is_end_guessed: bool, stop: &[String]) -> (EndedText, [u64; 3]) {
     let mut texts = service.enter(&request, vec![Arc::from([5, 6, 7])]).expect("a place");
     let metrics = service.recorder.metrics.clone();
     drop(service); // nobody can send more
-    let decoding = TextDecoding::OneByOne(Box::new(Pairs { is_end_guessed }));
+    let decoding = Box::new(SerialDecoder::new(Box::new(Pairs { is_end_guessed })));
     Worker::new(decoding, &PROMPTING.tokenizer, metrics.clone()).run(&jobs);
     let counters = [&metrics.new_tokens, &metrics.accepted_tokens, &metrics.steps].map(|counter| counter.get());
     assert_eq!(metrics.between_tokens.get_sample_count(), counters[2].min(4) - 1, "one latency between two steps");

@@ -21,6 +21,7 @@ use crate::cli::progress::Counter;
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
 use crate::decode::stats::GeneratedTokens;
+use crate::decode::texts::TextDecoder;
 use crate::dtype::Dtype;
 use crate::engine::sample::Stream;
 use crate::formats::bench::PLAIN;

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::decode::likelihood::{ScoredToken, scored};
+use crate::decode::request::ToldTokens;
 use crate::numbers::{Finite, Positive};
 use crate::tree::accept::TypicalAcceptance;
 

@@ -9,6 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use super::*;
 use crate::decode::DecodeLoop;
 use crate::decode::host_loop::HostLoop;
+use crate::decode::request::ToldTokens;
 use crate::draft::by_load::LoadDrafter;
 use crate::engine::cpu::CpuEngine;
 use crate::tree::by_load::{AtLoad, ByLoad};

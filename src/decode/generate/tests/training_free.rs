@@ -7,6 +7,7 @@ use super::*;
 use crate::decode::DecodeLoop;
 use crate::decode::batch::SequenceBatch;
 use crate::decode::step::Drafting;
+use crate::decode::texts::TextDecoder;
 use crate::draft::joined::JoinedDrafter;
 use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};
 use crate::draft::memory::Memory;
