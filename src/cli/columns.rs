@@ -1,4 +1,4 @@
-//! Tables in aligned columns.
+//! Tables in aligned columns. Crates that draw tables break the words of a cell where the terminal is too narrow; here whole columns go below.
 
 /// Aligns the columns, the first to the left, the others to the right. Columns that do not fit `width` stand below, behind the first one
 /// again.

@@ -1,5 +1,5 @@
 //! Breaks the lines of messages between words, where a terminal would break them anywhere. Text that goes into a file or a pipe keeps its
-//! lines, so that `grep` finds them.
+//! lines, so that `grep` finds them. (textwrap would save `broken` alone: it knows nothing of quoted commands, tables and hanging `name   text` lines.)
 
 use console::{Term, measure_text_width};
 

@@ -42,7 +42,7 @@ impl ParquetBatches {
 
     fn of(file: File, names: Option<&ColumnNames>) -> Result<Self, RowProblem> {
         let pages = Arc::new(file.try_clone().map_err(broken)?);
-        if !thrift::is_footer_bounded(&mut file.try_clone().map_err(broken)?).map_err(broken)? {
+        if !thrift::is_footer_bounded(&file).map_err(broken)? {
             return Err(broken("its footer counts more items than it has bytes"));
         }
         let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(broken)?;
@@ -65,10 +65,9 @@ impl ParquetBatches {
 }
 
 fn check_page_headers(file: &File, group: &RowGroupMetaData, wanted: &ProjectionMask) -> Result<(), RowProblem> {
-    let mut file = file.try_clone().map_err(broken)?;
     for (_, column) in group.columns().iter().enumerate().filter(|(leaf, _)| wanted.leaf_included(*leaf)) {
         let (start, length) = column.byte_range();
-        if !thrift::are_page_headers_bounded(&mut file, start..start.saturating_add(length)).map_err(broken)? {
+        if !thrift::are_page_headers_bounded(file, start..start.saturating_add(length)).map_err(broken)? {
             return Err(broken("a page header has too many bytes, or counts more items than it has bytes"));
         }
     }

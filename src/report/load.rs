@@ -1,7 +1,7 @@
 //! A load of `medusa bench` as plots: throughput and latencies against the number of requests in flight.
 
 use super::axis::Range;
-use super::plot::{OTHER_DASHES, Plot, Series, SeriesKind};
+use super::plot::{OTHER_DASHES, Plot, Series, marked_lines};
 use crate::formats::load::{LatencyQuantiles, LoadResult};
 
 /// Throughput, time to first token, time per output token, and latency of a request; those that were measured.
@@ -36,18 +36,8 @@ fn latencies(results: &[LoadResult], figure: fn(&LoadResult) -> Option<LatencyQu
 
 /// A line for each drafter or model, in the order of the results.
 fn lines(results: &[LoadResult], suffix: &str, figure: impl Fn(&LoadResult) -> Option<f64>) -> Vec<Series> {
-    let mut names: Vec<String> = Vec::new();
-    for name in results.iter().map(|result| result.source.name()) {
-        if !names.contains(&name) {
-            names.push(name);
-        }
-    }
-    let series = |(at, name): (usize, String)| {
-        let own = results.iter().filter(|result| result.source.name() == name);
-        let mut points: Vec<(f64, f64)> =
-            own.filter_map(|result| Some((result.concurrency as f64, figure(result)?))).collect();
-        points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        Series { name: format!("{name}{suffix}"), style: at + 1, kind: SeriesKind::Marked, points }
-    };
-    names.into_iter().enumerate().map(series).collect()
+    marked_lines(results.iter().map(|result| {
+        let point = figure(result).map(|figure| (result.concurrency as f64, figure));
+        (format!("{}{suffix}", result.source.name()), point)
+    }))
 }

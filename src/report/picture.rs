@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use minijinja::HtmlEscape;
 
-use super::plot::{HEIGHT, LegendEntry, Plot, WIDTH};
+use super::plot::{self, HEIGHT, LegendEntry, Plot, WIDTH};
 use super::{load, sweep};
 use crate::formats::bench::BenchResult;
 use crate::formats::load::{LoadResult, LoadSource};
@@ -52,7 +52,7 @@ pub fn draw_load(results: &[LoadResult]) -> String {
 /// Plots in rows of two below a common legend.
 fn draw(title: &str, about: &str, plots: &[Plot]) -> String {
     let width = width(plots);
-    let (legend, lines) = legend(&legend_of(plots), width - MARGIN);
+    let (legend, lines) = legend(&plot::legend(plots), width - MARGIN);
     let top = LEGEND + LEGEND_LINE * (lines - 1.0) + HEADING;
     let rows = plots.len().div_ceil(COLUMNS) as f64;
     let row_height = HEIGHT + BELOW_HEADING + HEADING;
@@ -93,17 +93,6 @@ fn conditions(result: &BenchResult) -> String {
 
 fn text(svg: &mut String, class: &str, (x, y): (f64, f64), words: &str) {
     let _ = writeln!(svg, "<text class=\"{class}\" x=\"{x:.0}\" y=\"{y:.0}\">{}</text>", HtmlEscape(words)); // as above
-}
-
-/// The lines of all plots, each once.
-fn legend_of(plots: &[Plot]) -> Vec<LegendEntry> {
-    let mut all: Vec<LegendEntry> = Vec::new();
-    for entry in plots.iter().flat_map(Plot::legend) {
-        if !all.contains(&entry) {
-            all.push(entry);
-        }
-    }
-    all
 }
 
 /// The legend up to `right`, and how many lines it takes.

@@ -43,6 +43,20 @@ pub(super) struct Series {
     pub(super) points: Vec<(f64, f64)>,
 }
 
+/// A line for each name, in the order in which the names come, with its points from left to right.
+pub(super) fn marked_lines(named: impl Iterator<Item = (String, Option<(f64, f64)>)>) -> Vec<Series> {
+    let mut lines: Vec<Series> = Vec::new();
+    for (name, point) in named {
+        let at = lines.iter().position(|line| line.name == name).unwrap_or(lines.len());
+        if at == lines.len() {
+            lines.push(Series { name, style: at + 1, kind: SeriesKind::Marked, points: vec![] });
+        }
+        lines[at].points.extend(point);
+    }
+    lines.iter_mut().for_each(|line| line.points.sort_by(|a, b| a.0.total_cmp(&b.0)));
+    lines
+}
+
 /// Lines on the same axes.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Plot {
@@ -113,7 +127,7 @@ impl Plot {
         self.marks((&x, &y), &mut svg);
         svg.push_str("<line class=\"rule\" hidden=\"\"/></svg>\n");
         let (title, unit) = (self.title.clone(), self.unit);
-        Drawn { title, unit, logarithmic: y.logarithmic, legend: self.legend(), has_train, has_marked, svg }
+        Drawn { title, unit, logarithmic: y.logarithmic, legend: legend([self]), has_train, has_marked, svg }
     }
 
     /// Draws axes and lines, [`WIDTH`] by [`HEIGHT`], for a picture that has other things too.
@@ -140,18 +154,6 @@ impl Plot {
             let (class, name) = (series.class(of_several_kinds), series.full_name(of_several_kinds));
             line(series, (&class, &name), (x, y), svg);
         }
-    }
-
-    /// The lines by name.
-    pub(super) fn legend(&self) -> Vec<LegendEntry> {
-        let mut entries: Vec<LegendEntry> = Vec::new();
-        for series in self.series.iter().filter(|series| !series.points.is_empty()) {
-            let entry = LegendEntry { name: series.name.clone(), style: style_class(series.style) };
-            if !entries.contains(&entry) {
-                entries.push(entry);
-            }
-        }
-        entries
     }
 
     /// The opening tag with a description for screen readers, and with the axes' ranges for the pointer script.
@@ -181,6 +183,19 @@ impl Plot {
         let lines: Vec<String> = self.series.iter().filter_map(described).collect();
         format!("Over the {}. {}", self.x, lines.join(" "))
     }
+}
+
+/// The lines of plots by name, each once.
+pub(super) fn legend<'p>(plots: impl IntoIterator<Item = &'p Plot>) -> Vec<LegendEntry> {
+    let mut entries: Vec<LegendEntry> = Vec::new();
+    let drawn = plots.into_iter().flat_map(|plot| &plot.series).filter(|series| !series.points.is_empty());
+    for series in drawn {
+        let entry = LegendEntry { name: series.name.clone(), style: style_class(series.style) };
+        if !entries.contains(&entry) {
+            entries.push(entry);
+        }
+    }
+    entries
 }
 
 fn x_of(axis: &Axis, value: f64) -> f64 {

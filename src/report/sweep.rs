@@ -1,7 +1,7 @@
 //! A sweep of `medusa bench` as plots: speed and tokens per step against the swept value.
 
 use super::axis::Range;
-use super::plot::{Plot, Series, SeriesKind};
+use super::plot::{Plot, Series, SeriesKind, marked_lines};
 use crate::formats::bench::{BenchResult, DecodingComparison};
 
 /// Both plots; none without a sweep.
@@ -58,20 +58,9 @@ fn plain(swept: &[&BenchResult]) -> Series {
 
 /// A line for each drafter.
 fn of_drafters(swept: &[&BenchResult], figure: fn(&DecodingComparison) -> f64) -> Vec<Series> {
-    let mut names: Vec<String> = Vec::new();
-    for name in swept.iter().filter(|result| !result.is_plain()).map(|result| name(result, swept)) {
-        if !names.contains(&name) {
-            names.push(name);
-        }
-    }
-    let series = |(at, of): (usize, String)| {
-        let own = swept.iter().filter(|result| !result.is_plain() && name(result, swept) == of);
-        let mut points: Vec<(f64, f64)> =
-            own.filter_map(|result| Some((value(result)?, figure(&result.all)))).collect();
-        points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        Series { name: of, style: at + 1, kind: SeriesKind::Marked, points }
-    };
-    names.into_iter().enumerate().map(series).collect()
+    let drafted = swept.iter().filter(|result| !result.is_plain());
+    let point = |result: &BenchResult| Some((value(result)?, figure(&result.all)));
+    marked_lines(drafted.map(|result| (name(result, swept), point(result))))
 }
 
 /// The drafter, with its weights if another result has others.

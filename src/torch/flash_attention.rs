@@ -91,23 +91,6 @@ const fn is_emulated() -> bool {
 }
 
 #[cfg(test)]
-pub(crate) mod emulation;
+pub(crate) mod tests;
 #[cfg(test)]
-use emulation::is_emulated;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn segments_begin_where_texts_do_and_empty_ones_are_left_out() {
-        let Segments { bounds, longest } = Segments::new(&[3, 0, 2, 0], Device::Cpu);
-        assert_eq!((bounds.kind(), longest), (Kind::Int, 3));
-        assert_eq!(Vec::<i32>::try_from(&bounds).unwrap(), [0, 3, 5]);
-    }
-
-    #[test]
-    fn it_runs_on_no_cpu() {
-        assert!(!runs_on(&Tensor::zeros([4, 2, 64], (Kind::BFloat16, Device::Cpu))));
-    }
-}
+use tests::emulation::is_emulated;

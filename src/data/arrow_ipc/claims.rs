@@ -1,5 +1,8 @@
 //! The sizes that an Arrow file claims, checked before a reader reserves memory for them: one changed byte can claim exabytes, and memory
 //! that cannot be reserved ends the process.
+//!
+//! The arrow crate bounds what it reads by what the file has (apache/arrow-rs#10521), but not what it unpacks: it reserves what a packed buffer
+//! claims (`decompress_lz4` and `decompress_zstd` of arrow-ipc 60.1). So the messages are found here too, and a file that was cut off is told as one.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -17,16 +20,14 @@ const END: u64 = 10;
 pub(super) fn check_file(file: &File) -> Result<(), ArrowError> {
     let size = file.metadata()?.len();
     let Some(end) = size.checked_sub(END) else { return Ok(()) }; // the reader tells it
-    let length = i32::from_le_bytes(array_at(file, end)?);
-    let footer = u64::try_from(length).ok().filter(|length| *length <= end).ok_or_else(|| beyond("footer", length))?;
+    let footer = within(end, "footer", i32::from_le_bytes(array_at(file, end)?))?;
     let bytes = bytes_at(file, end - footer, footer)?;
-    let footer = root_as_footer(&bytes).map_err(|error| ArrowError::ParseError(error.to_string()))?;
-    let blocks = footer.dictionaries().into_iter().chain(footer.recordBatches());
-    for block in blocks.flatten() {
-        let sizes = [block.offset(), i64::from(block.metaDataLength()), block.bodyLength()];
-        let [offset, header, body] = sizes.map(|size| u64::try_from(size).unwrap_or(u64::MAX));
-        let body_at = offset.checked_add(header).filter(|at| at.checked_add(body).is_some_and(|end| end <= size));
-        let body_at = body_at.ok_or_else(|| beyond("block", format!("{sizes:?}")))?;
+    let footer = root_as_footer(&bytes).map_err(unreadable)?;
+    for block in footer.dictionaries().into_iter().chain(footer.recordBatches()).flatten() {
+        let offset = within(size, "block", block.offset())?;
+        let header = within(size - offset, "block", block.metaDataLength())?;
+        let body_at = offset + header;
+        let body = within(size - body_at, "block", block.bodyLength())?;
         let bytes = bytes_at(file, offset, header)?;
         let prefix = if bytes.starts_with(&CONTINUATION) { 8 } else { 4 };
         check_message(file, bytes.get(prefix..).unwrap_or_default(), [body_at, body])?;
@@ -44,17 +45,13 @@ pub(super) fn check_stream(file: &File) -> Result<(), ArrowError> {
             word = array_at(file, at)?;
             at += 4;
         }
-        let length = i32::from_le_bytes(word);
-        let header = u64::try_from(length).ok().filter(|length| *length <= size - at);
-        let header = header.ok_or_else(|| beyond("header", length))?;
+        let header = within(size - at, "header", i32::from_le_bytes(word))?;
         if header == 0 {
             break; // the end, as streams mark it
         }
         let bytes = bytes_at(file, at, header)?;
         at += header;
-        let message = root_as_message(&bytes).map_err(|error| ArrowError::ParseError(error.to_string()))?;
-        let body = u64::try_from(message.bodyLength()).ok().filter(|length| *length <= size - at);
-        let body = body.ok_or_else(|| beyond("block", message.bodyLength()))?;
+        let body = within(size - at, "block", root_as_message(&bytes).map_err(unreadable)?.bodyLength())?;
         check_message(file, &bytes, [at, body])?;
         at += body;
     }
@@ -63,7 +60,7 @@ pub(super) fn check_stream(file: &File) -> Result<(), ArrowError> {
 
 /// Checks what the packed buffers of a block say that they unpack to.
 fn check_message(file: &File, bytes: &[u8], [body_at, body]: [u64; 2]) -> Result<(), ArrowError> {
-    let message = root_as_message(bytes).map_err(|error| ArrowError::ParseError(error.to_string()))?;
+    let message = root_as_message(bytes).map_err(unreadable)?;
     let of_dictionary = || message.header_as_dictionary_batch()?.data();
     let batch: Option<RecordBatch<'_>> = message.header_as_record_batch().or_else(of_dictionary);
     let rows = batch
@@ -75,29 +72,33 @@ fn check_message(file: &File, bytes: &[u8], [body_at, body]: [u64; 2]) -> Result
         )));
     }
     let Some(batch) = batch.filter(|batch| batch.compression().is_some()) else { return Ok(()) };
-    let mut unpacked = 0;
+    let mut unpacked = 0_i64;
     for buffer in batch.buffers().into_iter().flatten().filter(|buffer| buffer.length() >= 8) {
-        let at = u64::try_from(buffer.offset()).ok().filter(|at| at.checked_add(8).is_some_and(|end| end <= body));
-        let at = at.ok_or_else(|| beyond("buffer", buffer.offset()))?;
-        unpacked = match i64::from_le_bytes(array_at(file, body_at + at)?) {
-            -1 => unpacked, // it is not packed
-            claimed => {
-                let sum =
-                    Some(claimed).filter(|claimed| *claimed >= 0).and_then(|claimed| claimed.checked_add(unpacked));
-                sum.filter(|sum| *sum <= ARROW_BLOCK_BYTES).ok_or_else(|| {
-                    let most = ARROW_BLOCK_BYTES >> 20;
-                    ArrowError::IpcError(format!(
-                        "a block claims to unpack to {claimed} bytes; expected at most {most} MiB, so write smaller blocks"
-                    ))
-                })?
-            }
-        };
+        let at = body_at + within(body.saturating_sub(8), "buffer", buffer.offset())?;
+        let claimed = i64::from_le_bytes(array_at(file, at)?);
+        if claimed == -1 {
+            continue; // it is not packed
+        }
+        unpacked = unpacked.saturating_add(claimed);
+        if claimed < 0 || unpacked > ARROW_BLOCK_BYTES {
+            let most = ARROW_BLOCK_BYTES >> 20;
+            return Err(ArrowError::IpcError(format!(
+                "a block claims to unpack to {claimed} bytes; expected at most {most} MiB, so write smaller blocks"
+            )));
+        }
     }
     Ok(())
 }
 
-fn beyond(what: &str, got: impl std::fmt::Display) -> ArrowError {
-    ArrowError::IpcError(format!("the file ends before its {what}, whose size and place are {got}"))
+/// A length or a place that the file has as many bytes for.
+fn within(bytes: u64, what: &str, length: impl Into<i64>) -> Result<u64, ArrowError> {
+    let length = length.into();
+    let beyond = || ArrowError::IpcError(format!("the file ends before its {what}, whose size or place is {length}"));
+    u64::try_from(length).ok().filter(|length| *length <= bytes).ok_or_else(beyond)
+}
+
+fn unreadable(error: impl std::fmt::Display) -> ArrowError {
+    ArrowError::ParseError(error.to_string())
 }
 
 fn array_at<const N: usize>(file: &File, at: u64) -> Result<[u8; N], ArrowError> {

@@ -1,14 +1,16 @@
 //! Refuses a footer or a page header that counts more items than it has bytes. The parquet crate passes over lists of Booleans that it does
-//! not know without reading a byte for each: 20 bytes can be four billion of them.
+//! not know without reading a byte for each: 20 bytes can be two billion of them. (`skip_till_depth` of parquet 60.1; apache/arrow-rs#9874 has what
+//! else of its reader is to be hardened.)
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
 
+use parquet::file::FOOTER_SIZE;
+use parquet::file::metadata::FooterTail;
+
 use crate::bounds::PARQUET_PAGE_HEADER_BYTES;
 
-/// Behind the footer: its length, and this.
-const MAGIC: &[u8; 4] = b"PAR1";
 /// Levels that the parquet crate passes over.
 const DEPTH: usize = 64;
 /// Bytes that most page headers fit into.
@@ -46,9 +48,8 @@ enum ThriftFault {
 ///
 /// # Errors
 /// The I/O error.
-pub(super) fn is_footer_bounded(file: &mut File) -> io::Result<bool> {
-    let bytes = footer(file)?;
-    Ok(Thrift::new(&bytes).pass(kind::STRUCT, 0) != Err(ThriftFault::TooMany))
+pub(super) fn is_footer_bounded(file: &File) -> io::Result<bool> {
+    Ok(Thrift::new(&footer(file)?).pass(kind::STRUCT, 0) != Err(ThriftFault::TooMany))
 }
 
 /// Whether every header of a column chunk's pages ends within [`PARQUET_PAGE_HEADER_BYTES`] and counts no more items than it may have bytes. `bytes` is where the chunk stands in
@@ -56,7 +57,7 @@ pub(super) fn is_footer_bounded(file: &mut File) -> io::Result<bool> {
 ///
 /// # Errors
 /// The I/O error.
-pub(super) fn are_page_headers_bounded(file: &mut File, mut bytes: Range<u64>) -> io::Result<bool> {
+pub(super) fn are_page_headers_bounded(file: &File, mut bytes: Range<u64>) -> io::Result<bool> {
     while bytes.start < bytes.end {
         match page_length(file, &bytes)? {
             Ok(length) => bytes.start = bytes.start.saturating_add(length),
@@ -67,14 +68,11 @@ pub(super) fn are_page_headers_bounded(file: &mut File, mut bytes: Range<u64>) -
 }
 
 /// Bytes of the first page, its header included. A header that is longer than what was read is read again.
-fn page_length(file: &mut File, bytes: &Range<u64>) -> io::Result<Result<u64, ThriftFault>> {
+fn page_length(file: &File, bytes: &Range<u64>) -> io::Result<Result<u64, ThriftFault>> {
     let most = PARQUET_PAGE_HEADER_BYTES.min(bytes.end - bytes.start);
     let mut length = HEADER_BYTES.min(most);
     loop {
-        let mut start = vec![];
-        file.seek(SeekFrom::Start(bytes.start))?;
-        file.take(length).read_to_end(&mut start)?;
-        let page = Thrift::new(&start).page_length();
+        let page = Thrift::new(&bytes_at(file, bytes.start, length)?).page_length();
         if page.is_err() && length == PARQUET_PAGE_HEADER_BYTES {
             return Ok(Err(ThriftFault::TooMany));
         }
@@ -86,21 +84,17 @@ fn page_length(file: &mut File, bytes: &Range<u64>) -> io::Result<Result<u64, Th
 }
 
 /// The footer's bytes; none in a file that is not Parquet, or encrypted.
-fn footer(file: &mut File) -> io::Result<Vec<u8>> {
-    let end = file.seek(SeekFrom::End(0))?;
-    let mut tail = [0; 8];
-    if end < tail.len() as u64 {
-        return Ok(vec![]);
-    }
-    file.seek(SeekFrom::Start(end - 8))?;
-    file.read_exact(&mut tail)?;
-    let ([length, magic], _) = tail.as_chunks::<4>() else { return Ok(vec![]) };
-    let length = u64::from(u32::from_le_bytes(*length));
-    if magic != MAGIC || length > end - 8 {
-        return Ok(vec![]);
-    }
+fn footer(file: &File) -> io::Result<Vec<u8>> {
+    let Some(end) = file.metadata()?.len().checked_sub(FOOTER_SIZE as u64) else { return Ok(vec![]) };
+    let tail = FooterTail::try_from(bytes_at(file, end, FOOTER_SIZE as u64)?.as_slice()).ok();
+    let length = tail.filter(|tail| !tail.is_encrypted_footer()).map_or(0, |tail| tail.metadata_length() as u64);
+    end.checked_sub(length).map_or(Ok(vec![]), |start| bytes_at(file, start, length))
+}
+
+/// Fewer at the file's end.
+fn bytes_at(mut file: &File, start: u64, length: u64) -> io::Result<Vec<u8>> {
     let mut bytes = vec![];
-    file.seek(SeekFrom::Start(end - 8 - length))?;
+    file.seek(SeekFrom::Start(start))?;
     file.take(length).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
@@ -242,11 +236,11 @@ mod tests {
     }
 
     fn is_bounded_file(bytes: &[u8]) -> bool {
-        is_footer_bounded(&mut file_of(bytes)).unwrap()
+        is_footer_bounded(&file_of(bytes)).unwrap()
     }
 
     fn with_footer(footer: &[u8]) -> Vec<u8> {
-        [MAGIC, footer, &(footer.len() as u32).to_le_bytes(), MAGIC].concat()
+        [b"PAR1", footer, &(footer.len() as u32).to_le_bytes(), b"PAR1"].concat()
     }
 
     #[test]
@@ -290,24 +284,24 @@ mod tests {
         let batch = RecordBatch::try_from_iter([("text", texts)]).unwrap();
         let small = WriterProperties::builder().set_data_page_size_limit(1 << 16).set_write_batch_size(16);
         let small = small.set_statistics_enabled(EnabledStatistics::Page).set_statistics_truncate_length(None).build();
-        let mut file = tempfile::tempfile().unwrap();
+        let file = tempfile::tempfile().unwrap();
         let mut writer = ArrowWriter::try_new(file.try_clone().unwrap(), batch.schema(), Some(small)).unwrap();
         writer.write(&batch).unwrap();
         let (start, length) = writer.close().unwrap().row_group(0).column(0).byte_range();
         let (mut at, mut pages) = (start, 0);
         while at < start + length {
-            at += page_length(&mut file, &(at..start + length)).unwrap().unwrap();
+            at += page_length(&file, &(at..start + length)).unwrap().unwrap();
             pages += 1;
         }
         assert_eq!((pages > 20, at), (true, start + length), "{pages}");
-        assert!(are_page_headers_bounded(&mut file, start..start + length).unwrap());
+        assert!(are_page_headers_bounded(&file, start..start + length).unwrap());
     }
 
     #[test]
     fn a_page_header_with_more_items_than_bytes_is_not_bounded() {
         let page = [0x35, 6, 0, 1, 2, 3]; // field 3: three bytes follow the header
         let booleans = |count: &[u8]| [&page[..], &[0x39, 0xf1], count, &[0x05, 6, 6, 0, 1, 2, 3]].concat();
-        let is_bounded = |bytes: &[u8]| are_page_headers_bounded(&mut file_of(bytes), 0..bytes.len() as u64).unwrap();
+        let is_bounded = |bytes: &[u8]| are_page_headers_bounded(&file_of(bytes), 0..bytes.len() as u64).unwrap();
         assert!(is_bounded(&[page, page].concat()) && is_bounded(&booleans(&[3])));
         assert!(!is_bounded(&booleans(&[0xff, 0xff, 0xff, 0xff, 0x0e])));
         assert!(

@@ -1,7 +1,6 @@
 //! What a server's answers were like.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -11,19 +10,17 @@ use crate::distill::refusal::Refusal;
 use crate::http::EndpointError;
 use crate::plural::counted;
 
-/// Counts of a run's answers, while they come.
+/// What is known of a run's answers, while they come.
 #[derive(Debug, Default)]
-pub struct ServerTally {
-    retries: AtomicUsize,
-    rate_limited: AtomicUsize,
-    prompts_differ: AtomicUsize,
-    answers_differ: AtomicUsize,
-    unchecked: AtomicUsize,
-    other_model: AtomicUsize,
-    refused: AtomicUsize,
-    last_error: Mutex<Option<String>>,
-    first_fault: Mutex<Option<String>>,
-    news: Mutex<Vec<String>>,
+pub struct ServerTally(Mutex<AnswersSoFar>);
+
+#[derive(Debug, Default)]
+struct AnswersSoFar {
+    counts: ServerCounts,
+    refused: usize,
+    last_error: Option<String>,
+    first_fault: Option<String>,
+    news: Vec<String>,
 }
 
 /// [`ServerTally`] at one moment.
@@ -44,52 +41,47 @@ pub struct ServerCounts {
 }
 
 impl ServerTally {
+    fn so_far(&self) -> MutexGuard<'_, AnswersSoFar> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The counts so far.
     pub fn counts(&self) -> ServerCounts {
-        let count = |counter: &AtomicUsize| counter.load(Ordering::Relaxed);
-        ServerCounts {
-            retries: count(&self.retries),
-            rate_limited: count(&self.rate_limited),
-            prompts_differ: count(&self.prompts_differ),
-            answers_differ: count(&self.answers_differ),
-            unchecked: count(&self.unchecked),
-            other_model: count(&self.other_model),
-        }
+        self.so_far().counts.clone()
     }
 
     /// Why a request was last sent again.
     pub fn last_error(&self) -> Option<String> {
-        self.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.so_far().last_error.clone()
     }
 
     /// Questions of this run that are refused.
     pub fn refused(&self) -> usize {
-        self.refused.load(Ordering::Relaxed)
+        self.so_far().refused
     }
 
     /// What happened for the first time since the last call and the user should know at once.
     pub fn news(&self) -> Vec<String> {
-        std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    fn tell(&self, line: String) {
-        self.news.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+        std::mem::take(&mut self.so_far().news)
     }
 
     /// The first conversation whose tokens or model are others, in words.
     pub fn first_fault(&self) -> Option<String> {
-        self.first_fault.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.so_far().first_fault.clone()
     }
 
     pub(super) fn note_retry(&self, error: &EndpointError) {
-        self.retries.fetch_add(1, Ordering::Relaxed);
-        self.rate_limited.fetch_add(usize::from(error.is_rate_limit()), Ordering::Relaxed);
-        *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+        let mut so_far = self.so_far();
+        so_far.counts.retries += 1;
+        so_far.counts.rate_limited += usize::from(error.is_rate_limit());
+        so_far.last_error = Some(error.to_string());
     }
 
     pub(super) fn note_refused(&self, conversation: usize, why: &Refusal) {
-        if self.refused.fetch_add(1, Ordering::Relaxed) == 0 {
-            self.tell(format!(
+        let mut so_far = self.so_far();
+        so_far.refused += 1;
+        if so_far.refused == 1 {
+            so_far.news.push(format!(
                 "conversation {conversation} is refused: {why}; the run goes on and counts (--strict makes this an error)"
             ));
         }
@@ -97,37 +89,40 @@ impl ServerTally {
 
     pub(super) fn note_last_answers(&self, open: usize, wait: Duration) {
         let (answers, seconds) = (counted(open, "answer"), wait.as_secs());
-        self.tell(format!("the run ends; waiting up to {seconds} s for {answers} under way: Ctrl-C ends it now"));
+        let news = format!("the run ends; waiting up to {seconds} s for {answers} under way: Ctrl-C ends it now");
+        self.so_far().news.push(news);
     }
 
     pub(super) fn note_no_token_ids(&self, error: &EndpointError) {
-        self.tell(format!(
+        self.so_far().news.push(format!(
             "the server refuses return_token_ids ({error}): from now on the tokens of answers are made of their text"
         ));
     }
 
     pub(super) fn note(&self, conversation: usize, faults: &[Disagreement]) {
         let is_unchecked = |fault: &Disagreement| matches!(fault, Disagreement::Unchecked { .. });
+        let mut so_far = self.so_far();
+        let counts = &mut so_far.counts;
         for fault in faults {
-            let counter = match fault {
-                Disagreement::Prompt { .. } => &self.prompts_differ,
-                Disagreement::Answer { .. } => &self.answers_differ,
-                Disagreement::Model { .. } => &self.other_model,
-                Disagreement::Unchecked { .. } => continue,
-            };
-            counter.fetch_add(1, Ordering::Relaxed);
+            match fault {
+                Disagreement::Prompt { .. } => counts.prompts_differ += 1,
+                Disagreement::Answer { .. } => counts.answers_differ += 1,
+                Disagreement::Model { .. } => counts.other_model += 1,
+                Disagreement::Unchecked { .. } => {}
+            }
         }
-        self.unchecked.fetch_add(usize::from(faults.iter().any(is_unchecked)), Ordering::Relaxed);
+        counts.unchecked += usize::from(faults.iter().any(is_unchecked));
         if let Some(fault) = faults.iter().find(|fault| !is_unchecked(fault)) {
-            self.note_fault(format!("conversation {conversation}: {fault}"));
+            so_far.note_fault(format!("conversation {conversation}: {fault}"));
         }
     }
+}
 
-    fn note_fault(&self, fault: String) {
-        let mut first = self.first_fault.lock().unwrap_or_else(PoisonError::into_inner);
-        if first.is_none() {
-            self.tell(format!("{fault}; the run goes on and counts (--strict makes this an error)"));
-            *first = Some(fault);
+impl AnswersSoFar {
+    fn note_fault(&mut self, fault: String) {
+        if self.first_fault.is_none() {
+            self.news.push(format!("{fault}; the run goes on and counts (--strict makes this an error)"));
+            self.first_fault = Some(fault);
         }
     }
 }

@@ -6,7 +6,7 @@ use super::*;
 use crate::model::config::LlamaConfig;
 use crate::model::mask::additive;
 use crate::torch::Generator;
-use crate::torch::flash_attention::emulation::emulated;
+use crate::torch::flash_attention::tests::emulation::emulated;
 
 const T: i64 = 2 * CAPPED_BLOCK + 37;
 

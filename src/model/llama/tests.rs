@@ -4,7 +4,7 @@ use super::*;
 use crate::model::adapters::attach_new;
 use crate::model::backward::Keep;
 use crate::torch::Generator;
-use crate::torch::flash_attention::emulation::emulated;
+use crate::torch::flash_attention::tests::emulation::emulated;
 
 fn config(sliding_window: Option<i64>) -> LlamaConfig {
     LlamaConfig { sliding_window, ..LlamaConfig::tiny() }

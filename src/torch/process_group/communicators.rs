@@ -130,7 +130,7 @@ fn id_of(offers: &[Vec<u8>]) -> Result<UniqueId, String> {
 mod tests {
     use tch::{Device, Kind, Tensor};
 
-    use super::super::nccl::fake::{FAILS, FakeNccl, IS_BUSY, IS_LOST};
+    use super::super::nccl::tests::fake::{FAILS, FakeNccl, IS_BUSY, IS_LOST};
     use super::*;
 
     /// Those of rank 0 of two, with the fake NCCL of this thread.

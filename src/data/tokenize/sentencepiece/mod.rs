@@ -1,5 +1,16 @@
 //! SentencePiece: reads a `tokenizer.model` and cuts text into its pieces, with the ids of sentencepiece itself. Knows nothing of
 //! chat templates, and of special tokens only those that are pieces of the file.
+//!
+//! transformers turns such a file into the BPE and unigram models of the tokenizers crate. Plain BPE, as in Llama's and Mistral's files, keeps its
+//! ids there; other files do not (crate 0.23, sentencepiece 0.2.3), so that this code would be needed beside a conversion. Smallest examples, with the
+//! pieces of sentencepiece first, then the crate's:
+//!
+//! - BPE with `ab`, and `bc` user-defined, which is never cut: `abc` is `a bc`, not `ab c`.
+//! - BPE with `ab`, and `bc` unused, which falls apart again after it was joined: `abc` is `a b c`, not `ab c`.
+//! - BPE with `bc` and `ab` of the same score, the left one first: `abc` is `ab c`, not `a bc`. A merge of the crate has a rank of its own.
+//! - Unigram with byte fallback: `<0x41>` is six bytes, not the byte 0x41.
+//! - Rule `nmt_nfkc`: `ﬁ` with an accent is `f`, `i` and the accent; the crate's `Precompiled` replaces clusters of letters and loses the accent.
+//! - `treat_whitespace_as_suffix`: `a` is `a▁`, not `▁a`; the crate has no such rule.
 
 mod bpe;
 mod charsmap;

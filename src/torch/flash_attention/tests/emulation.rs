@@ -9,7 +9,7 @@ use std::sync::Once;
 
 use tch::{Kind, Tensor};
 
-use super::super::dispatcher::{Handle, Operand};
+use crate::torch::dispatcher::{Handle, Operand};
 
 type Kernel = unsafe extern "C" fn(*mut u64, u64, u64);
 
@@ -31,8 +31,8 @@ thread_local! {
     static IS_ON: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether [`super::runs_on`] answers yes for every tensor, on this thread.
-pub(super) fn is_emulated() -> bool {
+/// Whether [`runs_on`](super::super::runs_on) answers yes for every tensor, on this thread.
+pub(in crate::torch::flash_attention) fn is_emulated() -> bool {
     IS_ON.get()
 }
 

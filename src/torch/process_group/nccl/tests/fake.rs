@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 
-use super::*;
+use super::super::*;
 
 /// What the fake is asked for, and answers, in this thread.
 #[derive(Debug, Default)]
