@@ -17,7 +17,7 @@
 //! ```text
 //! L13 cli bin           one file per subcommand
 //! L12 recipe  report    recipes, the only TOML read here; a run's HTML page
-//! L11 serve             an OpenAI-compatible server
+//! L11 serve  session    an OpenAI-compatible server; from paths and names to a loaded model that decodes
 //! L10 calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
 //! L9  train             the training loop, whose evaluations decode
 //! L8  decode            the decoding loops
@@ -73,6 +73,7 @@ pub mod plural;
 pub mod recipe;
 pub mod report;
 pub mod serve;
+pub mod session;
 pub mod torch;
 pub mod train;
 pub mod tree;

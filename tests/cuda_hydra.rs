@@ -2,7 +2,6 @@
 //! projection of low rank guess what they guess with the product. Without a GPU, the loop runs on the oracles of its kernels, and on the
 //! kernels' own code in an emulator.
 
-use medusa::cli::drafter::ReadyDrafter;
 use medusa::decode::DecodeLoop;
 use medusa::decode::device::DeviceLoop;
 use medusa::decode::generate;
@@ -20,6 +19,7 @@ use medusa::engine::cuda::shape::{Shape, UnsupportedModel};
 use medusa::engine::fastest::fastest;
 use medusa::formats::tree::DynamicTree;
 use medusa::model::llama::Llama;
+use medusa::session::drafter::ReadyDrafter;
 use medusa::tree::accept::{Acceptance, TypicalAcceptance};
 use medusa::tree::guess_tree::GuessTree;
 use medusa::tree::sparse_tree::SparseTree;

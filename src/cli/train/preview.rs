@@ -7,13 +7,12 @@ use std::path::PathBuf;
 use serde::Serialize;
 use tch::Device;
 
-use crate::cli::{gibibytes, mebibytes};
 use crate::data::mix::MixedShare;
 use crate::data::store::RowStore;
 use crate::data::{BadRows, LoadReport};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::dtype::Dtype;
-use crate::plural::counted;
+use crate::plural::{counted, gibibytes, mebibytes};
 use crate::recipe::Recipe;
 use crate::torch::device_name;
 use crate::train::checked::CheckedRun;

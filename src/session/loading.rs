@@ -1,23 +1,21 @@
-//! Loads backbones: of `--backbone`, and draft models.
+//! Loads backbones: of a session, and draft models.
 
 use std::path::Path;
 
-use super::backbone::{backbone_config, report_keys_without_effect};
-use super::progress::Progress;
-use super::served::ModelOptions;
-use super::{CommonFlags, UsageError};
-use crate::draft::medusa::heads::Heads;
-use crate::draft::medusa::heads::import::folder_of;
+use super::error::{SessionError, UsageError};
+use super::opened::OpenedHeads;
+use super::reporter::{LoadContext, Reporter};
+use super::setup::ModelSetup;
 use crate::dtype::Dtype;
 use crate::engine::dtype::default_dtype;
-use crate::files::{is_file, is_folder};
+use crate::files::is_folder;
 use crate::formats::run_folder;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::model::device_map::DeviceMap;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
-use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
+use crate::model::peft::ADAPTER_FILE;
 use crate::model::quantization::Quantization;
 use crate::model::stages::Stages;
 use crate::model::weights::WeightFiles;
@@ -26,67 +24,68 @@ use crate::train::memory_plan::StageShape;
 use crate::train::stage_memory::balanced;
 use tch::Device;
 
-/// Loads a backbone in `--dtype`, by default its weights' own (for float16 on a CPU that of `served`, else [`default_dtype`]), quantised and
-/// with the context as in `served`. An adapter in the folder of `heads` is merged into it.
+/// Loads a backbone in the dtype of the context, by default its weights' own (for float16 on a CPU that of the heads' training, else
+/// [`default_dtype`]). An adapter in the folder of the heads is merged into it.
 ///
 /// # Errors
 /// If the device cannot be used, or the folder holds no backbone.
-pub fn load_backbone(
-    folder: &Path,
-    heads: Option<&Path>,
-    served: &ModelOptions,
-    common: &CommonFlags,
-    purpose: Purpose,
-) -> anyhow::Result<Llama> {
-    let config = backbone_config(folder)?;
-    report_keys_without_effect(folder, common)?;
-    let device = common.device.resolve()?;
-    let dtype = match common.dtype {
+pub fn load_backbone(setup: &ModelSetup, purpose: Purpose, context: LoadContext) -> Result<Llama, SessionError> {
+    let (folder, config, quantization) = (&setup.backbone.folder, &setup.backbone.config, setup.quantization);
+    setup.backbone.report_keys_without_effect(context.reporter)?;
+    let device = context.device.resolve()?;
+    let dtype = match context.dtype {
         Some(dtype) => dtype,
-        None => dtype_without_flag(own_dtype(folder)?, served.dtype, device, common),
+        None => dtype_of_weights(own_dtype(setup)?, setup.trained_dtype, device, context.reporter),
     };
-    let (kind, quantization) = (dtype.kind(), served.quantization);
-    let stages = match &served.device_map {
+    let heads = setup.heads.as_deref();
+    let stages = match &setup.device_map {
         None => Stages::one(device),
-        Some(map) => spread(map, device, &SplitRequest { config: &config, heads, dtype, quantization })?,
+        Some(map) => spread(map, device, &SplitRequest { config, heads, dtype, quantization })?,
     };
-    let heads = heads.map(folder_of);
-    if let Some(tuned) = heads.map(|heads| heads.join(run_folder::BACKBONE)).filter(|tuned| tuned != folder)
-        && is_folder(&tuned)?
-    {
-        common.say(format_args!(
+    let adapter = heads.map_or(Ok(None), |heads| adapter_of(heads, setup, context.reporter))?;
+    let progress = context.reporter.begin(format!("loading {}", folder.display()));
+    let load = |purpose| Llama::load_with(folder, config.clone(), dtype.kind(), stages, purpose, quantization);
+    let mut backbone = match adapter {
+        None => load(purpose)?,
+        Some(adapter) => load(Purpose::Training)?.with_adapter(adapter, purpose)?,
+    };
+    drop(progress);
+    setup.context.into_iter().for_each(|tokens| backbone.set_context(tokens));
+    Ok(backbone)
+}
+
+/// The folder of the adapter to merge. Reports it, and heads that were trained together with another backbone.
+fn adapter_of<'h>(
+    heads: &'h OpenedHeads,
+    setup: &ModelSetup,
+    reporter: &dyn Reporter,
+) -> Result<Option<&'h Path>, SessionError> {
+    let (folder, tuned) = (&setup.backbone.folder, heads.folder().join(run_folder::BACKBONE));
+    if tuned != *folder && is_folder(&tuned)? {
+        reporter.notice(&format_args!(
             "these heads were trained together with the backbone in {}, not with {}",
             tuned.display(),
             folder.display()
         ));
     }
-    let is_adapted = heads.map(|heads| is_file(&heads.join(ADAPTER_CONFIG))).transpose()?;
-    let adapter = heads.filter(|_| is_adapted == Some(true));
+    let adapter = heads.adapter()?;
     if let Some(adapter) = adapter {
-        common.say(format_args!("merging the adapter beside the heads ({})", adapter.join(ADAPTER_FILE).display()));
+        let file = adapter.join(ADAPTER_FILE);
+        reporter.notice(&format_args!("merging the adapter beside the heads ({})", file.display()));
     }
-    let progress = Progress::waiting(format!("loading {}", folder.display()), common);
-    let mut backbone = match adapter {
-        None => Llama::load_on(folder, kind, stages, purpose, quantization)?,
-        Some(adapter) => {
-            Llama::load_on(folder, kind, stages, Purpose::Training, quantization)?.with_adapter(adapter, purpose)?
-        }
-    };
-    drop(progress);
-    served.context.into_iter().for_each(|tokens| backbone.set_context(tokens));
-    Ok(backbone)
+    Ok(adapter)
 }
 
 /// What `--device-map` spreads.
 struct SplitRequest<'s> {
     config: &'s LlamaConfig,
-    heads: Option<&'s Path>,
+    heads: Option<&'s OpenedHeads>,
     dtype: Dtype,
     quantization: Option<Quantization>,
 }
 
 /// The stages of `--device-map` on the GPUs of this process; `auto` spreads the weights, the heads' on the last GPU included.
-fn spread(map: &DeviceMap, device: Device, of: &SplitRequest) -> anyhow::Result<Stages> {
+fn spread(map: &DeviceMap, device: Device, of: &SplitRequest) -> Result<Stages, SessionError> {
     let (gpus, layers) = (SharedGpus::alone(device), of.config.num_hidden_layers);
     if let Some(expected) = map.expected_layers(layers).or_else(|| map.expected_gpus(gpus.of_each(device))) {
         return Err(UsageError(format!("--device-map {map}: expected {expected}")).into());
@@ -95,8 +94,9 @@ fn spread(map: &DeviceMap, device: Device, of: &SplitRequest) -> anyhow::Result<
     let counts = match map {
         DeviceMap::Layers(counts) => counts.clone(),
         DeviceMap::Auto => {
-            let heads = of.heads.map(|heads| Heads::check(heads, of.config)).transpose()?;
-            let heads = heads.map_or(0, |shape| numbers(shape.tensors().into_iter().map(|(_, size)| size)));
+            of.heads.map_or(Ok(()), |heads| heads.file.check(of.config))?;
+            let shape = of.heads.map(|heads| heads.file.shape());
+            let heads = shape.map_or(0, |shape| numbers(shape.tensors().into_iter().map(|(_, size)| size)));
             let element = of.dtype.kind().elt_size_in_bytes() as u64;
             balanced(layers, devices.len(), |stage| weight_bytes(stage, of, heads * element))
         }
@@ -122,7 +122,7 @@ fn numbers(sizes: impl IntoIterator<Item = Vec<i64>>) -> u64 {
 }
 
 /// `trained`: the dtype of the heads' training.
-fn dtype_without_flag(own: Dtype, trained: Option<Dtype>, device: Device, common: &CommonFlags) -> Dtype {
+fn dtype_of_weights(own: Dtype, trained: Option<Dtype>, device: Device, reporter: &dyn Reporter) -> Dtype {
     let fastest = default_dtype(own, device);
     if fastest == own {
         return own;
@@ -134,13 +134,13 @@ fn dtype_without_flag(own: Dtype, trained: Option<Dtype>, device: Device, common
         (None, _) => ", which is faster on a CPU",
     };
     let dtype = trained.unwrap_or(fastest);
-    common.say(format_args!("{own} weights: computing in {dtype}{why}"));
+    reporter.notice(&format_args!("{own} weights: computing in {dtype}{why}"));
     dtype
 }
 
 /// The dtype of a backbone's weights; float32 for float64.
-fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
-    let config = LlamaConfig::load(folder)?;
-    let embedding = WeightFiles::open(folder)?.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?;
-    Ok(Dtype::of(embedding.kind()).by_default())
+fn own_dtype(setup: &ModelSetup) -> Result<Dtype, SessionError> {
+    let LlamaConfig { vocab_size, hidden_size, .. } = setup.backbone.config;
+    let files = WeightFiles::open(&setup.backbone.folder)?;
+    Ok(Dtype::of(files.mapped(names::EMBED_TOKENS, &[vocab_size, hidden_size])?.kind()).by_default())
 }
