@@ -173,6 +173,14 @@ pub fn origin(folder: &Path) -> Option<HubSnapshot> {
     (snapshots.file_name()? == "snapshots").then(|| HubSnapshot { id: repo.replacen("--", "/", 1), commit })
 }
 
+/// The name of a folder in messages: `owner/name@commit` for a snapshot of the Hub, else its path.
+pub fn name_of(folder: &Path) -> String {
+    match origin(folder) {
+        Some(origin) => format!("{}@{}", origin.id, origin.commit),
+        None => folder.display().to_string(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -17,7 +17,7 @@
 //! ```text
 //! L14 cli bin           one file per subcommand
 //! L13 recipe  report    recipes, the only TOML read here; a run's HTML page
-//! L12 serve             an OpenAI-compatible server
+//! L12 serve  session    an OpenAI-compatible server; from paths and names to a loaded model that decodes
 //! L11 calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
 //! L10 train             the training loop, whose evaluations decode
 //! L9  decode            the decoding loops
@@ -76,6 +76,7 @@ pub mod plural;
 pub mod recipe;
 pub mod report;
 pub mod serve;
+pub mod session;
 pub mod torch;
 pub mod train;
 pub mod tree;

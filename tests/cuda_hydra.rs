@@ -2,7 +2,6 @@
 //! projection of low rank guess what they guess with the product. Without a GPU, the loop runs on the oracles of its kernels, and on the
 //! kernels' own code in an emulator.
 
-use medusa::cli::drafter::ReadyDrafter;
 use medusa::decode::DecodeLoop;
 use medusa::decode::device::DeviceLoop;
 use medusa::decode::generate;
@@ -20,6 +19,7 @@ use medusa::engine::cuda::shape::{Shape, UnsupportedModel};
 use medusa::engine::fastest::fastest;
 use medusa::formats::tree::DynamicTree;
 use medusa::model::llama::Llama;
+use medusa::session::drafter::ReadyDrafter;
 use medusa::tree::accept::{Acceptance, TypicalAcceptance};
 use medusa::tree::guess_tree::GuessTree;
 use medusa::tree::sparse_tree::SparseTree;
@@ -167,7 +167,7 @@ fn heads_that_the_kernels_cannot_run_are_refused_with_the_engines_that_can() {
     let truncated = heads_of(&llama, 2, HYDRA, 17)
         .with_token_map(TokenMap::new((0..VOCABULARY).collect(), Device::Cpu), VOCABULARY);
     let tree = GuessTree::Static(tree.clone());
-    let drafter = ReadyDrafter::of_heads(&llama, &truncated, &tree).expect("they fit");
+    let drafter = ReadyDrafter::trained(&llama, &truncated, &tree).expect("they fit");
     let draft = drafter.on_device().expect("a static tree");
     let error = DeviceLoop::new(&llama, Some((&draft, Acceptance::Greedy)), Ops::Oracle).unwrap_err();
     assert!(error.to_string().starts_with("the heads guess among a part of the vocabulary"), "{error}");
@@ -180,10 +180,10 @@ fn drafters_that_need_the_host_are_refused_with_the_engines_that_can() {
     let llama = backbone_of(config(2, None, 64), Kind::Float, 16);
     let heads = heads_of(&llama, 2, HYDRA, 17);
     let tree = GuessTree::Dynamic(DynamicTree { nodes: 8, depth: 2, top_k: 3 });
-    let dynamic = ReadyDrafter::of_heads(&llama, &heads, &tree).expect("they fit");
+    let dynamic = ReadyDrafter::trained(&llama, &heads, &tree).expect("they fit");
     for (drafter, what) in [
         (dynamic, "trees that are chosen at each step"),
-        (ReadyDrafter::Ngram(NgramDrafter::new(&llama), NgramDrafter::max_nodes()), "prompt lookup"),
+        (ReadyDrafter::new(NgramDrafter::new(&llama), "prompt lookup", NgramDrafter::max_nodes()), "prompt lookup"),
     ] {
         let expected = format!(
             "the CUDA engine drafts with Medusa and Hydra heads in static trees, not with {what}; use --engine tch, or --engine cpu on the CPU"
@@ -191,7 +191,7 @@ fn drafters_that_need_the_host_are_refused_with_the_engines_that_can() {
         assert_eq!(drafter.on_device().unwrap_err().to_string(), expected);
     }
     let tree = GuessTree::Static(SparseTree::cartesian(&[3, 2]).expect("10 nodes"));
-    let fixed = ReadyDrafter::of_heads(&llama, &heads, &tree).expect("they fit");
+    let fixed = ReadyDrafter::trained(&llama, &heads, &tree).expect("they fit");
     assert!(fixed.on_device().is_ok_and(|draft| draft.heads.is_some()));
 }
 

@@ -36,7 +36,7 @@ const CODE_LINES: [(&str, usize); 33] = [
     ("formats", 1973),
     ("fused", 534),
     ("http", 551),
-    ("hub", 1920),
+    ("hub", 1926),
     ("json", 67),
     ("key_use", 35),
     ("latency", 575),

@@ -26,6 +26,8 @@ use crate::decoding::World;
 
 mod context;
 mod exports;
+#[cfg(target_os = "linux")]
+mod opened;
 
 const TREE: [&str; 4] = ["--heads", "h", "--tree", "t.json"];
 const PROMPT: [i64; 4] = [1, 4, 5, 6];

@@ -13,10 +13,6 @@ use self::load::output::LoadOutput;
 use self::measure::{BenchDrafter, BenchRun};
 use self::progress::BenchProgress;
 use self::setting::{BenchSetting, no_fixed_tree};
-use super::decoder::Decoder;
-use super::drafter::loaded::LoadedDrafter;
-use super::drafter::plan::DrafterPlan;
-use super::drafter::{Drafts, ReadyDrafter};
 use super::prompts::{self, EndedEarly, IndexedPrompt};
 use super::{CommonFlags, UsageError, print_json, print_text, trained_on, wrap};
 use crate::data::chat_template::ChatTemplate;
@@ -27,6 +23,11 @@ use crate::engine::sample::Stream;
 use crate::files;
 use crate::formats::bench::BenchResult;
 use crate::formats::trained_prompts::MeasuredPrompts;
+use crate::session::Decoder;
+use crate::session::drafter::loaded::LoadedDrafter;
+use crate::session::drafter::plan::DrafterPlan;
+use crate::session::drafter::{Drafts, ReadyDrafter};
+use crate::session::reporter::LoadContext;
 use crate::tree::accept::Acceptance;
 use crate::tree::guess_tree::GuessTree;
 
@@ -113,13 +114,13 @@ impl<'a> Bench<'a> {
         progress: &BenchProgress,
     ) -> anyhow::Result<Vec<BenchResult>> {
         let Self { args, decoder, facts, rows, prompts, skipped, ref ended_early, common } = *self;
-        let silent = CommonFlags { quiet: true, ..common.clone() };
-        let notices = if progress.has_begun() { &silent } else { common }; // once per sweep
+        let context = common.context();
+        let once = if progress.has_begun() { context.silent() } else { context }; // once per sweep
         let request = setting.decoding.request(&[], Stream::default());
-        let contestants = contestants(args, (decoder, facts), ready, &request, notices)?;
+        let contestants = contestants(args, (decoder, facts), ready, &request, once)?;
         let plain = match rows.len() {
             1 => None,
-            _ => Some(RefCell::new(args.engine.take(decoder, None, &request, &silent)?)),
+            _ => Some(RefCell::new(args.engine.options().take(decoder, None, &request, context.silent())?)),
         };
         let fit = args.fit;
         let run = BenchRun { decoder, contestants, plain, setting, prompts, skipped, ended_early, fit, common };
@@ -155,7 +156,7 @@ fn run_load(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     };
     let prompts = prompts.iter().map(ids).collect::<anyhow::Result<Vec<_>>>()?;
     let levels = args.load.levels(prompts.len());
-    let (engine, decoding) = (args.engine, &args.decoding);
+    let (engine, decoding) = (args.engine.options(), &args.decoding);
     let bench = LoadBench { decoder: &decoder, facts: &facts, engine, decoding, prompts, common };
     let mut output = LoadOutput::new(args, common);
     let ended = bench.run(&levels, &mut output);
@@ -170,18 +171,18 @@ fn load(
     common: &CommonFlags,
 ) -> anyhow::Result<(Vec<Prompt>, Decoder, Vec<DrafterFacts>)> {
     let prompts = prompts::read(None, Some(&args.prompts), common)?;
-    let heads = backbone::heads(args, rows)?;
-    let served = backbone::served(args, rows, heads, common)?;
-    served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), args.backbone())?;
+    let setup = backbone::setup(args, rows, common)?;
+    setting::check_contexts(args, &setup)?;
+    setup.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()))?;
     let plans: Vec<DrafterPlan> = rows.iter().flatten().cloned().collect();
     let facts = |plan: &DrafterPlan| {
-        let prompts = trained_on(args, plan, &prompts, served.template.as_ref(), common)?;
+        let prompts = trained_on(args, plan, &prompts, setup.template.as_ref(), common)?;
         Ok(DrafterFacts { prompts, ..DrafterFacts::of(plan) })
     };
     let facts = plans.iter().map(facts).collect::<anyhow::Result<Vec<_>>>()?;
     // Trees that are searched need no notice about a missing --tree.
-    let loading = CommonFlags { quiet: common.quiet || args.nodes_flag().is_some(), ..common.clone() };
-    let decoder = args.engine.load(args.backbone(), heads, plans, served, &loading)?;
+    let context = if args.nodes_flag().is_some() { common.context().silent() } else { common.context() };
+    let decoder = args.engine.options().load(setup, plans, context)?;
     let with_parameters =
         |(facts, loaded): (DrafterFacts, &LoadedDrafter)| DrafterFacts { parameters: loaded.parameters(), ..facts };
     let facts = facts.into_iter().zip(&decoder.drafters).map(with_parameters).collect();
@@ -198,8 +199,8 @@ fn trained_on(
 ) -> anyhow::Result<Option<MeasuredPrompts>> {
     let Some(heads) = &plan.heads else { return Ok(None) };
     let count = |trained| trained_on::count_prompts(&trained, prompts, args.backbone(), template);
-    let measured = trained_on::of_heads(heads)?.map(count).transpose()?;
-    trained_on::report(measured, &heads.display().to_string(), args.fit.strict, common)?;
+    let measured = trained_on::of_heads(&heads.path)?.map(count).transpose()?;
+    trained_on::report(measured, &heads.path.display().to_string(), args.fit.strict, common)?;
     Ok(measured)
 }
 
@@ -212,7 +213,7 @@ fn drafts<'a>(
 ) -> anyhow::Result<Drafts<'a>> {
     let loaded = &decoder.drafters[at];
     let rule = setting.decoding.acceptance()?;
-    let drafter = ReadyDrafter::new(&decoder.backbone, loaded, trees[at].as_ref(), rule)?;
+    let drafter = ReadyDrafter::of_loaded(&decoder.backbone, loaded, trees[at].as_ref(), rule)?;
     let acceptance = match (setting.forced, drafter.tree()) {
         (None, _) => rule,
         (Some(rate), Some(tree)) => Acceptance::at_rate(rate.get(), tree).map_err(|why| UsageError(why.to_string()))?,
@@ -227,11 +228,11 @@ fn contestants<'a>(
     (decoder, facts): (&'a Decoder, &[DrafterFacts]),
     drafts: Vec<Drafts<'a>>,
     request: &Request,
-    common: &CommonFlags,
+    context: LoadContext,
 ) -> anyhow::Result<Vec<BenchDrafter<'a>>> {
     let contestant = |(drafts, facts): (Drafts<'a>, &DrafterFacts)| {
         let tree_nodes = drafts.drafter.max_nodes();
-        let decoding = args.engine.take(decoder, Some(drafts), request, common);
+        let decoding = args.engine.options().take(decoder, Some(drafts), request, context);
         let decoding = decoding.with_context(|| format!("--drafters {}", facts.name))?;
         Ok(BenchDrafter { facts: facts.clone(), tree_nodes, decoding: RefCell::new(decoding) })
     };

@@ -3,21 +3,18 @@
 use std::fmt::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use anyhow::Context;
 use clap::{ArgGroup, Args};
 use serde_json::json;
 
-use super::decoder::Decoder;
-use super::downloads::shown;
-use super::drafter::loaded::load_heads;
 use super::held_out;
-use super::loading::load_backbone;
 use super::numbers::{above_zero, temperature};
 use super::progress::Counter;
-use super::prompts::{self, EndedEarly, FitFlags};
+use super::prompts::{self, EndedEarly, FitFlags, each_turn};
 use super::reading::watched;
-use super::served::{ModelOptions, ServedFlags};
+use super::served::ServedFlags;
 use super::{CommonFlags, print_json, print_text, trained_on};
 use crate::calibrate::{self, CountedRows};
 use crate::data::cache::TokenCache;
@@ -30,20 +27,23 @@ use crate::data::{self, LoadSettings};
 use crate::decode::error::DecodeError;
 use crate::decode::own_answers::{RowPrompts, own_answer};
 use crate::decode::request::Request;
-use crate::draft::heads::Heads;
-use crate::draft::heads::import::HeadsFile;
 use crate::dtype::Dtype;
 use crate::engine::sample::{Sampling, Stream};
 use crate::formats::calibration::Calibration;
 use crate::formats::calibration_share::{CalibratedWork, CalibrationShare};
 use crate::formats::share::Share;
 use crate::formats::trained_prompts::{MeasuredPrompts, TrainedPrompts};
+use crate::hub;
 use crate::model::device_map::DeviceMap;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::weights::WeightFiles;
 use crate::numbers::NonNegative;
 use crate::plural::counted;
+use crate::session::loading::load_backbone;
+use crate::session::opened::{OpenedBackbone, OpenedHeads};
+use crate::session::setup::ModelSetup;
+use crate::session::{Decoder, SessionError};
 use crate::torch::device_kind;
 use crate::tree::calibration_shares;
 
@@ -125,24 +125,23 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if !args.merge.is_empty() {
         return merge(args, common);
     }
-    let measured = CalibratedFolders::of(args)?;
-    let served = args.served.resolve(measured.backbone, Some(measured.heads), common)?;
-    let served = ModelOptions { device_map: args.device_map.clone(), ..served };
+    let model = CalibratedModel::open(args, common)?;
+    let (folder, heads_file) = (model.setup.backbone.folder.clone(), model.heads.clone());
     let MeasuredRows { backbone, rows, prompts, too_long } = match &args.prompts {
-        Some(prompts) => answers_to_file(args, measured, prompts, served, common)?,
-        None if args.data.is_empty() => answers_to_held_out(args, measured, served, common)?,
-        None => given_text(args, measured, served, common)?,
+        Some(prompts) => answers_to_file(args, model, prompts, common)?,
+        None if args.data.is_empty() => answers_to_held_out(args, &model, common)?,
+        None => given_text(args, &model, common)?,
     };
-    let heads = load_heads(measured.heads, &backbone, common)?.for_decoding(); // in the dtype and layout that decoding uses
+    let heads = heads_file.load(&backbone, common)?.for_decoding(); // in the dtype and layout that decoding uses
     let counter = Counter::new(args.shard.ids(rows.len()).count(), 0, "rows", common);
     let on_row = |done| counter.set(done, "");
     let counted_rows = calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), args.shard, on_row)?;
     drop(counter);
-    let heads_sha256 = HeadsFile::open(measured.heads)?.sha256()?;
+    let heads_sha256 = heads_file.file.sha256()?;
     if args.shard != Share::WHOLE {
         let of = CalibratedWork {
             heads_sha256,
-            backbone_fingerprint: WeightFiles::open(measured.backbone)?.fingerprint()?,
+            backbone_fingerprint: WeightFiles::open(&folder)?.fingerprint()?,
             dtype: Dtype::of(backbone.kind()).to_string(),
             device: device_kind(backbone.device()),
             quantization: backbone.quantization().map(|quantization| quantization.to_string()),
@@ -151,11 +150,11 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
             prompts,
             top_k: args.top_k.get(),
             dynamic_top_k: counted_rows.dynamic.top_k,
-            backbone: shown(measured.backbone),
+            backbone: hub::name_of(&folder),
         };
         return save_share(args, counted_rows, of, common);
     }
-    let calibration = counted_rows.counts.sign(shown(measured.backbone), heads_sha256)?;
+    let calibration = counted_rows.counts.sign(hub::name_of(&folder), heads_sha256)?;
     let calibration = Calibration { dynamic: Some(counted_rows.dynamic), prompts, ..calibration };
     calibration.save(&args.out)?;
     common.say(format_args!(
@@ -177,46 +176,51 @@ struct MeasuredRows {
     too_long: Option<usize>,
 }
 
-/// What is measured.
-#[derive(Debug, Clone, Copy)]
-struct CalibratedFolders<'a> {
-    backbone: &'a Path,
-    heads: &'a Path,
+/// What is measured, before its weights are read.
+struct CalibratedModel {
+    setup: ModelSetup,
+    heads: Rc<OpenedHeads>,
 }
 
-impl<'a> CalibratedFolders<'a> {
-    fn of(args: &'a CalibrateArgs) -> anyhow::Result<Self> {
-        let backbone = args.backbone.as_deref().context("--backbone is given")?;
-        Ok(Self { backbone, heads: args.heads.as_deref().context("--heads is given")? })
+impl CalibratedModel {
+    fn open(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<Self> {
+        let backbone = OpenedBackbone::open(args.backbone.as_deref().context("--backbone is given")?)?;
+        let heads = OpenedHeads::open(args.heads.as_deref().context("--heads is given")?)?;
+        let setup = args.served.options().resolve(backbone, Some(heads.clone()), common)?;
+        Ok(Self { setup: ModelSetup { device_map: args.device_map.clone(), ..setup }, heads })
+    }
+
+    fn folder(&self) -> &Path {
+        &self.setup.backbone.folder
     }
 
     /// How many of the prompts that `count` counts the heads were trained on, which is reported.
     fn trained_on(
-        self,
+        &self,
         count: impl FnOnce(&TrainedPrompts) -> anyhow::Result<MeasuredPrompts>,
         args: &CalibrateArgs,
         common: &CommonFlags,
     ) -> anyhow::Result<Option<MeasuredPrompts>> {
-        let prompts = trained_on::of_heads(self.heads)?.map(|trained| count(&trained)).transpose()?;
-        trained_on::report(prompts, &self.heads.display().to_string(), args.fit.strict, common)?;
+        let path = &self.heads.path;
+        let prompts = trained_on::of_heads(path)?.map(|trained| count(&trained)).transpose()?;
+        trained_on::report(prompts, &path.display().to_string(), args.fit.strict, common)?;
         Ok(prompts)
     }
 
     fn trained_on_rows(
-        self,
+        &self,
         rows: &RowStore,
         args: &CalibrateArgs,
-        served: &ModelOptions,
         common: &CommonFlags,
     ) -> anyhow::Result<Option<MeasuredPrompts>> {
-        let template = served.template.as_ref();
-        self.trained_on(|trained| trained_on::count_rows(trained, rows, self.backbone, template), args, common)
+        let template = self.setup.template.as_ref();
+        self.trained_on(|trained| trained_on::count_rows(trained, rows, self.folder(), template), args, common)
     }
 
     /// The backbone, which the heads fit: that is known before minutes of decoding.
-    fn backbone_for(self, purpose: Purpose, served: &ModelOptions, common: &CommonFlags) -> anyhow::Result<Llama> {
-        let backbone = load_backbone(self.backbone, Some(self.heads), served, common, purpose)?;
-        Heads::check(self.heads, &backbone.config)?;
+    fn backbone_for(&self, purpose: Purpose, common: &CommonFlags) -> Result<Llama, SessionError> {
+        let backbone = load_backbone(&self.setup, purpose, common.context())?;
+        self.heads.file.check(&backbone.config)?;
         Ok(backbone)
     }
 }
@@ -261,20 +265,19 @@ pub(super) fn merge(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Resul
 /// Answers to every turn of the prompts of a file.
 fn answers_to_file(
     args: &CalibrateArgs,
-    measured: CalibratedFolders,
+    model: CalibratedModel,
     file: &Path,
-    served: ModelOptions,
     common: &CommonFlags,
 ) -> anyhow::Result<MeasuredRows> {
     let prompts = prompts::read(None, Some(file), common)?;
-    served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), measured.backbone)?;
-    let template = served.template.as_ref();
-    let count = |trained: &_| trained_on::count_prompts(trained, &prompts, measured.backbone, template);
-    let met = measured.trained_on(count, args, common)?;
-    let backbone = measured.backbone_for(Purpose::Decoding, &served, common)?;
-    let tokenizer = TextTokenizer::load(measured.backbone)?;
+    model.setup.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()))?;
+    let template = model.setup.template.as_ref();
+    let count = |trained: &_| trained_on::count_prompts(trained, &prompts, model.folder(), template);
+    let met = model.trained_on(count, args, common)?;
+    let backbone = model.backbone_for(Purpose::Decoding, common)?;
+    let (tokenizer, template) = (TextTokenizer::load(model.folder())?, model.setup.template);
     let decoder =
-        Decoder { backbone, tokenizer: tokenizer.into(), template: served.template.map(Into::into), drafters: vec![] };
+        Decoder { backbone, tokenizer: tokenizer.into(), template: template.map(Into::into), drafters: vec![] };
     let (all, prompts) = (prompts.len(), args.fit.fitting(prompts, &decoder, common)?);
     let counter = Counter::new(prompts.len(), 0, "prompts", common);
     let (mut rows, mut ended_early) = (Vec::new(), EndedEarly::default());
@@ -283,9 +286,9 @@ fn answers_to_file(
             let row = args.answer(&decoder.backbone, ids, [*index as u64, turn])?;
             let new_ids = wide(&row.input_ids[ids.len()..]);
             rows.push(row);
-            decoder.text(&new_ids)
+            Ok(decoder.text(&new_ids)?)
         };
-        let answered = decoder.each_turn(&prompt.input, answer);
+        let answered = each_turn(&decoder, &prompt.input, answer);
         ended_early.note(*index, answered.with_context(|| format!("prompt {} of {all}", index + 1)), args.fit)?;
         counter.inc();
     }
@@ -298,17 +301,16 @@ fn answers_to_file(
 /// Answers to what stands before the answers of the rows that the heads' run held out.
 fn answers_to_held_out(
     args: &CalibrateArgs,
-    measured: CalibratedFolders,
-    served: ModelOptions,
+    model: &CalibratedModel,
     common: &CommonFlags,
 ) -> anyhow::Result<MeasuredRows> {
-    let (held_out, notice) = held_out::rows(measured.heads, common)?;
-    let met = measured.trained_on_rows(&held_out, args, &served, common)?;
+    let (held_out, notice) = held_out::rows(&model.heads.path, common)?;
+    let met = model.trained_on_rows(&held_out, args, common)?;
     common.say(notice);
     let RowPrompts { chosen, all } = RowPrompts::of(&held_out, args.max_prompts)?;
     let wanted = chosen.len();
     common.say(format_args!("the backbone answers {wanted} of their {} (--max-prompts)", counted(all, "prompt")));
-    let backbone = measured.backbone_for(Purpose::Decoding, &served, common)?;
+    let backbone = model.backbone_for(Purpose::Decoding, common)?;
     let counter = Counter::new(wanted, 0, "prompts", common);
     let answer = |(index, prompt): &(usize, Vec<i64>)| {
         let row = args.answer(&backbone, prompt, [*index as u64, 0]);
@@ -320,15 +322,10 @@ fn answers_to_held_out(
     Ok(MeasuredRows { backbone, rows: RowStore::in_memory(rows), prompts: met, too_long: None })
 }
 
-fn given_text(
-    args: &CalibrateArgs,
-    measured: CalibratedFolders,
-    served: ModelOptions,
-    common: &CommonFlags,
-) -> anyhow::Result<MeasuredRows> {
-    let backbone = measured.backbone_for(Purpose::Training, &served, common)?;
-    let (rows, report) = read_rows(args, measured.backbone, &backbone, served.template.as_ref(), common)?;
-    let prompts = measured.trained_on_rows(&rows, args, &served, common)?;
+fn given_text(args: &CalibrateArgs, model: &CalibratedModel, common: &CommonFlags) -> anyhow::Result<MeasuredRows> {
+    let backbone = model.backbone_for(Purpose::Training, common)?;
+    let (rows, report) = read_rows(args, model.folder(), &backbone, model.setup.template.as_ref(), common)?;
+    let prompts = model.trained_on_rows(&rows, args, common)?;
     common.say(report);
     common.say(
         "measured on the given text: if the backbone did not write it, decoding is measured better with --prompts",

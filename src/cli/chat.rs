@@ -10,12 +10,11 @@ use serde_json::json;
 
 use self::conversation::ChatHistory;
 use self::input::{Input, InputLines};
-use super::decoder::Decoder;
 use super::decoding::{DecodingFlags, StopFlags};
-use super::drafter::{DrafterFlags, Drafts};
+use super::drafter::DrafterFlags;
 use super::engine::EngineFlags;
 use super::exit::report;
-use super::served::{ServedFlags, TemplateFlag, needs_template};
+use super::served::ServedFlags;
 use super::signals::terminated;
 use super::{CommonFlags, Interrupted, UsageError, generate, interrupted, print_json};
 use crate::data::prompts::PromptError;
@@ -26,6 +25,11 @@ use crate::decode::step::Drafting;
 use crate::decode::text::{self, FinishedText, OnText, TextError, TextOptions};
 use crate::engine::sample::Stream;
 use crate::plural::counted;
+use crate::session::Decoder;
+use crate::session::drafter::Drafts;
+use crate::session::drafter::plan::deciding_heads;
+use crate::session::opened::OpenedBackbone;
+use crate::session::setup::{TemplateOption, needs_template};
 
 mod conversation;
 mod input;
@@ -81,13 +85,15 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
     args.decoding.unused_sampling(plan.is_some()).iter().for_each(|notice| common.say(notice));
-    let heads = args.drafter.heads(args.heads.as_deref());
-    let served = args.served.resolve(&args.backbone, heads, common)?;
-    if served.template.is_none() && args.served.chat_template != Some(TemplateFlag::None) {
+    let backbone = OpenedBackbone::open(&args.backbone)?;
+    let heads = deciding_heads(plan.as_ref(), args.heads.as_deref())?;
+    let setup = args.served.options().resolve(backbone, heads, common)?;
+    if setup.template.is_none() && args.served.chat_template != Some(TemplateOption::None) {
         let why = needs_template(&args.backbone);
         return Err(UsageError(format!("{why}, or none to continue raw text")).into());
     }
-    let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, common)?;
+    let engine = args.engine.options();
+    let decoder = engine.load(setup, plan.into_iter().collect(), common.context())?;
     let drafts = decoder.drafter().map(|drafter| Drafts::new(&decoder.backbone, drafter, acceptance)).transpose()?;
     let request = args.decoding.request(&[], Stream::default());
     let conversation = ChatHistory::new(&decoder, args.system.as_deref())?;
@@ -97,7 +103,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
         args,
         common,
         conversation,
-        decoding: args.engine.take(&decoder, drafts, &request, common)?,
+        decoding: engine.take(&decoder, drafts, &request, common.context())?,
         is_plain: false,
         answers: 0,
         dropped: 0,

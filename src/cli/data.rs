@@ -9,10 +9,9 @@ use anyhow::Context;
 use clap::Args;
 use serde_json::json;
 
-use super::backbone::backbone_config;
-use super::decoder::chat_template;
 use super::numbers::{above_zero, positive};
 use super::reading::watched;
+use super::served::chat_template;
 use super::{CommonFlags, UsageError, print_json, print_line, print_text};
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
@@ -26,6 +25,7 @@ use crate::data::{self, DataFile, LoadReport, LoadSettings, pack};
 use crate::files;
 use crate::numbers::Positive;
 use crate::plural::counted;
+use crate::session::opened::OpenedBackbone;
 
 /// Preview a training set: rows kept and dropped, packing, loss mask.
 #[derive(Debug, Args)]
@@ -126,7 +126,7 @@ fn limits(args: &DataArgs, tokenizer: Option<&TextTokenizer>) -> anyhow::Result<
         let folder = args.backbone.display();
         return Err(UsageError(format!("{folder} has no config.json, so no context: give --max-length TOKENS")).into());
     }
-    let config = backbone_config(&args.backbone)?;
+    let config = OpenedBackbone::open(&args.backbone)?.config;
     let context = usize::try_from(config.max_position_embeddings)?.try_into()?;
     Ok((usize::try_from(config.vocab_size)?, args.max_length.unwrap_or(context)))
 }

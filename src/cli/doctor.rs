@@ -7,8 +7,9 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 
-use super::busy_cores::{busy_cores, cores, disturb};
 use super::{CommonFlags, print_json, print_text};
+use crate::latency::busy_cores::{busy_cores, cores, disturb};
+use crate::latency::processors::{cpu_name, gpu_names};
 use crate::nvidia::device;
 use crate::torch::device_name;
 use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, cuda_runtime, memory};
@@ -174,27 +175,10 @@ fn runtime_version() -> Option<String> {
     Some(format!("{}.{}", version / 1000, version % 1000 / 10))
 }
 
-/// Read from the driver's files; empty without a driver.
-fn gpu_names() -> Vec<String> {
-    let Ok(gpus) = std::fs::read_dir("/proc/driver/nvidia/gpus") else { return Vec::new() };
-    let files = gpus.flatten().map(|gpu| gpu.path().join("information"));
-    files.filter_map(|file| colon_field(&std::fs::read_to_string(file).ok()?, "Model")).collect()
-}
-
 fn driver_version() -> Option<String> {
     let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
     let is_version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
     text.lines().next()?.split_whitespace().find(is_version).map(ToOwned::to_owned)
-}
-
-/// The names of the processor and of the GPUs, where the system tells them.
-pub(super) fn processors() -> Vec<String> {
-    cpu_name().into_iter().chain(gpu_names()).collect()
-}
-
-/// `None` outside Linux.
-fn cpu_name() -> Option<String> {
-    colon_field(&std::fs::read_to_string("/proc/cpuinfo").ok()?, "model name")
 }
 
 fn cpu() -> Cpu {
@@ -208,12 +192,6 @@ fn cpu() -> Cpu {
         mkl: tch::utils::has_mkl(),
         instructions: instructions(),
     }
-}
-
-/// The value of the first `name : value` line.
-fn colon_field(text: &str, name: &str) -> Option<String> {
-    let fields = text.lines().filter_map(|line| line.split_once(':'));
-    fields.into_iter().find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim().to_owned())
 }
 
 /// Instruction sets that determine libtorch's speed: vectors, and products in bfloat16 and int8.

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Instant;
 
-use super::drafter::spec::{DrafterPart, DrafterWeights};
 use super::progress::Progress;
-use super::{CommonFlags, UsageError, gibibytes, mebibytes};
-use crate::hub::{self, DataSplit, Hub, Observer, TransferEvent, Wanted, id};
-use crate::plural::counted;
+use super::{CommonFlags, UsageError};
+use crate::hub::{DataSplit, Hub, Observer, TransferEvent, Wanted, id};
+use crate::plural::{counted, gibibytes, mebibytes};
+use crate::session::drafter::spec::{DrafterPart, DrafterWeights};
 
 /// An argument that may be a Hub id.
 pub(super) enum HubArgument<'a> {
@@ -99,14 +99,6 @@ fn only(id: &Path, files: Vec<PathBuf>) -> anyhow::Result<PathBuf> {
             let (id, names) = (id.display(), names.join(", "));
             Err(UsageError(format!("{id} has several files ({names}); name one: owner/name/file")).into())
         }
-    }
-}
-
-/// The name of a folder in messages: `owner/name@commit` for a snapshot of the Hub, else its path.
-pub(super) fn shown(folder: &Path) -> String {
-    match hub::origin(folder) {
-        Some(origin) => format!("{}@{}", origin.id, origin.commit),
-        None => folder.display().to_string(),
     }
 }
 

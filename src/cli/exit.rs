@@ -8,6 +8,7 @@ use super::CommonFlags;
 use super::print::{shortened, visible};
 use crate::data::chat_template::TemplateError;
 use crate::recipe::RecipeError;
+use crate::session::{SessionError, UsageError};
 use crate::train::error::TrainError;
 
 pub(super) const SUCCESS: u8 = 0;
@@ -15,11 +16,6 @@ pub(super) const FAILED: u8 = 1;
 pub(super) const WRONG_USAGE: u8 = 2;
 pub(super) const INTERRUPTED: u8 = 130; // 128 + SIGINT, as shells report it
 pub(super) const STDOUT_CLOSED: u8 = 141; // 128 + SIGPIPE: what `| head` makes of `cat`
-
-/// The command line asks for something impossible: exit status 2.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct UsageError(pub String);
 
 /// The user interrupted the work; the text says what was saved and how to continue. Exit status 130.
 #[derive(Debug, thiserror::Error)]
@@ -54,6 +50,7 @@ pub(super) fn status(error: &anyhow::Error) -> u8 {
     let is_mistake = |error: &RecipeError| !matches!(error, RecipeError::Hub { .. }); // an unreachable Hub is no mistake in the recipe
     let is_usage = |cause: &(dyn Error + 'static)| {
         cause.is::<UsageError>()
+            || cause.downcast_ref::<SessionError>().is_some_and(SessionError::is_usage)
             || cause.downcast_ref::<RecipeError>().is_some_and(is_mistake)
             || cause.downcast_ref::<TrainError>().is_some_and(TrainError::is_of_the_recipe)
             || cause.downcast_ref::<TemplateError>().is_some_and(TemplateError::is_no_template)

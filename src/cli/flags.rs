@@ -10,6 +10,7 @@ use console::Term;
 use super::print::visible;
 use super::{threads, wrap};
 use crate::dtype::Dtype;
+use crate::session::reporter::LoadContext;
 use crate::torch::DeviceChoice;
 
 /// The flags common to all verbs; `parse` hides those that a verb ignores from its help.
@@ -43,6 +44,11 @@ pub struct CommonFlags {
 }
 
 impl CommonFlags {
+    /// Where a session computes, and who hears of it.
+    pub fn context(&self) -> LoadContext<'_> {
+        LoadContext { device: self.device, dtype: self.dtype, reporter: self }
+    }
+
     /// Prints a line to stderr, unless `--quiet`.
     pub fn say(&self, line: impl Display) {
         if !self.quiet {

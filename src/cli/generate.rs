@@ -13,14 +13,13 @@ use clap::{ArgGroup, Args};
 use console::truncate_str;
 use serde_json::{Value, json};
 
-use super::decoder::Decoder;
 use super::decoding::{DecodingFlags, StopFlags};
-use super::drafter::{DrafterFlags, Drafts};
+use super::drafter::DrafterFlags;
 use super::engine::EngineFlags;
 use super::numbers::above_zero;
 use super::print::visible;
 use super::progress::Counter;
-use super::prompts::{self, EndedEarly, FitFlags};
+use super::prompts::{self, EndedEarly, FitFlags, each_turn};
 use super::served::ServedFlags;
 use super::{CommonFlags, UsageError, print_json, print_line, write_out};
 use crate::data::prompts::{Prompt, PromptInput};
@@ -32,6 +31,9 @@ use crate::decode::step::Drafting;
 use crate::decode::text::{self, FinishedText, OnText, TextOptions};
 use crate::engine::sample::Stream;
 use crate::plural::counted;
+use crate::session::Decoder;
+use crate::session::drafter::plan::deciding_heads;
+use crate::session::opened::OpenedBackbone;
 
 /// Decode prompts, with heads or plainly.
 #[derive(Debug, Args)]
@@ -107,18 +109,19 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if args.num_samples > NonZeroU32::MIN && !args.decoding.draws(plan.is_some()) {
         common.say("--num-samples: the samples of a prompt are equal, because no token is drawn at random");
     }
-    let heads = args.drafter.heads(args.heads.as_deref());
     let prompts = prompts::read(args.prompt.as_ref(), args.prompts.as_deref(), common)?;
-    let served = args.served.resolve(&args.backbone, heads, common)?;
-    if args.prompt.is_some() && served.template.is_some() {
+    let backbone = OpenedBackbone::open(&args.backbone)?;
+    let heads = deciding_heads(plan.as_ref(), args.heads.as_deref())?;
+    let setup = args.served.options().resolve(backbone, heads, common)?;
+    if args.prompt.is_some() && setup.template.is_some() {
         common.say(RAW_PROMPT);
     }
-    served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
-    let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, common)?;
+    setup.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()))?;
+    let engine = args.engine.options();
+    let decoder = engine.load(setup, plan.into_iter().collect(), common.context())?;
     let (all, prompts) = (prompts.len(), args.fit.fitting(prompts, &decoder, common)?);
-    let drafts = decoder.drafter().map(|drafter| Drafts::new(&decoder.backbone, drafter, acceptance)).transpose()?;
     let request = args.decoding.request(&[], Stream::default());
-    let decoding = args.engine.take(&decoder, drafts, &request, common)?;
+    let decoding = engine.decode_loop(&decoder, acceptance, &request, common.context())?;
     let counter = counter(args, prompts.len(), common);
     let mut writer = Answers { decoder: &decoder, decoding, args, common, counter, all };
     let mut ended_early = EndedEarly::default();
@@ -128,7 +131,7 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
             let stream = |turn| Stream { seed: common.seed, index: *index as u64, turn, sample: sample.into() };
             let context = || format!("prompt {} of {all}", index + 1);
             let answer = |turn, ids: &[i64]| writer.answer(prompt, ids, stream(turn));
-            let answered = decoder.each_turn(&prompt.input, answer).with_context(context);
+            let answered = each_turn(&decoder, &prompt.input, answer).with_context(context);
             ended_early.note(*index, answered, args.fit)?;
             writer.counter.iter().for_each(Counter::inc);
         }

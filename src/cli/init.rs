@@ -8,21 +8,21 @@ use clap::{Args, ValueEnum};
 use serde_json::json;
 use tch::Device;
 
-use super::backbone::backbone_config;
-use super::decoder::chat_template;
 use super::downloads::told;
 use super::reading::{check_data, watched};
-use super::{CommonFlags, UsageError, gibibytes, mebibytes, outputs, print_json, print_line};
+use super::served::chat_template;
+use super::{CommonFlags, UsageError, outputs, print_json, print_line};
 use crate::data::chat_template::TemplateChoice;
 use crate::data::column_names::ColumnNames;
 use crate::files::{Claim, write_atomic};
 use crate::formats::run_folder::{CALIBRATION, FINAL, LATENCY, TREE};
 use crate::hub::id;
 use crate::nvidia::device::Gpu;
-use crate::plural::counted;
+use crate::plural::{counted, gibibytes, mebibytes};
 use crate::recipe::starter::{StarterMachine, StarterRecipe, StarterStage};
 use crate::recipe::{LoadedRecipe, Recipe, RecipeError, WrittenRecipe};
 use crate::report::shell::quoted;
+use crate::session::opened::OpenedBackbone;
 use crate::torch::shared_gpus::SharedGpus;
 use crate::torch::{DeviceChoice, device_name, memory};
 use crate::train::checked::CheckedRun;
@@ -156,7 +156,7 @@ fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<Clai
     outputs::check_is_no_data("--out", &args.out, &[args.data.as_slice(), &args.validation].concat())?;
     let claim = outputs::claim("--out", &args.out, common)?;
     if id::model(&args.backbone).is_none() {
-        backbone_config(Path::new(&args.backbone))?;
+        OpenedBackbone::open(Path::new(&args.backbone))?;
     }
     check_data("--data: ", &args.data)?;
     check_data("--validation: ", &args.validation)?;

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::print::visible;
-use super::{CommonFlags, UsageError, mebibytes, print_json, print_text};
+use super::{CommonFlags, UsageError, print_json, print_text};
 use crate::distill::folder::{DistilledFolder, DistilledShare, ShareState};
 use crate::draft::heads::HEADS_FILE;
 use crate::draft::heads::import::{self, HeadsFile};
@@ -27,7 +27,7 @@ use crate::formats::share::Share;
 use crate::formats::tree::{DynamicTree, TreeFile};
 use crate::model::config::LlamaConfig;
 use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError};
-use crate::plural::counted;
+use crate::plural::{counted, mebibytes};
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::SparseTree;
 

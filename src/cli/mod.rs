@@ -13,21 +13,17 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use self::downloads::HubArgument;
-use self::drafter::spec::DrafterSpec;
 use self::exit::{INTERRUPTED, STDOUT_CLOSED, SUCCESS, refuse, report, status};
 use crate::files::Claim;
 use crate::hub::{DataSplit, Wanted};
+use crate::session::drafter::spec::DrafterSpec;
 
 mod api_key;
-pub mod backbone;
-mod batch_size;
 pub mod bench;
-mod busy_cores;
 pub mod calibrate;
 pub mod chat;
 mod columns;
 pub mod data;
-pub mod decoder;
 pub mod decoding;
 pub mod distill;
 pub mod doctor;
@@ -44,7 +40,6 @@ pub mod init;
 pub mod inspect;
 pub mod launcher;
 mod load_table;
-pub mod loading;
 mod named_files;
 mod numbers;
 mod outputs;
@@ -67,13 +62,15 @@ mod trusted;
 mod unused_flags;
 mod wrap;
 
-pub use exit::{Interrupted, UsageError, end};
+pub use exit::{Interrupted, end};
 pub use flags::CommonFlags;
 pub use in_process::finish;
 use print::{StdoutClosed, print_text, write_out};
-pub use print::{gibibytes, mebibytes, print_json, print_line};
+pub use print::{print_json, print_line};
 pub use same_build::run_if_same_build;
 pub use signals::{interrupted, interrupted_to_save};
+
+use crate::session::UsageError;
 
 /// Train Medusa heads for Llama-family models, and decode with them.
 #[derive(Debug, Parser)]

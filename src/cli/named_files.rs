@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use super::drafter::plan::PlannedTree;
-use super::drafter::spec::DrafterSpec;
 use super::outputs;
 use super::reading::check_data;
 use super::{CommonFlags, UsageError, Verb};
 use crate::data::prompts::STDIN;
 use crate::files::{self, Claim};
+use crate::session::drafter::plan::PlannedTree;
+use crate::session::drafter::spec::DrafterSpec;
 
 /// A file or folder with the flag that names it.
 type NamedFile<'a> = (&'static str, Option<&'a PathBuf>);

@@ -35,16 +35,6 @@ pub(super) fn shortened(text: String) -> String {
     }
 }
 
-/// Bytes in MiB.
-pub fn mebibytes(bytes: u64) -> String {
-    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
-}
-
-/// Bytes in GiB.
-pub fn gibibytes(bytes: u64) -> String {
-    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
-}
-
 /// Seconds in at most two units, for people who wait.
 pub(super) fn duration(seconds: f64) -> String {
     let whole = seconds.round() as u64; // negative and NaN are 0

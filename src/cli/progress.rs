@@ -1,5 +1,6 @@
 //! Progress: a bar on a terminal, a line every ten seconds elsewhere.
 
+use std::any::Any;
 use std::cell::Cell;
 use std::fmt::{Display, Write};
 use std::io::{self, IsTerminal};
@@ -13,6 +14,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 use super::print::{duration, visible};
 use super::{CommonFlags, wrap};
+use crate::session::reporter::Reporter;
 
 /// Time between lines if stderr is no terminal.
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
@@ -176,6 +178,16 @@ impl Progress {
 impl Drop for Progress {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
+    }
+}
+
+impl Reporter for CommonFlags {
+    fn notice(&self, line: &dyn Display) {
+        self.say(line);
+    }
+
+    fn begin(&self, work: String) -> Box<dyn Any> {
+        Box::new(Progress::waiting(work, self))
     }
 }
 

@@ -4,20 +4,21 @@ use std::collections::BTreeSet;
 use std::io::{self, IsTerminal};
 use std::path::Path;
 
+use anyhow::Context;
 use clap::Args;
 use rayon::prelude::*;
 
-use super::decoder::Decoder;
 use super::{CommonFlags, UsageError};
 use crate::data::OtherKeys;
 use crate::data::chat_template::ChatTemplate;
-use crate::data::conversation::ChatInput;
+use crate::data::conversation::{ChatInput, Message};
 use crate::data::prompts::{self, Prompt, PromptError, PromptFile, PromptInput, STDIN};
 use crate::data::rows::RowLocation;
-use crate::data::tokenize::TextTokenizer;
+use crate::data::tokenize::{TextTokenizer, wide};
 use crate::decode::error::DecodeError;
 use crate::decode::text::TextError;
 use crate::plural::counted;
+use crate::session::Decoder;
 
 /// What happens to prompts that do not fit.
 #[derive(Debug, Clone, Copy, Args)]
@@ -152,6 +153,30 @@ fn first_lengths(
         })
     };
     prompts.par_iter().enumerate().map(length).collect()
+}
+
+/// Calls `answer` with each 0-based turn of a prompt and its tokens, which include the previous turns and answers.
+///
+/// # Errors
+/// A prompt that cannot be rendered, or an error of `answer`.
+pub(super) fn each_turn(
+    decoder: &Decoder,
+    input: &PromptInput,
+    mut answer: impl FnMut(u64, &[i64]) -> anyhow::Result<String>,
+) -> anyhow::Result<()> {
+    let (tokenizer, template) = (&decoder.tokenizer, decoder.template.as_deref());
+    let PromptInput::Turns { opening, user } = input else {
+        return answer(0, &wide(&prompts::to_ids(input, tokenizer, template)?)).map(drop);
+    };
+    let mut chat = ChatInput::clone(opening);
+    for (at, turn) in user.iter().enumerate() {
+        let context = || format!("turn {}", at + 1);
+        chat.messages.push(Message::new("user", turn));
+        let ids = prompts::chat_ids(&chat, tokenizer, template).with_context(context)?;
+        let said = answer(at as u64, &wide(&ids)).with_context(context)?;
+        chat.messages.push(Message::new("assistant", said));
+    }
+    Ok(())
 }
 
 /// Indices of the conversations that ended because their next turn did not fit.

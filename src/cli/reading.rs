@@ -1,9 +1,10 @@
 //! Data files of the command line: whether they are there, and the progress of reading them.
 
 use super::progress::Progress;
-use super::{CommonFlags, UsageError, mebibytes};
+use super::{CommonFlags, UsageError};
 use crate::data::{ReadProgress, Watch, source};
 use crate::hub::id;
+use crate::plural::mebibytes;
 
 /// Refuses entries that are no Hub ids and for which there is no file.
 ///

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use super::downloads::HubArgument;
 use super::{CommonFlags, UsageError};
 use crate::draft::heads::HEADS_FILE;
-use crate::draft::heads::import::HeadsFile;
 use crate::formats::calibration::Calibration;
 use crate::formats::run_folder::{BEST, FINAL, is_run, step_of};
 use crate::hub::Wanted;
+use crate::session::opened::OpenedHeads;
 
 /// Replaces each folder of a run among the heads by its `final/`.
 ///
@@ -36,14 +36,14 @@ fn enter_run(run: &mut PathBuf, common: &CommonFlags) -> Result<(), UsageError> 
 ///
 /// # Errors
 /// [`UsageError`] for other heads, and heads that cannot be read.
-pub(super) fn check_calibration(calibration: &Calibration, path: &Path, heads: &Path) -> anyhow::Result<()> {
-    if HeadsFile::open(heads)?.sha256()? == calibration.heads_sha256 {
+pub(super) fn check_calibration(calibration: &Calibration, path: &Path, heads: &OpenedHeads) -> anyhow::Result<()> {
+    if heads.file.sha256()? == calibration.heads_sha256 {
         return Ok(());
     }
     Err(UsageError(format!(
         "{} is a calibration of other heads than {}; calibrate those with `medusa calibrate`",
         path.display(),
-        heads.display()
+        heads.path.display()
     ))
     .into())
 }

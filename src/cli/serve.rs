@@ -18,14 +18,13 @@ use tokio::sync::{Semaphore, watch};
 use self::allowed_hosts::AllowedHostFlags;
 use self::api_keys::ApiKeyFlags;
 use self::limits::LimitFlags;
-use super::decoder::Decoder;
 use super::decoding::{self, AcceptanceName};
-use super::drafter::{DrafterFlags, Drafts};
-use super::engine::{EngineFlags, EngineName};
+use super::drafter::DrafterFlags;
+use super::engine::EngineFlags;
 use super::numbers::{positive, probability};
 use super::served::ServedFlags;
 use super::signals::hangup_ends;
-use super::{CommonFlags, UsageError, batch_size, interrupted};
+use super::{CommonFlags, UsageError, interrupted};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
 use crate::decode::texts::{SerialDecoder, TextDecoder};
@@ -40,6 +39,11 @@ use crate::serve::record::Recorder;
 use crate::serve::routes::{routes, seconds_since_1970};
 use crate::serve::service::{Service, kibibytes};
 use crate::serve::worker::Worker;
+use crate::session::drafter::Drafts;
+use crate::session::drafter::plan::deciding_heads;
+use crate::session::engine::EngineName;
+use crate::session::opened::OpenedBackbone;
+use crate::session::{Decoder, batch_size};
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
 
 mod access_log;
@@ -118,9 +122,10 @@ pub fn run(args: &ServeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let listener = args.listen()?; // before the weights are read
     let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
     args.check_acceptance(plan.is_some())?;
-    let heads = args.drafter.heads(args.heads.as_deref());
-    let served = args.served.resolve(&args.backbone, heads, common)?;
-    let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, common)?;
+    let backbone = OpenedBackbone::open(&args.backbone)?;
+    let heads = deciding_heads(plan.as_ref(), args.heads.as_deref())?;
+    let setup = args.served.options().resolve(backbone, heads, common)?;
+    let decoder = args.engine.options().load(setup, plan.into_iter().collect(), common.context())?;
     let metrics = ServerMetrics::new()?;
     let log = access_log::start();
     let (decoding, at_a_time) = args.decoding(&decoder, acceptance, common)?;
@@ -283,9 +288,8 @@ impl ServeArgs {
     ) -> anyhow::Result<(Box<dyn TextDecoder + 'd>, NonZeroUsize)> {
         if self.engine.engine == EngineName::Cuda {
             common.say("engine cuda: one text at a time; --engine tch decodes many together");
-            let drafts =
-                decoder.drafter().map(|drafter| Drafts::new(&decoder.backbone, drafter, acceptance)).transpose()?;
-            let decoding = self.engine.take(decoder, drafts, &Request::greedy(&[], 0), common)?;
+            let (engine, request) = (self.engine.options(), Request::greedy(&[], 0));
+            let decoding = engine.decode_loop(decoder, acceptance, &request, common.context())?;
             return Ok((Box::new(SerialDecoder::new(decoding)), NonZeroUsize::MIN));
         }
         let batch = self.batch(decoder, acceptance, common)?;
@@ -302,7 +306,7 @@ impl ServeArgs {
     ) -> anyhow::Result<SequenceBatch<'d>> {
         let backbone = &decoder.backbone;
         let drafts = decoder.drafter().map(|drafter| Drafts::for_batches(backbone, drafter, acceptance)).transpose()?;
-        let engine = self.engine.for_batches(decoder)?;
+        let engine = self.engine.options().for_batches(decoder)?;
         let guesses = drafts.as_ref().map_or(0, |(_, guesses)| *guesses);
         let tokens = usize::try_from(backbone.config.max_position_embeddings)?.saturating_add(guesses);
         let fits = || batch_size::of_server(&*engine, [tokens, guesses], common);

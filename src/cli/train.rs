@@ -10,7 +10,6 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-use super::backbone::report_keys_without_effect;
 use super::downloads::told;
 use super::reading::watched;
 use super::signals::set_last_words;
@@ -24,6 +23,7 @@ use crate::fused;
 use crate::model::device_map::DeviceMap;
 use crate::plural::counted;
 use crate::recipe::{LoadedRecipe, WrittenRecipe};
+use crate::session::opened::OpenedBackbone;
 use crate::torch::DeviceChoice;
 use crate::torch::collective::OneProcess;
 use crate::torch::process_group::ProcessGroup;
@@ -254,7 +254,7 @@ fn load(loaded: &LoadedRecipe, place: &RunPlace, args: &TrainArgs, common: &Comm
     same_run::check_micro_batches(&plan.train, plan.world_size)?;
     let heads = plan.drafter.init_from().map(Path::to_owned);
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
-    report_keys_without_effect(Path::new(&checked.plan.backbone.path), common)?;
+    OpenedBackbone::open(Path::new(&checked.plan.backbone.path))?.report_keys_without_effect(common)?;
     if let Some(heads) = heads {
         let (notices, quantization) = (HeadsFile::open(&heads)?.notices()?, checked.plan.backbone.quantization);
         let is_same = |notice: &Notice| matches!((notice, quantization), (Notice::Quantized { quantization, .. }, Some(ours)) if *quantization == ours.to_string());

@@ -171,10 +171,17 @@ impl Heads {
     /// # Errors
     /// [`DrafterError`] names the file and what is wrong with it.
     pub fn load(path: &Path, backbone: &Llama) -> Result<Self, DrafterError> {
-        let file = HeadsFile::open(path)?;
+        Self::from_file(&HeadsFile::open(path)?, backbone)
+    }
+
+    /// As [`Heads::load`], from a file that was opened before.
+    ///
+    /// # Errors
+    /// As [`Heads::load`].
+    pub fn from_file(file: &HeadsFile, backbone: &Llama) -> Result<Self, DrafterError> {
         file.check(&backbone.config)?;
         file.compare_lm_head(backbone.lm_head_weight())?;
-        Self::of(&file, &backbone.config, backbone.kind(), backbone.device())
+        Self::of(file, &backbone.config, backbone.kind(), backbone.device())
     }
 
     /// Like [`Heads::load`], for a backbone of which only the config is here, in `kind` on `device`.

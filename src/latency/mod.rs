@@ -18,8 +18,10 @@ use crate::tree::search::SearchError;
 use turns::{Relative, Turns, turns_of_round};
 
 mod batches;
+pub mod busy_cores;
 mod choice;
 mod identity;
+pub mod processors;
 mod rows;
 mod turns;
 

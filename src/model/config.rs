@@ -28,7 +28,7 @@ pub(super) use error::QUANTIZED_NOT_READ;
 use error::{bad, within};
 use family::Family;
 pub use family::{FamilyTraits, LayerTraits};
-use keys::{ConfigKeys, GenerationKeys, ModelType, OneOrMany, read_json};
+use keys::{ConfigKeys, GenerationKeys, ModelType, OneOrMany, parse_json, read, read_json};
 
 /// The shape of a backbone: a Llama, and what its family has beyond that.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -75,11 +75,20 @@ impl LlamaConfig {
     /// # Errors
     /// [`ConfigError`] names the file, the key, the expected value and the one found.
     pub fn load(folder: &Path) -> Result<Self, ConfigError> {
+        Self::load_reporting(folder).map(|(config, _)| config)
+    }
+
+    /// As [`LlamaConfig::load`], with the keys of `config.json` that are unknown here and ask for something, and their values.
+    ///
+    /// # Errors
+    /// As [`LlamaConfig::load`].
+    pub fn load_reporting(folder: &Path) -> Result<(Self, Vec<String>), ConfigError> {
         let path = folder.join("config.json");
-        let ModelType { model_type, others } = read_json(&path)?;
+        let text = read(&path)?;
+        let ModelType { model_type, others } = parse_json(&path, &text)?;
         let family = family::find(&path, model_type.as_deref())?; // other architectures have other keys
         key_table::check(&path, family.model_type, &others)?;
-        let written: ConfigKeys = read_json(&path)?;
+        let written: ConfigKeys = parse_json(&path, &text)?;
         let generation_path = folder.join("generation_config.json");
         let has_generation = is_file(&generation_path)?;
         let generation: GenerationKeys =
@@ -102,7 +111,8 @@ impl LlamaConfig {
                 config.check_eos(&generation_path)?;
             }
         }
-        Ok(config)
+        let key_use = |key: &str| key_table::key_use(model_type.as_deref().unwrap_or_default(), key);
+        Ok((config, reported(&others, key_use)))
     }
 
     /// The keys of a folder's `config.json` that are unknown here. They are left to programs that know them, as in transformers.
@@ -113,15 +123,6 @@ impl LlamaConfig {
         let ModelType { model_type, others } = read_json(&folder.join("config.json"))?;
         let is_unknown = |key: &String| key_table::key_use(model_type.as_deref().unwrap_or_default(), key).is_none();
         Ok(others.into_iter().map(|(key, _)| key).filter(is_unknown).collect())
-    }
-
-    /// The keys of a folder's `config.json` that are unknown here and ask for something, with their values.
-    ///
-    /// # Errors
-    /// If it cannot be read.
-    pub fn reported_keys(folder: &Path) -> Result<Vec<String>, ConfigError> {
-        let ModelType { model_type, others } = read_json(&folder.join("config.json"))?;
-        Ok(reported(&others, |key| key_table::key_use(model_type.as_deref().unwrap_or_default(), key)))
     }
 
     /// The keys of a folder's `generation_config.json` that are unknown here, or ask for something that is not done, with their values.

@@ -100,7 +100,21 @@ impl Llama {
         purpose: Purpose,
         quantization: Option<Quantization>,
     ) -> Result<Self, LoadError> {
-        let config = LlamaConfig::load(folder)?;
+        Self::load_with(folder, LlamaConfig::load(folder)?, kind, stages, purpose, quantization)
+    }
+
+    /// As [`Llama::load_on`], of a folder whose config was read before.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn load_with(
+        folder: &Path,
+        config: LlamaConfig,
+        kind: Kind,
+        stages: Stages,
+        purpose: Purpose,
+        quantization: Option<Quantization>,
+    ) -> Result<Self, LoadError> {
         let files = WeightFiles::open(folder)?;
         tensors::check(folder, &config, &files)?;
         tensors::check_tied(folder, &config, &files)?;

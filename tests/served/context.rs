@@ -2,11 +2,9 @@
 
 use std::num::NonZeroU32;
 
-use medusa::cli::CommonFlags;
-use medusa::cli::drafter::plan::DrafterPlan;
-use medusa::cli::engine::{EngineFlags, EngineName};
-use medusa::cli::served::ModelOptions;
 use medusa::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
+use medusa::session::engine::{EngineName, EngineOptions};
+use medusa::session::{SessionOptions, Silent};
 use medusa::torch::DeviceChoice;
 
 use super::*;
@@ -72,7 +70,7 @@ fn decoding_uses_the_rotary_embeddings_of_the_training() {
 fn a_prefix_layer_has_the_rotary_embeddings_of_max_context() {
     let world = long_world();
     let (folder, config) = (world.path("b"), LlamaConfig::load(&world.path("b")).expect("a backbone"));
-    let backbone = || Llama::load(&folder, Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
+    let backbone = || Llama::load(&world.path("b"), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
     let (architecture, vocab_size) = (HeadsArchitecture::HydraPlusPlus, config.vocab_size);
     let shape = HeadsShape {
         architecture,
@@ -94,19 +92,14 @@ fn a_prefix_layer_has_the_rotary_embeddings_of_max_context() {
         backbone.set_context(tokens);
         states(&Heads::load(&heads, &backbone).expect("heads").for_decoding())
     };
-    let flags = EngineFlags { engine: EngineName::Tch, max_context: NonZeroU32::new(16) };
-    let plan = DrafterPlan::new(None, Some(&heads), None).expect("heads").expect("a drafter");
-    let common = CommonFlags {
+    let options = SessionOptions {
+        backbone: folder,
+        heads: Some(heads.clone()),
+        engine: EngineOptions { engine: EngineName::Tch, max_context: NonZeroU32::new(16) },
         device: DeviceChoice::Cpu,
-        threads: None,
-        dtype: None,
-        seed: 42,
-        json: true,
-        quiet: true,
-        seed_was_given: false,
-        without_effect: None,
+        ..SessionOptions::default()
     };
-    let decoder = flags.load(&folder, Some(&heads), vec![plan], ModelOptions::default(), &common).expect("they fit");
+    let decoder = options.load(&Silent).expect("they fit");
     let (loaded, _) = decoder.drafter().and_then(|drafter| drafter.heads.as_ref()).expect("heads");
     assert_eq!(decoder.backbone.config.max_position_embeddings, 16);
     assert_eq!(states(loaded), of_context(16));

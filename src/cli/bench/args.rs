@@ -9,12 +9,12 @@ use super::load::flags::LoadFlags;
 use super::sweep::SweepFlag;
 use crate::cli::decoding::DecodingFlags;
 use crate::cli::drafter::DrafterFlags;
-use crate::cli::drafter::spec::DrafterSpec;
 use crate::cli::engine::EngineFlags;
 use crate::cli::numbers::{above_zero, positive};
 use crate::cli::prompts::FitFlags;
 use crate::cli::served::ServedFlags;
 use crate::numbers::Positive;
+use crate::session::drafter::spec::DrafterSpec;
 
 const EXAMPLES: &str = "Example:
   medusa bench --backbone B --heads checkpoints/first --tree tree.json \\

@@ -5,14 +5,13 @@ use std::num::NonZeroUsize;
 use super::args::BenchArgs;
 use super::setting::BenchSetting;
 use crate::cli::UsageError;
-use crate::cli::drafter::plan::{DrafterPlan, PlannedTree, beside};
-use crate::cli::drafter::spec::{DrafterName, DrafterSpec};
 use crate::cli::run_heads::check_calibration;
-use crate::draft::heads::import::folder_of;
 use crate::formats::calibration::Calibration;
 use crate::formats::metrics::{MetricsFile, MetricsLine, TrainingCost};
 use crate::formats::run_folder::{self, CALIBRATION, METRICS};
 use crate::formats::trained_prompts::MeasuredPrompts;
+use crate::session::drafter::plan::{DrafterPlan, PlannedTree};
+use crate::session::drafter::spec::{DrafterName, DrafterSpec};
 use crate::tree::guess_tree::GuessTree;
 
 /// The rows of a comparison, in order: `None` is plain decoding's own.
@@ -91,9 +90,10 @@ impl DrafterFacts {
     /// The facts of a drafter before it is loaded; the cost of its training is in the metrics of its run.
     pub(super) fn of(plan: &DrafterPlan) -> Self {
         let heads = plan.heads.as_deref();
-        let run = heads.and_then(|heads| run_folder::above(folder_of(heads)));
+        let run = heads.and_then(|heads| run_folder::above(heads.folder()));
         let lines = run.map(|run| MetricsFile::read_what_is_whole(&run.join(METRICS)).lines).unwrap_or_default();
         let own = plan.spec.parts().iter().filter_map(|part| part.path.as_deref());
+        let heads = heads.map(|heads| heads.path.as_path());
         let weights = heads.into_iter().chain(own.filter(|path| heads != Some(path)));
         Self {
             name: plan.spec.name(),
@@ -137,7 +137,7 @@ pub(super) fn searched_trees(
 fn calibration(args: &BenchArgs, flag: &str, plan: &DrafterPlan) -> anyhow::Result<Option<Calibration>> {
     let Some(heads) = &plan.heads else { return Ok(None) };
     let is_named = plan.spec.heads_path().is_none() || args.drafters.len() < 2;
-    let path = args.calibration.clone().filter(|_| is_named).or_else(|| beside(heads, CALIBRATION));
+    let path = args.calibration.clone().filter(|_| is_named).or_else(|| heads.beside(CALIBRATION));
     let Some(path) = path else {
         let why = match is_named {
             true => format!(
@@ -145,7 +145,7 @@ fn calibration(args: &BenchArgs, flag: &str, plan: &DrafterPlan) -> anyhow::Resu
             ),
             false => format!(
                 "{flag}=… searches a tree of each size: {} has no {CALIBRATION} beside it; `medusa calibrate` writes it",
-                heads.display()
+                heads.path.display()
             ),
         };
         return Err(UsageError(why).into());

@@ -10,8 +10,7 @@ use super::drafters::DrafterFacts;
 use super::progress::BenchProgress;
 use super::setting::BenchSetting;
 use crate::cli::CommonFlags;
-use crate::cli::decoder::Decoder;
-use crate::cli::prompts::{EndedEarly, FitFlags, IndexedPrompt};
+use crate::cli::prompts::{EndedEarly, FitFlags, IndexedPrompt, each_turn};
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::likelihood::log_probability;
@@ -20,6 +19,7 @@ use crate::decode::stats::Comparison;
 use crate::decode::step::Drafting;
 use crate::engine::sample::Stream;
 use crate::formats::bench::{ChosenToken, FirstDifference};
+use crate::session::Decoder;
 
 /// Tokens of the unmeasured run that warms up caches and threads.
 const WARM_UP_TOKENS: usize = 32;
@@ -150,9 +150,9 @@ impl BenchRun<'_> {
                         pass.first_difference = Some(FirstDifference { prompt, turn, token, plain, drafted });
                     }
                 }
-                self.decoder.text(&said)
+                Ok(self.decoder.text(&said)?)
             };
-            let answered = self.decoder.each_turn(&prompt.input, answer);
+            let answered = each_turn(self.decoder, &prompt.input, answer);
             let answered =
                 answered.with_context(|| format!("prompt {} of {}", index + 1, self.prompts.len() + self.skipped));
             if self.ended_early.borrow_mut().note(*index, answered, self.fit)? {

@@ -8,11 +8,11 @@ use serde_json::{Value, json};
 use super::drafters::Rows;
 use super::measure::{BenchDrafter, BenchPass, BenchRun, LogProbability, Measured, Texts};
 use super::rows::write_rows;
-use crate::cli::drafter::plan::DrafterPlan;
 use crate::decode::stats::{Comparison, Tally};
 use crate::dtype::Dtype;
 use crate::formats::bench::{BenchResult, DecodingComparison, DecodingFigures, PLAIN};
 use crate::numbers::Positive;
+use crate::session::drafter::plan::DrafterPlan;
 use crate::torch::device_name;
 
 /// The results of one setting, one per row.

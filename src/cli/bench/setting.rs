@@ -7,13 +7,12 @@ use anyhow::Context;
 use super::args::BenchArgs;
 use super::sweep::SweepFlag;
 use crate::cli::UsageError;
-use crate::cli::backbone::backbone_config;
 use crate::cli::decoding::{AcceptanceName, DecodingFlags};
-use crate::cli::drafter::spec::DrafterSpec;
-use crate::cli::engine::EngineName;
-use crate::cli::served::rope_context;
 use crate::formats::bench::SweptValue;
 use crate::numbers::Positive;
+use crate::session::drafter::spec::DrafterSpec;
+use crate::session::engine::EngineName;
+use crate::session::setup::ModelSetup;
 
 /// How to decode for one result: the flags, except the swept one.
 #[derive(Debug, Clone)]
@@ -161,8 +160,7 @@ fn check_sweep(args: &BenchArgs, sweep: &SweepFlag) -> anyhow::Result<()> {
     match sweep {
         SweepFlag::Nodes(_) => check_sizes(args),
         SweepFlag::PosteriorThreshold(_) => check_typical(args),
-        SweepFlag::Context(lengths) => lengths.iter().try_for_each(|length| check_context(args, length.get())),
-        SweepFlag::Temperature(_) => Ok(()),
+        SweepFlag::Context(_) | SweepFlag::Temperature(_) => Ok(()),
     }
 }
 
@@ -190,12 +188,18 @@ fn check_typical(args: &BenchArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Answers have the same maximum length at every context: truncated answers would measure something else.
-fn check_context(args: &BenchArgs, length: usize) -> anyhow::Result<()> {
-    let decoding = &args.decoding;
-    let backbone = backbone_config(args.backbone())?;
-    let context = args.engine.context(&backbone, rope_context(args.heads.as_deref(), &backbone)?)?;
-    let context = usize::try_from(context)?;
+/// Checks the values of `--sweep context=…` with the backbone's context. Answers have the same maximum length at every value: truncated ones
+/// would measure something else.
+///
+/// # Errors
+/// [`UsageError`] for a value that leaves no room for the answers.
+pub(super) fn check_contexts(args: &BenchArgs, setup: &ModelSetup) -> anyhow::Result<()> {
+    let Some(SweepFlag::Context(lengths)) = &args.sweep else { return Ok(()) };
+    let context = usize::try_from(args.engine.options().context(&setup.backbone.config, setup.context)?)?;
+    lengths.iter().try_for_each(|length| check_context(&args.decoding, length.get(), context))
+}
+
+fn check_context(decoding: &DecodingFlags, length: usize, context: usize) -> anyhow::Result<()> {
     let needed = length.saturating_add(decoding.max_new_tokens);
     if needed > context {
         return refused(&format!(

@@ -1,11 +1,11 @@
 //! The history of a chat as token ids. No terminal here.
 
 use super::super::UsageError;
-use crate::cli::decoder::Decoder;
 use crate::data::conversation::{ChatInput, Message};
 use crate::data::prompts::{self, PromptError};
 use crate::data::tokenize::wide;
 use crate::decode::text::FinishedText;
+use crate::session::Decoder;
 
 /// A conversation through the backbone's chat template or, without one, a text that grows with each input and answer.
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use crate::cli::engine::EngineFlags;
 use crate::cli::numbers::{above_zero, probability, temperature};
 use crate::cli::prompts::{self, FitFlags, TooLong};
 use crate::cli::served::ServedFlags;
-use crate::cli::{CommonFlags, Interrupted, downloads};
+use crate::cli::{CommonFlags, Interrupted};
 use crate::data::prompts::{Dialogue, PromptFile};
 use crate::distill::output::{CONVERSATIONS_PER_SHARD, Output};
 use crate::distill::provenance;
@@ -18,6 +18,7 @@ use crate::distill::render::Renderer;
 use crate::distill::{self, DialogueTokens, DistillEnd, DistillSettings};
 use crate::formats::provenance::{DistillProvenance, SHARD_FORMAT};
 use crate::formats::share::Share;
+use crate::hub;
 use crate::numbers::{NonNegative, Probability};
 use crate::plural::counted;
 
@@ -155,7 +156,7 @@ impl DistillArgs {
             model: None,
             endpoint: None,
             server_context: None,
-            backbone: self.backbone.as_deref().map(downloads::shown),
+            backbone: self.backbone.as_deref().map(hub::name_of),
             backbone_revision: self.backbone.as_deref().and_then(provenance::revision),
             backbone_sha256: None,
             tokenizer_sha256: None,

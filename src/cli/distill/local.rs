@@ -13,12 +13,8 @@ use serde_json::json;
 use tch::Device;
 
 use super::args::{DistillArgs, PromptsUsed, say_resumed};
-use crate::cli::decoder::Decoder;
-use crate::cli::drafter::Drafts;
-use crate::cli::drafter::plan::{DrafterPlan, PlannedTree};
-use crate::cli::engine::EngineName;
 use crate::cli::progress::Counter;
-use crate::cli::{CommonFlags, UsageError, batch_size, interrupted, print_json, print_text, prompts, trained_on};
+use crate::cli::{CommonFlags, UsageError, interrupted, print_json, print_text, prompts, trained_on};
 use crate::data::chat_template::ChatTemplate;
 use crate::data::conversation::ChatInput;
 use crate::data::prompts::Dialogue;
@@ -32,7 +28,6 @@ use crate::distill::local::BackboneAnswerer;
 use crate::distill::output::{ClaimedShare, Output};
 use crate::distill::render::{self, Renderer};
 use crate::distill::{self, DistillProgress};
-use crate::draft::heads::import::{HeadsFile, folder_of};
 use crate::dtype::Dtype;
 use crate::engine::Engine;
 use crate::engine::sample::Sampling;
@@ -41,6 +36,11 @@ use crate::formats::provenance::DistillProvenance;
 use crate::formats::trained_prompts::MeasuredPrompts;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::plural::counted;
+use crate::session::drafter::Drafts;
+use crate::session::drafter::plan::{DrafterPlan, PlannedTree};
+use crate::session::engine::EngineName;
+use crate::session::opened::{OpenedBackbone, OpenedHeads};
+use crate::session::{Decoder, batch_size};
 use crate::torch::device_name;
 use crate::tree::accept::Acceptance;
 
@@ -66,17 +66,20 @@ pub(super) fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()
     let file = prompts::open(&args.prompts, common)?;
     let dialogues = file.dialogues()?;
     let all = dialogues.len();
-    let served = args.served.resolve(folder, args.heads.as_deref(), common)?;
-    served.check_template(dialogues.iter().map(|dialogue| dialogue.questions.needs_template()), folder)?;
-    args.report_trained_prompts(folder, &dialogues, served.template.as_ref(), common)?;
-    let decoder = args.engine.load(folder, args.heads.as_deref(), plan.into_iter().collect(), served, common)?;
+    let heads = plan.as_ref().and_then(|plan| plan.heads.clone());
+    let setup = args.served.options().resolve(OpenedBackbone::open(folder)?, heads.clone(), common)?;
+    setup.check_template(dialogues.iter().map(|dialogue| dialogue.questions.needs_template()))?;
+    args.report_trained_prompts(folder, &dialogues, setup.template.as_ref(), common)?;
+    let decoder = args.engine.options().load(setup, plan.into_iter().collect(), common.context())?;
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: decoder.template.as_deref() };
     let settings = args.settings(usize::try_from(decoder.backbone.config.max_position_embeddings)?, common);
     let (dialogues, tokens) = args.fitting(dialogues, Some(&renderer), &settings, common)?;
     let prompts = PromptsUsed { file: &file, conversations: dialogues.len(), too_long: all - dialogues.len() };
     let engine = args.batch_engine(&decoder, common)?;
-    let engine_name = engine.as_ref().map_or_else(|| EngineName::Cuda.flag(), |engine| engine.name().to_owned());
-    let provenance = args.local_provenance(folder, &decoder, engine_name, &prompts, common)?;
+    let engine_name =
+        engine.as_ref().map_or_else(|| EngineName::Cuda.flag().to_owned(), |engine| engine.name().to_owned());
+    let local = LocalModel { folder, heads: heads.as_deref(), decoder: &decoder, engine: engine_name };
+    let provenance = args.local_provenance(local, &prompts, common)?;
     let mut output = Output::open(claim, &provenance, args.resume)?;
     let longest = distill::longest_text(&tokens, &settings);
     let answerer = args.answerer(&decoder, engine, longest, output.missing().len(), common)?;
@@ -101,6 +104,14 @@ pub(super) fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()
     args.check_ended(end, &output)?;
     let (too_long, seconds) = (prompts.too_long, began.elapsed().as_secs_f64());
     summary(args, &output, &FinishedRun { too_long, resumed: before, batch_size, last, seconds }, common)
+}
+
+/// What answers the prompts.
+struct LocalModel<'a> {
+    folder: &'a Path,
+    heads: Option<&'a OpenedHeads>,
+    decoder: &'a Decoder,
+    engine: String,
 }
 
 /// Of a tree's file, or of what stands in its place.
@@ -136,18 +147,14 @@ impl DistillArgs {
 
     fn local_provenance(
         &self,
-        folder: &Path,
-        decoder: &Decoder,
-        engine: String,
+        LocalModel { folder, heads, decoder, engine }: LocalModel,
         prompts: &PromptsUsed,
         common: &CommonFlags,
     ) -> anyhow::Result<DistillProvenance> {
         let hash = |heads: &Path| -> io::Result<[String; 2]> {
             Ok([files::sha256(&heads.join(ADAPTER_FILE))?, files::sha256(&heads.join(ADAPTER_CONFIG))?])
         };
-        let heads = self.heads.as_deref().map(folder_of);
-        let is_adapted = heads.map(|heads| files::is_file(&heads.join(ADAPTER_CONFIG))).transpose()?;
-        let adapted = heads.filter(|_| is_adapted == Some(true));
+        let adapted = heads.map_or(Ok(None), OpenedHeads::adapter)?;
         Ok(DistillProvenance {
             backbone_sha256: Some(identity(folder)?),
             chat_template_sha256: decoder.template.as_ref().map(|template| template.sha256().to_owned()),
@@ -155,7 +162,7 @@ impl DistillArgs {
             dtype: Some(Dtype::of(decoder.backbone.kind()).to_string()),
             quantization: decoder.backbone.quantization().map(|quantization| quantization.to_string()),
             heads: self.heads.as_deref().map(|path| path.display().to_string()),
-            heads_sha256: self.heads.as_deref().map(|heads| HeadsFile::open(heads)?.sha256()).transpose()?,
+            heads_sha256: heads.map(|heads| heads.file.sha256()).transpose()?,
             adapter_sha256: adapted.map(hash).transpose()?,
             acceptance: (self.heads.is_some() && self.temperature.get() > 0.0).then_some("rejection"),
             tree_sha256: self.tree.as_deref().map(tree_sha256).transpose()?,
@@ -176,9 +183,9 @@ impl DistillArgs {
         let sampling = Sampling { top_p: self.top_p, ..Sampling::of_temperature(self.temperature) };
         let backbone = &decoder.backbone;
         let Some(engine) = engine else {
-            let drafts = decoder.drafter().map(|drafter| Drafts::new(backbone, drafter, ACCEPTANCE)).transpose()?;
             let request = Request { sampling, ..Request::greedy(&[], 0) };
-            let serial = SerialDecoder::new(self.engine.take(decoder, drafts, &request, common)?).with_resets();
+            let decoding = self.engine.options().decode_loop(decoder, ACCEPTANCE, &request, common.context())?;
+            let serial = SerialDecoder::new(decoding).with_resets();
             return Ok(BackboneAnswerer::new(Box::new(serial), sampling));
         };
         let drafts = decoder.drafter().map(|drafter| Drafts::for_batches(backbone, drafter, ACCEPTANCE)).transpose()?;
@@ -206,7 +213,7 @@ impl DistillArgs {
             common.say("engine cuda: one conversation at a time; --engine tch decodes many together");
             return Ok(None);
         }
-        let engine = self.engine.for_batches(decoder)?;
+        let engine = self.engine.options().for_batches(decoder)?;
         if self.heads.is_some() {
             let rule = if self.temperature.get() > 0.0 { ", sampled without loss (rejection)" } else { "" };
             common.say(format_args!("engine {}: each conversation has its tree of guesses{rule}", engine.name()));

@@ -10,10 +10,7 @@ use anyhow::Context;
 use serde_json::{Value, json};
 
 use super::args::{DistillArgs, PromptsUsed, say_resumed};
-use crate::cli::backbone::backbone_config;
-use crate::cli::engine::EngineName;
 use crate::cli::progress::Counter;
-use crate::cli::served::needs_template;
 use crate::cli::{CommonFlags, UsageError, api_key, interrupted, print_json, print_text, prompts};
 use crate::data::chat_template::ChatTemplate;
 use crate::data::prompts::Dialogue;
@@ -28,6 +25,9 @@ use crate::formats::provenance::DistillProvenance;
 use crate::http::endpoint::{AnswerWait, ClientLimits, EndpointClient, ListedModel};
 use crate::model::config::LlamaConfig;
 use crate::plural::counted;
+use crate::session::engine::EngineName;
+use crate::session::opened::OpenedBackbone;
+use crate::session::setup::needs_template;
 
 /// Each request in flight has a thread and a connection.
 const MOST_REQUESTS: usize = 1024;
@@ -41,8 +41,8 @@ struct BackboneTokens {
 
 impl BackboneTokens {
     fn load(folder: &Path, args: &DistillArgs, dialogues: &[Dialogue]) -> anyhow::Result<Self> {
-        let config = backbone_config(folder)?;
-        let template = args.served.template_of(folder)?;
+        let config = OpenedBackbone::open(folder)?.config;
+        let template = args.served.options().template_of(folder)?;
         let asked = dialogues.iter().position(|dialogue| dialogue.questions.needs_template());
         if let Some(at) = asked.filter(|_| template.is_none()) {
             let why = format!("prompt {} is a conversation, and {}", at + 1, needs_template(folder));

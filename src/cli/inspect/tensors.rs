@@ -5,14 +5,13 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use crate::cli::mebibytes;
 use crate::draft::heads::HeadsShape;
 use crate::draft::heads::import::HeadsFile;
 use crate::draft::heads::layout::HeadsLayout;
 use crate::formats::best::BestEvaluation;
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::model::weights::{TensorHeader, WeightFiles};
-use crate::plural::counted;
+use crate::plural::{counted, mebibytes};
 
 /// Contents of a weights file.
 pub(super) enum WeightsFound {

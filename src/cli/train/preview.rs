@@ -8,14 +8,13 @@ use serde::Serialize;
 use serde_json::Value;
 use tch::Device;
 
-use crate::cli::{gibibytes, mebibytes};
 use crate::data::mix::MixedShare;
 use crate::data::store::RowStore;
 use crate::data::{BadRows, LoadReport};
 use crate::dtype::Dtype;
 use crate::memory::plan::{MemoryGroup, MemoryPlan};
 use crate::memory::stages::{PlannedStage, StageMemory};
-use crate::plural::counted;
+use crate::plural::{counted, gibibytes, mebibytes};
 use crate::recipe::Recipe;
 use crate::torch::device_name;
 use crate::train::checked::CheckedRun;

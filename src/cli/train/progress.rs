@@ -3,8 +3,9 @@
 use std::io::{self, IsTerminal};
 
 use crate::cli::progress::Progress;
-use crate::cli::{CommonFlags, gibibytes, print_json};
+use crate::cli::{CommonFlags, print_json};
 use crate::formats::metrics::{MetricsLine, MetricsSplit};
+use crate::plural::gibibytes;
 use crate::train::checkpoint::DamagedCheckpoint;
 use crate::train::divergence::RisenLoss;
 use crate::train::hidden_states::HiddenStatesError;

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args};
 
-use super::super::engine::EngineName;
 use super::super::numbers::above_zero;
 use super::super::served::QuantizationName;
+use crate::session::engine::EngineName;
 
 /// Search the tree with the most expected tokens per step (paper section 2.3.3), or per second.
 #[derive(Debug, Args)]

@@ -2,20 +2,14 @@
 
 use std::cell::Cell;
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use tch::Device;
 
-use super::super::backbone::backbone_config;
-use super::super::busy_cores::{CoreWatch, busy_cores, cores, disturb};
-use super::super::downloads;
-use super::super::drafter::plan::DrafterPlan;
-use super::super::drafter::{Drafts, ReadyDrafter};
-use super::super::engine::EngineFlags;
 use super::super::progress::Progress;
 use super::super::run_heads::check_calibration;
-use super::super::served::{ModelOptions, ServedFlags, shown};
+use super::super::served::QuantizationName;
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
 use super::sequences;
@@ -25,8 +19,16 @@ use crate::dtype::Dtype;
 use crate::files::Claim;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, LatencyConditions, StepTime};
+use crate::hub;
+use crate::latency::busy_cores::{CoreWatch, busy_cores, cores, disturb};
 use crate::latency::{self, MachineLoad, Sweep, Timed, TimedAnswers, Times};
+use crate::model::weights::WeightsError;
 use crate::plural::counted;
+use crate::session::drafter::plan::DrafterPlan;
+use crate::session::drafter::{Drafts, ReadyDrafter};
+use crate::session::engine::EngineOptions;
+use crate::session::opened::{OpenedBackbone, OpenedHeads};
+use crate::session::setup::{ModelSetup, SetupOptions, quantization_name};
 use crate::torch::device_name;
 use crate::tree::accept::Acceptance;
 
@@ -47,8 +49,8 @@ pub(super) fn latency(
     common: &CommonFlags,
 ) -> anyhow::Result<Latency> {
     sequences::check_engine(args)?;
-    let served = served(args, common)?;
-    let asked = asked(args, served.as_ref(), calibration, common)?;
+    let setup = setup(args, common)?;
+    let asked = asked(args, setup.as_ref(), calibration, common)?;
     if path.exists() {
         drop(Claim::of(path)); // removes what a killed process left, where the folder can be written
         let latency = Latency::load(path)?;
@@ -58,14 +60,14 @@ pub(super) fn latency(
         tell_caveat(&latency, path, common);
         return Ok(latency);
     }
-    let (Some(backbone), Some(heads)) = (&args.backbone, &args.heads) else {
+    let Some(setup) = setup else {
         return Err(UsageError(format!(
             "--latency {} does not exist; give --backbone and --heads to measure it",
             path.display()
         ))
         .into());
     };
-    let latency = measure(args, (backbone, heads), served.unwrap_or_default(), calibration, common)?;
+    let latency = measure(args, setup, calibration, common)?;
     latency.save(path)?;
     common.say(format_args!("wrote {}: steps of engine {}", path.display(), latency.engine));
     tell_caveat(&latency, path, common);
@@ -79,37 +81,42 @@ fn tell_caveat(latency: &Latency, path: &Path, common: &CommonFlags) {
 }
 
 /// The weights to time, where the command line names backbone and heads.
-fn served(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<Option<ModelOptions>> {
+fn setup(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<Option<ModelSetup>> {
     let (Some(backbone), Some(heads)) = (&args.backbone, &args.heads) else { return Ok(None) };
-    let flags = ServedFlags { quantization: args.quantization, chat_template: None };
-    Ok(Some(flags.resolve(backbone, Some(heads), common)?))
+    let options = SetupOptions { quantization: args.quantization.map(QuantizationName::quantization), template: None };
+    let backbone = OpenedBackbone::open(backbone)?;
+    Ok(Some(options.resolve(backbone, Some(OpenedHeads::open(heads)?), common)?))
 }
 
 /// The conditions that a file must match: those of the command line, and the calibration's heads.
 fn asked(
     args: &TreeArgs,
-    served: Option<&ModelOptions>,
+    setup: Option<&ModelSetup>,
     calibration: &Calibration,
     common: &CommonFlags,
 ) -> anyhow::Result<LatencyConditions> {
-    if let Some(heads) = &args.heads {
+    if let Some(heads) = setup.and_then(|setup| setup.heads.as_deref()) {
         check_calibration(calibration, &args.calibration, heads)?;
     }
-    let sha256 = |folder: &PathBuf| anyhow::Ok(latency::backbone_sha256(folder, &backbone_config(folder)?)?);
+    let backbone = setup.map(|setup| &setup.backbone);
     Ok(LatencyConditions {
         device: Some(device_name(common.device.resolve()?)),
-        engine: Some(args.engine.flag()),
+        engine: Some(args.engine.flag().to_owned()),
         dtype: common.dtype,
-        quantization: match (served, args.quantization) {
-            (Some(served), _) => Some(shown(served.quantization)),
-            (None, typed) => typed.map(|typed| shown(typed.quantization())),
+        quantization: match (setup, args.quantization) {
+            (Some(setup), _) => Some(quantization_name(setup.quantization)),
+            (None, typed) => typed.map(|typed| quantization_name(typed.quantization())),
         },
         threads: Some(Team::of_process().size()),
         context: args.context.map(Into::into),
-        backbone: args.backbone.as_deref().map(downloads::shown),
-        backbone_sha256: args.backbone.as_ref().map(sha256).transpose()?,
+        backbone: backbone.map(|backbone| hub::name_of(&backbone.folder)),
+        backbone_sha256: backbone.map(sha256).transpose()?,
         heads_sha256: Some(calibration.heads_sha256.clone()),
     })
+}
+
+fn sha256(backbone: &OpenedBackbone) -> Result<String, WeightsError> {
+    latency::backbone_sha256(&backbone.folder, &backbone.config)
 }
 
 /// Looks whether other programs use the cores, and says so.
@@ -126,8 +133,7 @@ fn disturbs_threads(busy: &f64) -> bool {
 /// Times trees built from the calibration, with the engine that will decode.
 fn measure(
     args: &TreeArgs,
-    (backbone, heads): (&Path, &Path),
-    served: ModelOptions,
+    setup: ModelSetup,
     calibration: &Calibration,
     common: &CommonFlags,
 ) -> anyhow::Result<Latency> {
@@ -135,10 +141,11 @@ fn measure(
     let max_nodes = args.max_nodes.map_or(MAX_NODES, Into::into);
     let best_tree = |nodes: usize, heads: usize| calibration.best_tree(nodes, heads);
     let mut candidates = latency::trees_to_time(num_heads, max_nodes, &best_tree)?;
-    let quiet = CommonFlags { quiet: true, ..common.clone() }; // no notice about a missing --tree
-    let engine = EngineFlags { engine: args.engine, max_context: None };
-    let plan = DrafterPlan::new(None, Some(heads), None)?.into_iter().collect();
-    let decoder = engine.load(backbone, Some(heads), plan, served, &quiet)?;
+    let silent = common.context().silent(); // no notice about a missing --tree
+    let engine = EngineOptions { engine: args.engine, max_context: None };
+    let plans = setup.heads.clone().map(DrafterPlan::of_heads).transpose()?.into_iter().collect();
+    let (backbone, backbone_sha256) = (hub::name_of(&setup.backbone.folder), sha256(&setup.backbone)?);
+    let decoder = engine.load(setup, plans, silent)?;
     let heads = decoder.drafter().and_then(|drafter| drafter.heads.as_ref());
     let (heads, _) = heads.ok_or_else(|| UsageError("--latency needs --heads".into()))?;
     if decoder.backbone.device() == Device::Cpu {
@@ -160,9 +167,9 @@ fn measure(
         &candidates,
         TimedAnswers { context, tokens: calibration.tokens_per_text().unwrap_or(LONG), machine },
         &|tree| {
-            let drafter = tree.map(|tree| ReadyDrafter::of_heads(&decoder.backbone, heads, tree)).transpose()?;
+            let drafter = tree.map(|tree| ReadyDrafter::trained(&decoder.backbone, heads, tree)).transpose()?;
             let drafts = drafter.map(|drafter| Drafts { drafter, acceptance });
-            engine.take(&decoder, drafts, &request, &quiet)
+            anyhow::Ok(engine.take(&decoder, drafts, &request, silent)?)
         },
         &mut || {
             turns.set(turns.get() + 1);
@@ -175,13 +182,13 @@ fn measure(
     Ok(Latency {
         device: device_name(decoder.backbone.device()),
         engine: engine.to_owned(),
-        engine_flag: args.engine.flag(),
+        engine_flag: args.engine.flag().to_owned(),
         dtype: Dtype::of(decoder.backbone.kind()),
         quantization: decoder.backbone.quantization().map(|quantization| quantization.to_string()),
         threads: Team::of_process().size(),
         context,
-        backbone: downloads::shown(backbone),
-        backbone_sha256: Some(latency::backbone_sha256(backbone, &backbone_config(backbone)?)?),
+        backbone,
+        backbone_sha256: Some(backbone_sha256),
         heads_sha256: Some(calibration.heads_sha256.clone()),
         busy_cores: watch.and_then(|watch| watch.others()).filter(disturbs_threads),
         slowdown,

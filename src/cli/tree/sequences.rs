@@ -3,8 +3,6 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use super::super::decoder::Decoder;
-use super::super::engine::{EngineFlags, EngineName};
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
 use crate::draft::heads::Heads;
@@ -13,6 +11,8 @@ use crate::formats::latency::{Latency, StepsOfSequences};
 use crate::formats::tree::TreeOfSequences;
 use crate::latency::{self, LatencyError, Timed, TreeToTime};
 use crate::plural::counted;
+use crate::session::Decoder;
+use crate::session::engine::{EngineName, EngineOptions};
 use crate::tree::guess_tree::GuessTree;
 
 /// Refuses a file without the times that are asked for.
@@ -47,12 +47,13 @@ pub(super) fn measure(
     context: usize,
     common: &CommonFlags,
 ) -> anyhow::Result<Vec<StepsOfSequences>> {
-    let engine = EngineFlags { engine: args.engine, max_context: None };
+    let engine = EngineOptions { engine: args.engine, max_context: None };
     let of_size = |tree: &&GuessTree| tree.as_static().is_some() && tree.nodes().is_power_of_two();
     let trees: Vec<GuessTree> = candidates.iter().map(|(tree, _)| tree).filter(of_size).cloned().collect();
     let of_texts = |texts: usize| {
         common.say(format_args!("timing steps of {} at a time", counted(texts, "text")));
-        latency::measure_batch((&decoder.backbone, heads), &trees, [context, texts], &|| engine.for_batches(decoder))
+        let new_engine = || anyhow::Ok(engine.for_batches(decoder)?);
+        latency::measure_batch((&decoder.backbone, heads), &trees, [context, texts], &new_engine)
     };
     let counts: BTreeSet<usize> = args.sequences.iter().map(|texts| texts.get()).collect();
     counts.into_iter().map(of_texts).collect()

@@ -171,7 +171,13 @@ pub(super) struct GenerationKeys {
 }
 
 pub(super) fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
-    let text =
-        files::read_at_most(path, JSON_FILE_BYTES).map_err(|source| ConfigError::Read { path: path.into(), source })?;
-    json::from_slice(&text).map_err(|source| ConfigError::Json { path: path.into(), source })
+    parse_json(path, &read(path)?)
+}
+
+pub(super) fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
+    files::read_at_most(path, JSON_FILE_BYTES).map_err(|source| ConfigError::Read { path: path.into(), source })
+}
+
+pub(super) fn parse_json<T: serde::de::DeserializeOwned>(path: &Path, text: &[u8]) -> Result<T, ConfigError> {
+    json::from_slice(text).map_err(|source| ConfigError::Json { path: path.into(), source })
 }

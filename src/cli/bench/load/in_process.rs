@@ -12,11 +12,7 @@ use super::flags::LoadLevel;
 use super::output::LoadOutput;
 use super::timeline::{LevelRun, RequestTimeline, TokenCounts};
 use crate::cli::CommonFlags;
-use crate::cli::decoder::Decoder;
 use crate::cli::decoding::DecodingFlags;
-use crate::cli::drafter::Drafts;
-use crate::cli::drafter::loaded::LoadedDrafter;
-use crate::cli::engine::EngineFlags;
 use crate::cli::progress::Counter;
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
@@ -26,6 +22,10 @@ use crate::dtype::Dtype;
 use crate::engine::sample::Stream;
 use crate::formats::bench::PLAIN;
 use crate::formats::load::{LoadResult, LoadSource};
+use crate::session::Decoder;
+use crate::session::drafter::Drafts;
+use crate::session::drafter::loaded::LoadedDrafter;
+use crate::session::engine::EngineOptions;
 use crate::torch::device_name;
 
 /// New tokens of each text of the unmeasured run that warms up caches and threads.
@@ -36,7 +36,7 @@ pub(in crate::cli::bench) struct LoadBench<'a> {
     pub(in crate::cli::bench) decoder: &'a Decoder,
     /// Of the decoder's drafters.
     pub(in crate::cli::bench) facts: &'a [DrafterFacts],
-    pub(in crate::cli::bench) engine: EngineFlags,
+    pub(in crate::cli::bench) engine: EngineOptions,
     pub(in crate::cli::bench) decoding: &'a DecodingFlags,
     /// Token ids, each prompt with its index in its file.
     pub(in crate::cli::bench) prompts: Vec<(usize, Vec<i64>)>,

@@ -7,7 +7,7 @@ use std::{fs, thread};
 const WORTH_TELLING: f64 = 0.3;
 
 /// Watches the cores that this process may use.
-pub(super) struct CoreWatch {
+pub struct CoreWatch {
     usable: Vec<usize>,
     before: CoreTimes,
     own_before: f64,
@@ -16,7 +16,7 @@ pub(super) struct CoreWatch {
 impl CoreWatch {
     /// `None` where the system does not tell, and for a container that gets a part of the cores' time: other programs may run on the
     /// rest.
-    pub(super) fn start() -> Option<Self> {
+    pub fn start() -> Option<Self> {
         let usable = allowed_cores(&fs::read_to_string("/proc/self/status").ok()?)?;
         if thread::available_parallelism().ok()?.get() < usable.len() {
             return None;
@@ -25,7 +25,7 @@ impl CoreWatch {
     }
 
     /// Cores that other programs used since the start, on average.
-    pub(super) fn others(&self) -> Option<f64> {
+    pub fn others(&self) -> Option<f64> {
         let (after, own) = (CoreTimes::now(&self.usable)?, own_ticks()? - self.own_before);
         let (busy, all) = (after.busy - self.before.busy - own, after.all - self.before.all);
         (all > 0.0).then(|| busy.max(0.0) / all * self.usable.len() as f64)
@@ -33,19 +33,19 @@ impl CoreWatch {
 }
 
 /// Cores that other programs use during `interval`, in which the caller sleeps.
-pub(super) fn busy_cores(interval: Duration) -> Option<f64> {
+pub fn busy_cores(interval: Duration) -> Option<f64> {
     let watch = CoreWatch::start()?;
     thread::sleep(interval);
     watch.others()
 }
 
 /// Cores that this process may use.
-pub(super) fn cores() -> usize {
+pub fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Whether programs that use `busy` of the cores leave too few for the threads.
-pub(super) fn disturb(busy: f64, threads: usize, cores: usize) -> bool {
+pub fn disturb(busy: f64, threads: usize, cores: usize) -> bool {
     busy > WORTH_TELLING && busy + threads as f64 > cores as f64
 }
 

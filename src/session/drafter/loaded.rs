@@ -1,19 +1,17 @@
 //! The weights of a drafter, loaded for a backbone.
 
 use std::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::model::{DRAFT_LEVELS, DRAFT_TOKENS, DraftModel, Target};
 use super::plan::{DrafterPlan, PlannedTree};
 use super::spec::DrafterSpec;
-use crate::cli::CommonFlags;
 use crate::draft::heads::Heads;
-use crate::draft::heads::import::HeadsFile;
-use crate::draft::heads::import::notices::Notice;
 use crate::formats::tree::{DYNAMIC_TOP_K, DynamicTree};
-use crate::model::llama::Llama;
 use crate::plural::counted;
+use crate::session::error::SessionError;
+use crate::session::reporter::{LoadContext, Reporter};
 use crate::tree::by_load::ByLoad;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::row_times::RowTimes;
@@ -47,7 +45,7 @@ impl DrafterPlan {
     ///
     /// # Errors
     /// An invalid file, or weights that do not fit the backbone.
-    pub fn load(self, target: Target, common: &CommonFlags) -> anyhow::Result<LoadedDrafter> {
+    pub fn load(self, target: Target, context: LoadContext) -> Result<LoadedDrafter, SessionError> {
         let Self { spec, heads, models, tree, draft_tokens } = self;
         let draft_tree = match &tree {
             Some(PlannedTree::Of { tree, .. }) if heads.is_none() => tree.clone(),
@@ -56,8 +54,8 @@ impl DrafterPlan {
             }
             _ => GuessTree::Static(SparseTree::chain(draft_tokens.unwrap_or(DRAFT_TOKENS).get())?),
         };
-        let load = |folder: &PathBuf| DraftModel::load(folder, draft_tree.clone(), target, common);
-        let models = models.iter().map(load).collect::<anyhow::Result<_>>()?;
+        let load = |folder: &PathBuf| DraftModel::load(folder, draft_tree.clone(), target, context);
+        let models = models.iter().map(load).collect::<Result<_, _>>()?;
         let nodes = match &tree {
             Some(PlannedTree::Dynamic { nodes }) if spec.is_without_weights() => Some(*nodes),
             _ => None,
@@ -66,29 +64,18 @@ impl DrafterPlan {
             Some(PlannedTree::Of { by_load, .. }) if heads.is_some() => Some(by_load.clone()),
             _ => None,
         };
-        let heads = heads.map(|path| -> anyhow::Result<_> {
-            let heads = load_heads(&path, target.backbone, common)?.for_decoding();
+        let heads = heads.map(|opened| -> Result<_, SessionError> {
+            let heads = opened.load(target.backbone, context.reporter)?.for_decoding();
             tree.iter().try_for_each(|tree| tree.check_fits(heads.num_heads(), heads.draft_vocab_size()))?;
             let tree = match tree {
                 Some(PlannedTree::Of { tree, .. }) => tree,
                 Some(PlannedTree::Dynamic { nodes }) => GuessTree::Dynamic(limits(nodes, &heads)),
-                None => GuessTree::Static(chain_of(&heads, common)?),
+                None => GuessTree::Static(chain_of(&heads, context.reporter)?),
             };
             Ok((heads, tree))
         });
         Ok(LoadedDrafter { spec, heads: heads.transpose()?, by_load, models, nodes, row_times: None })
     }
-}
-
-/// Loads heads of any layout and prints the notices about their file; [`crate::cli::served::ServedFlags::resolve`] reports another
-/// quantisation.
-///
-/// # Errors
-/// An invalid file, or heads that do not fit the backbone.
-pub fn load_heads(path: &Path, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<Heads> {
-    let notices = HeadsFile::open(path)?.notices()?;
-    notices.iter().filter(|notice| !matches!(notice, Notice::Quantized { .. })).for_each(|notice| common.say(notice));
-    Ok(Heads::load(path, backbone)?)
 }
 
 /// Trees of `nodes` nodes that are chosen at each step from the guesses of all heads.
@@ -97,8 +84,8 @@ fn limits(nodes: NonZeroUsize, heads: &Heads) -> DynamicTree {
 }
 
 /// The tree without `--tree`: a chain of each head's best guess.
-fn chain_of(heads: &Heads, common: &CommonFlags) -> anyhow::Result<SparseTree> {
-    common.say(format_args!(
+fn chain_of(heads: &Heads, reporter: &dyn Reporter) -> Result<SparseTree, SessionError> {
+    reporter.notice(&format_args!(
         "no --tree: using a chain of the best guesses of {}; `medusa tree` builds a better one",
         counted(heads.num_heads(), "head")
     ));

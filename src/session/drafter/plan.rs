@@ -1,13 +1,15 @@
-//! A drafter of the command line with its files, checked before the backbone is loaded.
+//! A drafter with its files, checked before the backbone is loaded.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use super::spec::{DrafterName, DrafterSpec};
 use crate::bounds::TREE_NODES;
-use crate::cli::UsageError;
-use crate::draft::heads::import::{HeadsFile, folder_of};
-use crate::formats::run_folder::{self, TREE};
+use crate::draft::error::DrafterError;
+use crate::formats::run_folder::TREE;
+use crate::session::error::{SessionError, UsageError};
+use crate::session::opened::OpenedHeads;
 use crate::tree::by_load::ByLoad;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::TreeFileError;
@@ -20,7 +22,7 @@ const DYNAMIC: &str = "dynamic:";
 pub struct DrafterPlan {
     pub spec: DrafterSpec,
     /// Of a drafter with heads.
-    pub heads: Option<PathBuf>,
+    pub heads: Option<Rc<OpenedHeads>>,
     /// Folders of draft models.
     pub models: Vec<PathBuf>,
     /// Of the command line, else `tree.json` beside heads with a path of their own. `None`: a chain of each head's best guess, or of a
@@ -49,7 +51,7 @@ impl PlannedTree {
     ///
     /// # Errors
     /// [`UsageError`] for a bad N; a file that cannot be read.
-    pub fn read(flag: &Path) -> anyhow::Result<Self> {
+    pub fn read(flag: &Path) -> Result<Self, SessionError> {
         let Some(nodes) = flag.to_str().and_then(|flag| flag.strip_prefix(DYNAMIC)) else {
             let (tree, file) = GuessTree::load(flag)?;
             let by_load = GuessTree::by_load(tree.clone(), &file)
@@ -80,10 +82,14 @@ impl DrafterPlan {
     ///
     /// # Errors
     /// [`UsageError`] for conflicting flags; heads or a tree that cannot be read.
-    pub fn new(spec: Option<&DrafterSpec>, heads: Option<&Path>, tree: Option<&Path>) -> anyhow::Result<Option<Self>> {
+    pub fn new(
+        spec: Option<&DrafterSpec>,
+        heads: Option<&Path>,
+        tree: Option<&Path>,
+    ) -> Result<Option<Self>, SessionError> {
         let plan = match (spec, heads) {
             (Some(spec), _) => Self::of_spec(spec, heads)?,
-            (None, Some(heads)) => Self::of_heads(spec_of(heads)?, heads),
+            (None, Some(heads)) => Self::of_heads(OpenedHeads::open(heads)?)?,
             (None, None) if tree.is_some() => {
                 return Err(UsageError("--tree needs --heads, or --drafter model:PATH".into()).into());
             }
@@ -97,7 +103,8 @@ impl DrafterPlan {
             );
             return Err(UsageError(why).into());
         }
-        let own = plan.spec.heads_path().and_then(|heads| beside(heads, TREE));
+        let has_path = plan.spec.heads_path().is_some();
+        let own = plan.heads.as_deref().filter(|_| has_path).and_then(|heads| heads.beside(TREE));
         let tree = tree.or(own.as_deref()).map(PlannedTree::read).transpose()?;
         Ok(Some(Self { tree, ..plan }))
     }
@@ -122,11 +129,15 @@ impl DrafterPlan {
         }
     }
 
-    fn of_heads(spec: DrafterSpec, heads: &Path) -> Self {
-        Self { spec, heads: Some(heads.to_owned()), models: vec![], tree: None, draft_tokens: None }
+    /// The drafter that heads were trained for, without a tree.
+    ///
+    /// # Errors
+    /// As [`OpenedHeads::drafter`].
+    pub fn of_heads(heads: Rc<OpenedHeads>) -> Result<Self, UsageError> {
+        Ok(Self { spec: heads.drafter()?, heads: Some(heads), models: vec![], tree: None, draft_tokens: None })
     }
 
-    fn of_spec(spec: &DrafterSpec, heads: Option<&Path>) -> anyhow::Result<Self> {
+    fn of_spec(spec: &DrafterSpec, heads: Option<&Path>) -> Result<Self, SessionError> {
         let models = spec.parts().iter().filter(|part| part.name == DrafterName::Model);
         let models: Vec<PathBuf> = models.filter_map(|part| part.path.clone()).collect();
         check_different(&models)?;
@@ -142,32 +153,28 @@ impl DrafterPlan {
             }
             (None, None) => return Err(UsageError(format!("--drafter {spec} needs --heads")).into()),
         };
-        let trained = spec_of(path)?;
+        let heads = OpenedHeads::open(path)?;
+        let trained = heads.drafter()?;
         if !trained.is(part.name) {
             let why = format!("--drafter {spec}: the heads in {} are {} heads", path.display(), trained.name());
             return Err(UsageError(why).into());
         }
-        Ok(Self { models, ..Self::of_heads(spec.clone(), path) })
+        Ok(Self { spec: spec.clone(), heads: Some(heads), models, tree: None, draft_tokens: None })
     }
 }
 
-/// A file of these heads: in their folder, else in the folder of their run.
-pub fn beside(heads: &Path, name: &str) -> Option<PathBuf> {
-    let folder = folder_of(heads);
-    let places = [Some(folder.to_owned()), run_folder::above(folder)];
-    places.into_iter().flatten().map(|place| place.join(name)).find(|path| path.is_file())
-}
-
-/// The drafter that the heads in a file were trained for.
-fn spec_of(heads: &Path) -> anyhow::Result<DrafterSpec> {
-    let file = HeadsFile::open(heads)?;
-    let config = file.config();
-    let architecture = config.and_then(|config| config.architecture()).unwrap_or(file.shape().architecture.name());
-    DrafterName::of_architecture(architecture).map(DrafterSpec::of).ok_or_else(|| {
-        let path = config.map_or(heads, |config| &config.path);
-        let known = "\"medusa\", \"hydra\" or \"hydra++\"";
-        UsageError(format!("{}: architecture: expected {known}, got {architecture:?}", path.display())).into()
-    })
+/// The heads whose training decides how the backbone is loaded: the drafter's, else those that the caller names.
+///
+/// # Errors
+/// As [`OpenedHeads::open`].
+pub fn deciding_heads(
+    plan: Option<&DrafterPlan>,
+    heads: Option<&Path>,
+) -> Result<Option<Rc<OpenedHeads>>, DrafterError> {
+    match plan.and_then(|plan| plan.heads.clone()) {
+        Some(heads) => Ok(Some(heads)),
+        None => heads.map(OpenedHeads::open).transpose(),
+    }
 }
 
 /// Refuses a draft model that is joined with itself by another path.

@@ -3,19 +3,18 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use anyhow::Context;
-
-use crate::cli::CommonFlags;
-use crate::cli::loading::load_backbone;
-use crate::cli::print::mebibytes;
-use crate::cli::served::ModelOptions;
 use crate::data::tokenize::TextTokenizer;
 use crate::draft::levels::LevelDrafter;
 use crate::draft::model::{Guessing, ModelGuesser};
 use crate::engine::fastest::fastest;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
-use crate::plural::counted;
+use crate::plural::{counted, mebibytes};
+use crate::session::error::SessionError;
+use crate::session::loading::load_backbone;
+use crate::session::opened::OpenedBackbone;
+use crate::session::reporter::LoadContext;
+use crate::session::setup::ModelSetup;
 use crate::tree::guess_tree::GuessTree;
 
 /// Guesses of a chain without `--draft-tokens`: as many as the Medusa paper's baseline has with a 7B backbone (appendix D).
@@ -43,27 +42,27 @@ pub struct Target<'t> {
 }
 
 impl DraftModel {
-    /// Loads a draft model in `--dtype`, by default that of its weights, as a backbone is loaded.
+    /// Loads a draft model in the context's dtype, by default that of its weights, as a backbone is loaded.
     ///
     /// # Errors
     /// As [`check_vocabulary`]; a folder without a backbone, or a tree with more guesses at a node than there are tokens.
-    pub fn load(folder: &Path, tree: GuessTree, target: Target, common: &CommonFlags) -> anyhow::Result<Self> {
+    pub fn load(folder: &Path, tree: GuessTree, target: Target, context: LoadContext) -> Result<Self, SessionError> {
         let tokenizer = check_vocabulary(folder, target.tokenizer)?;
-        let model = load_backbone(folder, None, &ModelOptions::default(), common, target.purpose)?;
+        let model = load_backbone(&ModelSetup::new(OpenedBackbone::open(folder)?), target.purpose, context)?;
         tokenizer.check_vocabulary(usize::try_from(model.config.vocab_size)?)?;
         let vocabulary = tokenizer.vocab_size().min(target.tokenizer.vocab_size());
         tree.check_fits(usize::MAX, vocabulary)?;
         let draft = Self { model, vocabulary, tree };
         let (name, parameters) = (folder.display(), counted(draft.parameters(), "parameter"));
         let memory = draft.parameters() as u64 * draft.model.kind().elt_size_in_bytes() as u64; // it is not quantised
-        common.say(format_args!(
+        context.reporter.notice(&format_args!(
             "draft model {name}: {parameters}, {} of weights beside the backbone's",
             mebibytes(memory)
         ));
-        let [own, context] = [&draft.model, target.backbone].map(|model| model.config.max_position_embeddings);
-        if own < context {
-            common.say(format_args!(
-                "draft model {name}: its context of {own} tokens is shorter than the backbone's {context}; longer texts go on without guesses"
+        let [own, longest] = [&draft.model, target.backbone].map(|model| model.config.max_position_embeddings);
+        if own < longest {
+            context.reporter.notice(&format_args!(
+                "draft model {name}: its context of {own} tokens is shorter than the backbone's {longest}; longer texts go on without guesses"
             ));
         }
         Ok(draft)
@@ -93,9 +92,11 @@ impl DraftModel {
 ///
 /// # Errors
 /// A folder without a tokenizer, or with another vocabulary than the backbone's.
-pub fn check_vocabulary(folder: &Path, of_backbone: &TextTokenizer) -> anyhow::Result<TextTokenizer> {
-    let context = || format!("{} cannot draft for this backbone", folder.display());
-    let tokenizer = TextTokenizer::load(folder).with_context(context)?;
-    of_backbone.check_same_vocabulary(&tokenizer).with_context(context)?;
+pub fn check_vocabulary(folder: &Path, of_backbone: &TextTokenizer) -> Result<TextTokenizer, SessionError> {
+    let tokenizer = TextTokenizer::load(folder)
+        .map_err(|source| SessionError::DraftTokenizer { folder: folder.to_owned(), source: source.into() })?;
+    of_backbone
+        .check_same_vocabulary(&tokenizer)
+        .map_err(|source| SessionError::DraftVocabulary { folder: folder.to_owned(), source: source.into() })?;
     Ok(tokenizer)
 }

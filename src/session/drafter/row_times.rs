@@ -1,34 +1,34 @@
 //! Measures once how long steps take by their tokens on this machine, and sizes the drafters without weights by that.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::Context;
 use sha2::{Digest, Sha256};
 use tch::Device;
 
 use super::loaded::LoadedDrafter;
 use super::sizes::{most_guesses, window_tokens};
-use crate::cli::CommonFlags;
-use crate::cli::backbone::backbone_config;
-use crate::cli::busy_cores::{CoreWatch, cores, disturb};
-use crate::cli::decoder::Decoder;
-use crate::cli::doctor;
-use crate::cli::downloads;
 use crate::cpu::team::Team;
 use crate::decode::host_loop::HostLoop;
 use crate::dtype::Dtype;
 use crate::engine::Engine;
 use crate::files::{self, user_cache};
 use crate::formats::latency::Latency;
+use crate::hub;
+use crate::latency::busy_cores::{CoreWatch, cores, disturb};
+use crate::latency::processors::processors;
 use crate::latency::{self, ROWS_CONTEXT, Times};
 use crate::plural::counted;
+use crate::session::decoder::Decoder;
+use crate::session::error::SessionError;
+use crate::session::opened::OpenedBackbone;
+use crate::session::reporter::Reporter;
 use crate::torch::device_name;
 use crate::tree::accept::Acceptance;
 use crate::tree::row_times::RowTimes;
 
 /// Makes the engine that decodes one text.
-pub type EngineOfDecoder<'n> = dyn for<'a> Fn(&'a Decoder) -> anyhow::Result<Box<dyn Engine + 'a>> + 'n;
+pub type EngineOfDecoder<'n> = dyn for<'a> Fn(&'a Decoder) -> Result<Box<dyn Engine + 'a>, SessionError> + 'n;
 
 /// Gives the step times of this machine to the drafters without weights that have no number of nodes.
 ///
@@ -37,9 +37,9 @@ pub type EngineOfDecoder<'n> = dyn for<'a> Fn(&'a Decoder) -> anyhow::Result<Box
 pub fn set_row_times(
     (engine_flag, new_engine): (String, &EngineOfDecoder<'_>),
     decoder: &mut Decoder,
-    backbone: &Path,
-    common: &CommonFlags,
-) -> anyhow::Result<()> {
+    backbone: &OpenedBackbone,
+    reporter: &dyn Reporter,
+) -> Result<(), SessionError> {
     let is_sized = |drafter: &LoadedDrafter| drafter.nodes.is_none() && drafter.spec.is_without_weights();
     let room = usize::try_from(decoder.backbone.config.max_position_embeddings)?;
     // Too short a context to time a step in, and to gain time in.
@@ -47,11 +47,11 @@ pub fn set_row_times(
         return Ok(());
     }
     let conditions = conditions(engine_flag, decoder, backbone)?;
-    let latency = found_or_measured(conditions, new_engine, decoder, common)?;
+    let latency = found_or_measured(conditions, new_engine, decoder, reporter)?;
     let times = Arc::new(RowTimes::of(&latency));
     for drafter in decoder.drafters.iter_mut().filter(|drafter| is_sized(drafter)) {
         drafter.row_times = Some(times.clone());
-        common.say(in_words(drafter, &times));
+        reporter.notice(&in_words(drafter, &times));
     }
     Ok(())
 }
@@ -61,14 +61,14 @@ fn found_or_measured(
     conditions: Latency,
     new_engine: &EngineOfDecoder<'_>,
     decoder: &Decoder,
-    common: &CommonFlags,
-) -> anyhow::Result<Latency> {
+    reporter: &dyn Reporter,
+) -> Result<Latency, SessionError> {
     let cached = cache_file(&conditions);
     if let Some(path) = cached.as_ref().filter(|path| path.exists()) {
         match Latency::load(path) {
             Ok(latency) => return Ok(latency),
             Err(error) => {
-                common.say(format_args!("the cached step times cannot be used and are measured again: {error}"))
+                reporter.notice(&format_args!("the cached step times cannot be used and are measured again: {error}"))
             }
         }
     }
@@ -76,9 +76,9 @@ fn found_or_measured(
     let watch = CoreWatch::start().filter(|_| on_cpu);
     let times = latency::measure_rows(&decoder.backbone, |drafter| {
         let drafter = Some((drafter, Acceptance::Greedy));
-        anyhow::Ok(Box::new(HostLoop::new(new_engine(decoder)?, drafter)) as Box<_>)
+        Ok::<_, SessionError>(Box::new(HostLoop::new(new_engine(decoder)?, drafter)) as Box<_>)
     });
-    let Times { engine, plain_step_ms, steps, .. } = times.context("cannot measure step times")?;
+    let Times { engine, plain_step_ms, steps, .. } = times.map_err(|why| SessionError::StepTimes(why.into()))?;
     let busy_cores = watch.and_then(|watch| watch.others());
     let busy_cores = busy_cores.filter(|&busy| disturb(busy, Team::of_process().size(), cores()));
     let latency = Latency { engine: engine.to_owned(), plain_step_ms, steps, busy_cores, ..conditions };
@@ -86,13 +86,13 @@ fn found_or_measured(
     if let Some(path) = cached.filter(|_| busy_cores.is_none())
         && let Err(error) = latency.save(&path)
     {
-        common.say(format_args!("{error}; the next run measures step times anew"));
+        reporter.notice(&format_args!("{error}; the next run measures step times anew"));
     }
     Ok(latency)
 }
 
 /// What the times depend on, without times.
-fn conditions(engine_flag: String, decoder: &Decoder, folder: &Path) -> anyhow::Result<Latency> {
+fn conditions(engine_flag: String, decoder: &Decoder, opened: &OpenedBackbone) -> Result<Latency, SessionError> {
     let backbone = &decoder.backbone;
     Ok(Latency {
         device: device_name(backbone.device()),
@@ -102,8 +102,8 @@ fn conditions(engine_flag: String, decoder: &Decoder, folder: &Path) -> anyhow::
         quantization: backbone.quantization().map(|quantization| quantization.to_string()),
         threads: Team::of_process().size(),
         context: ROWS_CONTEXT,
-        backbone: downloads::shown(folder),
-        backbone_sha256: Some(latency::backbone_sha256(folder, &backbone_config(folder)?)?),
+        backbone: hub::name_of(&opened.folder),
+        backbone_sha256: Some(latency::backbone_sha256(&opened.folder, &opened.config)?),
         heads_sha256: None,
         busy_cores: None,
         slowdown: None,
@@ -116,7 +116,7 @@ fn conditions(engine_flag: String, decoder: &Decoder, folder: &Path) -> anyhow::
 /// The file of these conditions on this processor or GPU with this version; `None` for a user without a home.
 fn cache_file(conditions: &Latency) -> Option<PathBuf> {
     let of_any_path = Latency { backbone: String::new(), ..conditions.clone() };
-    let key = (env!("CARGO_PKG_VERSION"), env!("MEDUSA_GIT_REVISION"), doctor::processors(), of_any_path);
+    let key = (env!("CARGO_PKG_VERSION"), env!("MEDUSA_GIT_REVISION"), processors(), of_any_path);
     let hash = files::hex(&Sha256::digest(serde_json::to_vec(&key).expect("texts and numbers are JSON")));
     Some(user_cache()?.join("latency").join(format!("{}.json", &hash[..32])))
 }

@@ -1,18 +1,18 @@
-//! How many texts `medusa distill` and `medusa serve` decode together without `--batch-size`: as many as fit the free memory. What makes them slow.
+//! How many texts are decoded together where the caller does not say: as many as fit the free memory. What makes them slow.
 
 use std::num::NonZeroUsize;
 
-use anyhow::Context;
 use tch::Device;
 
-use super::CommonFlags;
-use super::print::gibibytes;
+use super::error::SessionError;
+use super::reporter::Reporter;
 use crate::decode::batch_memory::BatchMemory;
 use crate::engine::Engine;
 use crate::fused::batch_attention;
 use crate::model::llama::Llama;
-use crate::plural::counted;
-use crate::torch::{cuda_runtime, memory};
+use crate::plural::{counted, gibibytes};
+use crate::torch::cuda_runtime::{self, CudaRuntimeError};
+use crate::torch::memory;
 
 /// One of so many free bytes is for the beginnings of conversations.
 const SHARE_FOR_PREFIXES: u64 = 16;
@@ -22,21 +22,21 @@ const MOST_FOR_PREFIXES: usize = 1 << 30;
 ///
 /// # Errors
 /// A GPU that does not tell its free memory.
-pub(super) fn that_fits(
+pub fn that_fits(
     engine: &dyn Engine,
     [tokens, guesses]: [usize; 2],
     waiting: usize,
-    common: &CommonFlags,
-) -> anyhow::Result<NonZeroUsize> {
+    reporter: &dyn Reporter,
+) -> Result<NonZeroUsize, SessionError> {
     let BatchFit { size, each, free } =
-        fit(engine, [tokens, guesses]).context("the batch size depends on the free memory; set --batch-size")?;
+        fit(engine, [tokens, guesses]).map_err(unknown_memory("the batch size", "--batch-size"))?;
     let size = NonZeroUsize::new(size.get().min(waiting)).unwrap_or(size);
     let conversations = counted(size.get(), "conversation");
     let why = free.map(|free| {
         format!(": {} are free, one of at most {tokens} tokens takes {}", gibibytes(free), gibibytes(each))
     });
     if waiting > 0 {
-        common.say(format_args!("decoding {conversations} together{}", why.unwrap_or_default()));
+        reporter.notice(&format_args!("decoding {conversations} together{}", why.unwrap_or_default()));
     }
     Ok(size)
 }
@@ -45,15 +45,15 @@ pub(super) fn that_fits(
 ///
 /// # Errors
 /// A GPU that does not tell its free memory.
-pub(super) fn of_server(
+pub fn of_server(
     engine: &dyn Engine,
     [tokens, guesses]: [usize; 2],
-    common: &CommonFlags,
-) -> anyhow::Result<NonZeroUsize> {
+    reporter: &dyn Reporter,
+) -> Result<NonZeroUsize, SessionError> {
     let BatchFit { size, each, free } =
-        fit(engine, [tokens, guesses]).context("the number of texts depends on the free memory; set --max-texts")?;
+        fit(engine, [tokens, guesses]).map_err(unknown_memory("the number of texts", "--max-texts"))?;
     if let Some(free) = free.filter(|free| each > *free) {
-        common.say(format_args!(
+        reporter.notice(&format_args!(
             "warning: a text as long as the context ({tokens} tokens) takes {}, and {} are free: the server ends if a text grows so long",
             gibibytes(each),
             gibibytes(free)
@@ -71,7 +71,11 @@ struct BatchFit {
     free: Option<u64>,
 }
 
-fn fit(engine: &dyn Engine, [tokens, guesses]: [usize; 2]) -> anyhow::Result<BatchFit> {
+fn unknown_memory(what: &'static str, flag: &'static str) -> impl FnOnce(CudaRuntimeError) -> SessionError {
+    move |source| SessionError::FreeMemory { what, flag, source }
+}
+
+fn fit(engine: &dyn Engine, [tokens, guesses]: [usize; 2]) -> Result<BatchFit, CudaRuntimeError> {
     let backbone = engine.backbone();
     let options = (backbone.kind(), backbone.device());
     let of_batch = BatchMemory::new(&backbone.config, options, [tokens, guesses], engine.prompt_pass());
@@ -85,7 +89,7 @@ fn fit(engine: &dyn Engine, [tokens, guesses]: [usize; 2]) -> anyhow::Result<Bat
 ///
 /// # Errors
 /// A GPU that does not tell its free memory.
-pub(super) fn of_prefixes(engine: &dyn Engine) -> anyhow::Result<Option<usize>> {
+pub fn of_prefixes(engine: &dyn Engine) -> Result<Option<usize>, CudaRuntimeError> {
     match engine.backbone().device() {
         Device::Cpu if !engine.same_bits_in_any_pass() => Ok(None),
         device => Ok(Some(for_prefixes(free_bytes(device)?))),
@@ -98,16 +102,16 @@ fn for_prefixes(free: Option<u64>) -> usize {
 }
 
 /// Says why many conversations together are slower on this GPU than on another one, or with another backbone.
-pub(super) fn tell_slower(backbone: &Llama, common: &CommonFlags) {
+pub fn tell_slower(backbone: &Llama, reporter: &dyn Reporter) {
     let config = &backbone.config;
     let heads = [config.num_attention_heads, config.num_key_value_heads, config.head_dim];
     if let Some(why) = batch_attention::missing(backbone.device(), backbone.kind(), heads) {
-        common.say(format_args!("libtorch's attention decodes here, and it is slower than our kernel: {why}"));
+        reporter.notice(&format_args!("libtorch's attention decodes here, and it is slower than our kernel: {why}"));
     }
 }
 
 /// `None` where the system does not say.
-fn free_bytes(device: Device) -> anyhow::Result<Option<u64>> {
+fn free_bytes(device: Device) -> Result<Option<u64>, CudaRuntimeError> {
     if let Device::Cuda(index) = device {
         memory::release_cached(device);
         return Ok(Some(cuda_runtime::memory(index)?.1));
