@@ -19,16 +19,16 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// Limits for the lines of code in each room of src/, without comments, blank lines and tests. A commit that raises one says what the lines
 /// buy, and nothing else raises it.
-const CODE_LINES: [(&str, usize); 33] = [
+const CODE_LINES: [(&str, usize); 34] = [
     ("bin", 6),
     ("bounds", 42),
     ("calibrate", 277),
-    ("cli", 11_000),
+    ("cli", 9557),
     ("cpu", 1643),
-    ("data", 9410),
-    ("decode", 2150),
-    ("distill", 2441),
-    ("draft", 4546),
+    ("data", 9396),
+    ("decode", 2260),
+    ("distill", 2397),
+    ("draft", 4544),
     ("dtype", 42),
     ("engine", 3181),
     ("export", 1236),
@@ -39,17 +39,18 @@ const CODE_LINES: [(&str, usize); 33] = [
     ("hub", 1926),
     ("json", 67),
     ("key_use", 35),
-    ("latency", 575),
-    ("lib", 33),
+    ("latency", 664),
+    ("lib", 34),
     ("memory", 407),
-    ("model", 6335),
+    ("model", 6349),
     ("numbers", 49),
     ("nvidia", 1484),
     ("panics", 46),
-    ("plural", 4),
+    ("plural", 10),
     ("recipe", 1696),
-    ("report", 1435),
-    ("serve", 2302),
+    ("report", 1418),
+    ("serve", 2263),
+    ("session", 1643),
     ("torch", 2685),
     ("train", 5550),
     ("tree", 1602),
@@ -141,8 +142,7 @@ fn every_room_stands_on_a_layer() {
 #[test]
 fn an_import_upwards_or_sideways_is_found() {
     let layers = HashMap::from(
-        [("files", 0), ("torch", 2685), ("data", 9410), ("model", 6335), ("cli", 11_000)]
-            .map(|(room, layer)| (room.into(), layer)),
+        [("files", 0), ("torch", 0), ("data", 2), ("model", 2), ("cli", 6)].map(|(room, layer)| (room.into(), layer)),
     );
     let text = "use crate::{files, model::{rows, pack}, torch};\nfn f() { println!(\"{}\", crate::cli::x()); } // crate::bin\n";
     let of_data = CrateMap::of(&[("data/mod.rs", text)]);
