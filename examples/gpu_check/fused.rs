@@ -4,7 +4,6 @@ use std::time::Instant;
 
 use medusa::cli::print_json;
 use medusa::fused::{self, dropout::dropout, optim, pass};
-use medusa::model::stored::format::StoredFormat;
 use medusa::model::stored::{Quantization, Quantizer};
 use medusa::torch::Generator;
 use medusa::torch::dropout::mask;
@@ -172,7 +171,7 @@ fn weights(on: Device, FusedSizes { hidden, mlp, .. }: FusedSizes) -> Vec<BothWa
     let of = |(quantization, kind): (Quantization, Kind)| {
         let weight_oi = normal(1, &[mlp, hidden], kind, on) * 0.02;
         let weight = Quantizer::new(quantization, on).quantize(&weight_oi);
-        let bytes = mlp * hidden * (16 + quantization.bits().cast_signed()) / 8;
+        let bytes = mlp * hidden * (16 + quantization.format().bits().cast_signed()) / 8;
         BothWays::of(
             &format!("{quantization} to {kind:?}"),
             bytes,

@@ -1,5 +1,8 @@
 //! `--quantization` and `--chat-template`.
 
+use std::sync::LazyLock;
+
+use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 
 use crate::data::chat_template::TemplateChoice;
@@ -19,16 +22,9 @@ pub struct ServedFlags {
     pub chat_template: Option<TemplateOption>,
 }
 
-/// `--quantization`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum QuantizationName {
-    /// 4-bit NormalFloat with double quantisation, as in QLoRA.
-    Nf4,
-    /// 8 bits per weight, one scale per output.
-    Int8,
-    /// The dtype of --dtype.
-    None,
-}
+/// `--quantization`: a format, or none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QuantizationName(Option<Quantization>);
 
 /// `--chat-template` of verbs without heads.
 ///
@@ -40,11 +36,21 @@ pub(super) fn chat_template(text: &str) -> Result<TemplateChoice, String> {
 
 impl QuantizationName {
     pub(super) fn quantization(self) -> Option<Quantization> {
-        match self {
-            Self::Nf4 => Some(Quantization::Nf4),
-            Self::Int8 => Some(Quantization::Int8),
-            Self::None => None,
-        }
+        self.0
+    }
+}
+
+impl ValueEnum for QuantizationName {
+    fn value_variants<'a>() -> &'a [Self] {
+        static ALL: LazyLock<Vec<QuantizationName>> =
+            LazyLock::new(|| Quantization::ALL.into_iter().map(Some).chain([None]).map(QuantizationName).collect());
+        &ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let none = ("none", "The dtype of --dtype");
+        let (name, help) = self.0.map_or(none, |known| (known.format().name(), known.format().help()));
+        Some(PossibleValue::new(name).help(help))
     }
 }
 

@@ -9,7 +9,7 @@ use crate::cpu::matrix::Matrix;
 use crate::cpu::team::Team;
 use crate::model::lora::{self, Adapter, Adapters};
 use crate::model::stored::QuantizedWeight;
-use crate::model::stored::dense::matrix_of;
+pub(crate) use crate::model::stored::dense::matrix_of;
 use crate::torch::bytes;
 use crate::torch::onednn::PackedWeight;
 

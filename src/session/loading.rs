@@ -18,6 +18,7 @@ use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::peft::ADAPTER_FILE;
 use crate::model::stages::Stages;
+use crate::model::stored::dense::Dense;
 use crate::model::stored::{Quantization, stored_format};
 use crate::model::weights::WeightFiles;
 use crate::torch::shared_gpus::SharedGpus;
@@ -97,9 +98,10 @@ fn spread(map: &DeviceMap, device: Device, of: &SplitRequest) -> Result<Stages, 
             let shape = of.heads.map(|heads| heads.file.shape());
             let element = of.dtype.kind().elt_size_in_bytes() as u64;
             let heads = shape.map_or(0, |shape| shape.parameters().unsigned_abs() * element);
-            let stored = stored_format(of.quantization, element);
+            let dense = Dense(element);
+            let stored = stored_format(of.quantization, &dense);
             balanced(layers, devices.len(), |stage| {
-                stage.matrix_bytes(of.config, &*stored, element) + if stage.is_last { heads } else { 0 }
+                stage.matrix_bytes(of.config, stored, element) + if stage.is_last { heads } else { 0 }
             })
         }
     };

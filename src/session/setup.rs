@@ -207,11 +207,12 @@ fn other_backbone(folder: &Path, config: &PublishedHeadsConfig) -> Option<String
 /// The recorded quantisation of a backbone in training.
 fn quantization_of(config: &PublishedHeadsConfig) -> Result<Option<Quantization>, UsageError> {
     let Some(name) = config.quantization() else { return Ok(None) };
-    let known = [Quantization::Nf4, Quantization::Int8].into_iter().find(|known| known.to_string() == name);
+    let known = Quantization::ALL.into_iter().find(|known| known.to_string() == name);
     known.map(Some).ok_or_else(|| {
         UsageError(format!(
-            "{}: quantization: expected \"nf4\" or \"int8\", got {name:?}; choose the weights to decode with by --quantization",
-            config.path.display()
+            "{}: quantization: expected {}, got {name:?}; choose the weights to decode with by --quantization",
+            config.path.display(),
+            Quantization::ALL.map(|known| format!("{:?}", known.format().name())).join(" or ")
         ))
     })
 }

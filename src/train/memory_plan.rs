@@ -10,6 +10,7 @@ use crate::memory::plan::{MemoryGroup, MemoryPlan, WorldPlan};
 use crate::memory::weights::{StageShape, numel};
 use crate::model::loading::OutputPart;
 use crate::model::lora::LoraConfig;
+use crate::model::stored::dense::Dense;
 use crate::model::stored::stored_format;
 use crate::torch::accelerator;
 use crate::torch::optim::OptimizerName;
@@ -123,8 +124,9 @@ impl<'w> Workload<'w> {
             group.gradient_bytes += self.pass.wide() * copied;
             return group;
         }
-        let stored = stored_format(quantization, element);
-        MemoryGroup::frozen(parameters, self.stage.weight_bytes(config, &*stored, element))
+        let dense = Dense(element);
+        let weight_bytes = self.stage.weight_bytes(config, stored_format(quantization, &dense), element);
+        MemoryGroup::frozen(parameters, weight_bytes)
     }
 
     /// Without decoder layers.

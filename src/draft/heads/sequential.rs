@@ -12,8 +12,7 @@ use crate::cpu::arena::Arena;
 use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::{add_silu, add_to_each};
 use crate::cpu::team::Team;
-use crate::model::linear::Linear;
-use crate::model::stored::dense::matrix_of;
+use crate::model::linear::{Linear, matrix_of};
 use crate::torch::bytes;
 use crate::tree::dynamic::FrontierNode;
 

@@ -1,10 +1,10 @@
-//! What a format of stored weights says of itself, and what its weights can do. A format is one file beside this one, and one line in the table
-//! of [`crate::model::stored`].
+//! What a format of stored weights says of itself, without libtorch, and what its weights can do. A format is one file beside this one, and its
+//! variant in the tables of [`crate::model::stored`].
 
 // O outputs, I inputs
 use std::fmt;
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::nvidia::launch::Launch;
 
@@ -19,11 +19,11 @@ pub trait StoredFormat {
 
 /// A format that weights are quantised to while loading.
 pub trait QuantizedFormat: StoredFormat {
+    /// In recipes, flags and files.
+    fn name(&self) -> &'static str;
+
     /// What `--help` says of it.
     fn help(&self) -> &'static str;
-
-    /// Quantises weights on `device`, which share its tables.
-    fn quantizer(&self, device: Device) -> Quantize;
 }
 
 /// Quantises a weight `[O, I]` of any floating-point dtype.

@@ -4,7 +4,7 @@
 //! `q = round(w · (127 / absmax))`, to the nearest and halves to the even, and `w' = q · (absmax / 127)`, in float32.
 
 // O outputs, I inputs
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::format::{Codes, DequantizeKernel, Quantize, QuantizedFormat, StoredFormat};
 use super::slices::{ranges, slice};
@@ -25,13 +25,18 @@ impl StoredFormat for Int8Format {
 }
 
 impl QuantizedFormat for Int8Format {
+    fn name(&self) -> &'static str {
+        "int8"
+    }
+
     fn help(&self) -> &'static str {
         "8 bits per weight, one scale per output"
     }
+}
 
-    fn quantizer(&self, _: Device) -> Quantize {
-        Box::new(|weight_oi| Box::new(Int8::quantize(weight_oi)))
-    }
+/// Quantises weights.
+pub(super) fn quantizer() -> Quantize {
+    Box::new(|weight_oi| Box::new(Int8::quantize(weight_oi)))
 }
 
 /// A quantised `[O, I]`.

@@ -21,7 +21,7 @@ use crate::torch::rehearsal;
 use dense::Dense;
 use format::{Codes, Quantize, QuantizedFormat, StoredFormat};
 
-/// What weights are reduced to. A variant's name in lower case is its name in recipes, flags and files.
+/// What weights are reduced to. Recipes have [`QuantizedFormat::name`], the variant's name in lower case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Quantization {
@@ -35,7 +35,7 @@ impl Quantization {
     /// All of them, those of fewest bits first.
     pub const ALL: [Self; 2] = [Self::Nf4, Self::Int8];
 
-    /// The table of formats.
+    /// What its format says of itself.
     pub fn format(self) -> &'static dyn QuantizedFormat {
         match self {
             Self::Nf4 => &nf4::Nf4Format,
@@ -46,26 +46,13 @@ impl Quantization {
 
 impl fmt::Display for Quantization {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&format!("{self:?}").to_lowercase())
+        f.write_str(self.format().name())
     }
 }
 
-impl StoredFormat for Quantization {
-    fn bits(&self) -> u64 {
-        self.format().bits()
-    }
-
-    fn bytes(&self, size_oi: [u64; 2]) -> u64 {
-        self.format().bytes(size_oi)
-    }
-}
-
-/// The format of the decoder's linear layers in a backbone whose numbers have `element` bytes.
-pub fn stored_format(quantization: Option<Quantization>, element: u64) -> Box<dyn StoredFormat> {
-    match quantization {
-        Some(quantization) => Box::new(quantization),
-        None => Box::new(Dense(element)),
-    }
+/// The format of the decoder's linear layers: `dense` unless they are quantised.
+pub fn stored_format(quantization: Option<Quantization>, dense: &Dense) -> &dyn StoredFormat {
+    quantization.map_or(dense, |quantization| quantization.format())
 }
 
 /// Quantises the weights of a backbone, which share its tables.
@@ -74,7 +61,10 @@ pub struct Quantizer(Quantize);
 impl Quantizer {
     /// For weights on `device`.
     pub fn new(quantization: Quantization, device: Device) -> Self {
-        Self(quantization.format().quantizer(device))
+        Self(match quantization {
+            Quantization::Nf4 => nf4::quantizer(device),
+            Quantization::Int8 => int8::quantizer(),
+        })
     }
 
     /// `weight_oi` is `[O, I]`, of any floating-point dtype.
@@ -146,6 +136,13 @@ impl QuantizedWeight {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_recipe_has_the_name_of_the_format() {
+        for quantization in Quantization::ALL {
+            assert_eq!(serde_json::to_value(quantization).unwrap(), quantization.to_string());
+        }
+    }
 
     #[test]
     fn a_format_says_the_bytes_that_its_weights_take() {

@@ -29,14 +29,19 @@ impl StoredFormat for Nf4Format {
 }
 
 impl QuantizedFormat for Nf4Format {
+    fn name(&self) -> &'static str {
+        "nf4"
+    }
+
     fn help(&self) -> &'static str {
         "4-bit NormalFloat with double quantisation, as in QLoRA"
     }
+}
 
-    fn quantizer(&self, device: Device) -> Quantize {
-        let tables = Tables::new(device);
-        Box::new(move |weight_oi| Box::new(Nf4::quantize(weight_oi, &tables, AbsmaxBits::Eight)))
-    }
+/// Quantises weights on `device`, which share its tables.
+pub(super) fn quantizer(device: Device) -> Quantize {
+    let tables = Tables::new(device);
+    Box::new(move |weight_oi| Box::new(Nf4::quantize(weight_oi, &tables, AbsmaxBits::Eight)))
 }
 
 /// The data type, from the paper's appendix E.
