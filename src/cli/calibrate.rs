@@ -132,10 +132,10 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
         None if args.data.is_empty() => answers_to_held_out(args, &model, common)?,
         None => given_text(args, &model, common)?,
     };
-    let heads = heads_file.load(&backbone, common)?.for_decoding(); // in the dtype and layout that decoding uses
+    let heads = heads_file.load(&backbone, common)?;
     let counter = Counter::new(args.shard.ids(rows.len()).count(), 0, "rows", common);
     let on_row = |done| counter.set(done, "");
-    let counted_rows = calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), args.shard, on_row)?;
+    let counted_rows = calibrate::calibrate(&backbone, &*heads, &rows, args.top_k.get(), args.shard, on_row)?;
     drop(counter);
     let heads_sha256 = heads_file.file.sha256()?;
     if args.shard != Share::WHOLE {

@@ -57,6 +57,9 @@ pub trait TrainedDrafter: fmt::Debug {
     /// Every trained tensor with its name in the file.
     fn parameters(&self) -> Vec<(String, &Tensor)>;
 
+    /// How many weights its levels have.
+    fn num_parameters(&self) -> u64;
+
     /// Losses and hits of each level in a micro batch. Adds the gradients, each level's multiplied by its scale, to `into`.
     fn losses(&self, batch: &DrafterBatch, into: Option<&DrafterGradients>) -> Vec<LevelSums>;
 

@@ -132,7 +132,7 @@ impl<'a> ReadyDrafter<'a> {
             }
             _ => {
                 let (trained, own) = loaded.heads.as_ref().expect("the plan of a drafter with heads has heads");
-                Self::trained(backbone, trained, tree.unwrap_or(own))?
+                Self::trained(backbone, &**trained, tree.unwrap_or(own))?
             }
         })
     }

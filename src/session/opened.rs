@@ -11,6 +11,7 @@ use crate::draft::error::DrafterError;
 use crate::draft::heads::Heads;
 use crate::draft::heads::import::notices::Notice;
 use crate::draft::heads::import::{HeadsFile, folder_of};
+use crate::draft::trained::TrainedDrafter;
 use crate::files::{FileError, is_file};
 use crate::formats::run_folder;
 use crate::model::config::LlamaConfig;
@@ -108,14 +109,14 @@ impl OpenedHeads {
         })
     }
 
-    /// Reads the weights and reports what is odd about the file. Another quantisation is reported where the backbone's is chosen.
+    /// Reads the weights, in the dtype and layout that decoding uses, and reports what is odd about the file. Another quantisation is reported where the backbone's is chosen.
     ///
     /// # Errors
     /// An invalid file, or heads that do not fit the backbone.
-    pub fn load(&self, backbone: &Llama, reporter: &dyn Reporter) -> Result<Heads, DrafterError> {
+    pub fn load(&self, backbone: &Llama, reporter: &dyn Reporter) -> Result<Box<dyn TrainedDrafter>, DrafterError> {
         let notices = self.file.notices()?;
         let notices = notices.iter().filter(|notice| !matches!(notice, Notice::Quantized { .. }));
         notices.for_each(|notice| reporter.notice(notice));
-        Heads::from_file(&self.file, backbone)
+        Ok(Box::new(Heads::from_file(&self.file, backbone)?.for_decoding()))
     }
 }

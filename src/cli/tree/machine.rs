@@ -167,7 +167,7 @@ fn measure(
         &candidates,
         TimedAnswers { context, tokens: calibration.tokens_per_text().unwrap_or(LONG), machine },
         &|tree| {
-            let drafter = tree.map(|tree| ReadyDrafter::trained(&decoder.backbone, heads, tree)).transpose()?;
+            let drafter = tree.map(|tree| ReadyDrafter::trained(&decoder.backbone, &**heads, tree)).transpose()?;
             let drafts = drafter.map(|drafter| Drafts { drafter, acceptance });
             anyhow::Ok(engine.take(&decoder, drafts, &request, silent)?)
         },
@@ -177,7 +177,7 @@ fn measure(
         },
     )?;
     drop(progress);
-    let by_sequences = sequences::measure(args, (&decoder, heads), &candidates, context, common)?;
+    let by_sequences = sequences::measure(args, (&decoder, &**heads), &candidates, context, common)?;
     let Times { engine, slowdown, plain_step_ms, steps } = times;
     Ok(Latency {
         device: device_name(decoder.backbone.device()),

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
-use crate::draft::heads::Heads;
+use crate::draft::trained::TrainedDrafter;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, StepsOfSequences};
 use crate::formats::tree::TreeOfSequences;
@@ -42,7 +42,7 @@ pub(super) fn check_engine(args: &TreeArgs) -> Result<(), UsageError> {
 /// Times steps of each asked number of texts.
 pub(super) fn measure(
     args: &TreeArgs,
-    (decoder, heads): (&Decoder, &Heads),
+    (decoder, trained): (&Decoder, &dyn TrainedDrafter),
     candidates: &[TreeToTime],
     context: usize,
     common: &CommonFlags,
@@ -53,7 +53,7 @@ pub(super) fn measure(
     let of_texts = |texts: usize| {
         common.say(format_args!("timing steps of {} at a time", counted(texts, "text")));
         let new_engine = || anyhow::Ok(engine.for_batches(decoder)?);
-        latency::measure_batch((&decoder.backbone, heads), &trees, [context, texts], &new_engine)
+        latency::measure_batch((&decoder.backbone, trained), &trees, [context, texts], &new_engine)
     };
     let counts: BTreeSet<usize> = args.sequences.iter().map(|texts| texts.get()).collect();
     counts.into_iter().map(of_texts).collect()

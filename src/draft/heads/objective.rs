@@ -70,6 +70,10 @@ impl TrainedDrafter for Heads {
         Heads::parameters(self)
     }
 
+    fn num_parameters(&self) -> u64 {
+        self.shape().parameters().unsigned_abs()
+    }
+
     fn losses(&self, batch: &DrafterBatch, into: Option<&DrafterGradients>) -> Vec<LevelSums> {
         let states = HeadStates::new(self, batch, into);
         let loss = |k: usize| {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::model::{DRAFT_LEVELS, DRAFT_TOKENS, DraftModel, Target};
 use super::plan::{DrafterPlan, PlannedTree};
 use super::spec::DrafterSpec;
-use crate::draft::heads::Heads;
+use crate::draft::trained::TrainedDrafter;
 use crate::formats::tree::{DYNAMIC_TOP_K, DynamicTree};
 use crate::plural::counted;
 use crate::session::error::SessionError;
@@ -21,8 +21,8 @@ use crate::tree::sparse_tree::SparseTree;
 #[derive(Debug)]
 pub struct LoadedDrafter {
     pub spec: DrafterSpec,
-    /// Heads and their tree.
-    pub heads: Option<(Heads, GuessTree)>,
+    /// A trained drafter and its tree.
+    pub heads: Option<(Box<dyn TrainedDrafter>, GuessTree)>,
     /// The heads' trees for several texts at a time.
     pub by_load: Option<ByLoad<GuessTree>>,
     pub models: Vec<DraftModel>,
@@ -36,7 +36,7 @@ impl LoadedDrafter {
     /// Parameters besides the backbone's.
     pub fn parameters(&self) -> u64 {
         let of_models: usize = self.models.iter().map(DraftModel::parameters).sum();
-        self.heads.as_ref().map_or(0, |(heads, _)| heads.shape().parameters().unsigned_abs()) + of_models as u64
+        self.heads.as_ref().map_or(0, |(heads, _)| heads.num_parameters()) + of_models as u64
     }
 }
 
@@ -65,12 +65,12 @@ impl DrafterPlan {
             _ => None,
         };
         let heads = heads.map(|opened| -> Result<_, SessionError> {
-            let heads = opened.load(target.backbone, context.reporter)?.for_decoding();
-            tree.iter().try_for_each(|tree| tree.check_fits(heads.num_heads(), heads.draft_vocab_size()))?;
+            let heads = opened.load(target.backbone, context.reporter)?;
+            tree.iter().try_for_each(|tree| tree.check_fits(heads.reads().levels, heads.guessable()))?;
             let tree = match tree {
                 Some(PlannedTree::Of { tree, .. }) => tree,
-                Some(PlannedTree::Dynamic { nodes }) => GuessTree::Dynamic(limits(nodes, &heads)),
-                None => GuessTree::Static(chain_of(&heads, context.reporter)?),
+                Some(PlannedTree::Dynamic { nodes }) => GuessTree::Dynamic(limits(nodes, &*heads)),
+                None => GuessTree::Static(chain_of(&*heads, context.reporter)?),
             };
             Ok((heads, tree))
         });
@@ -78,16 +78,17 @@ impl DrafterPlan {
     }
 }
 
-/// Trees of `nodes` nodes that are chosen at each step from the guesses of all heads.
-fn limits(nodes: NonZeroUsize, heads: &Heads) -> DynamicTree {
-    DynamicTree { nodes: nodes.get(), depth: heads.num_heads(), top_k: DYNAMIC_TOP_K.min(heads.draft_vocab_size()) }
+/// Trees of `nodes` nodes that are chosen at each step from the guesses of all levels.
+fn limits(nodes: NonZeroUsize, trained: &dyn TrainedDrafter) -> DynamicTree {
+    let (depth, top_k) = (trained.reads().levels, DYNAMIC_TOP_K.min(trained.guessable()));
+    DynamicTree { nodes: nodes.get(), depth, top_k }
 }
 
-/// The tree without `--tree`: a chain of each head's best guess.
-fn chain_of(heads: &Heads, reporter: &dyn Reporter) -> Result<SparseTree, SessionError> {
+/// The tree without `--tree`: a chain of each level's best guess.
+fn chain_of(trained: &dyn TrainedDrafter, reporter: &dyn Reporter) -> Result<SparseTree, SessionError> {
     reporter.notice(&format_args!(
         "no --tree: using a chain of the best guesses of {}; `medusa tree` builds a better one",
-        counted(heads.num_heads(), "head")
+        counted(trained.reads().levels, "head")
     ));
-    Ok(SparseTree::chain(heads.num_heads())?)
+    Ok(SparseTree::chain(trained.reads().levels)?)
 }
