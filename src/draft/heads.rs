@@ -26,6 +26,7 @@ use crate::torch::{Generator, wide};
 use crate::tree::sparse_tree::SparseTree;
 
 mod drafter;
+mod file;
 pub(in crate::draft) mod guesses;
 mod head;
 mod head_states;

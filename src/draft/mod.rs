@@ -22,6 +22,7 @@ use crate::tree::sparse_tree::SparseTree;
 
 pub mod by_load;
 pub mod error;
+pub mod file;
 pub mod heads;
 pub mod hydra;
 pub mod joined;

@@ -51,6 +51,10 @@ pub fn load_backbone(setup: &ModelSetup, purpose: Purpose, context: LoadContext)
     };
     drop(progress);
     setup.context.into_iter().for_each(|tokens| backbone.set_context(tokens));
+    if let Some(heads) = heads.filter(|heads| !heads.file.taps().is_empty()) {
+        heads.file.check(&backbone.config)?;
+        backbone.set_taps(heads.file.taps());
+    }
     Ok(backbone)
 }
 
@@ -95,9 +99,8 @@ fn spread(map: &DeviceMap, device: Device, of: &SplitRequest) -> Result<Stages, 
         DeviceMap::Layers(counts) => counts.clone(),
         DeviceMap::Auto => {
             of.heads.map_or(Ok(()), |heads| heads.file.check(of.config))?;
-            let shape = of.heads.map(|heads| heads.file.shape());
             let element = of.dtype.kind().elt_size_in_bytes() as u64;
-            let heads = shape.map_or(0, |shape| shape.parameters().unsigned_abs() * element);
+            let heads = of.heads.map_or(0, |heads| heads.file.num_parameters() * element);
             let dense = Dense(element);
             let stored = stored_format(of.quantization, &dense);
             balanced(layers, devices.len(), |stage| {

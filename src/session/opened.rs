@@ -8,9 +8,8 @@ use super::error::{SessionError, UsageError};
 use super::reporter::Reporter;
 use crate::data::tokenize::config_keys::reported_tokenizer_keys;
 use crate::draft::error::DrafterError;
-use crate::draft::heads::Heads;
-use crate::draft::heads::import::notices::Notice;
-use crate::draft::heads::import::{HeadsFile, folder_of};
+use crate::draft::file::{self, DrafterFile};
+use crate::draft::heads::import::folder_of;
 use crate::draft::trained::TrainedDrafter;
 use crate::files::{FileError, is_file};
 use crate::formats::run_folder;
@@ -58,20 +57,20 @@ impl OpenedBackbone {
     }
 }
 
-/// A file of trained heads in any layout, and the path that named it: the file, or a folder that holds it.
+/// A trained drafter's file, such as heads in any layout, and the path that named it: the file, or a folder that holds it.
 #[derive(Debug)]
 pub struct OpenedHeads {
     pub path: PathBuf,
-    pub file: HeadsFile,
+    pub file: Box<dyn DrafterFile>,
 }
 
 impl OpenedHeads {
     /// Finds the file and reads its header.
     ///
     /// # Errors
-    /// As [`HeadsFile::open`].
+    /// As [`file::open`].
     pub fn open(path: &Path) -> Result<Rc<Self>, DrafterError> {
-        Ok(Rc::new(Self { path: path.to_owned(), file: HeadsFile::open(path)? }))
+        Ok(Rc::new(Self { path: path.to_owned(), file: file::open(path)? }))
     }
 
     /// The folder that holds the file and other outputs of the training.
@@ -101,7 +100,7 @@ impl OpenedHeads {
     pub fn drafter(&self) -> Result<DrafterSpec, UsageError> {
         let config = self.file.config();
         let recorded = config.and_then(|config| config.architecture());
-        let architecture = recorded.unwrap_or(self.file.shape().architecture.name());
+        let architecture = recorded.unwrap_or(self.file.architecture());
         DrafterName::of_architecture(architecture).map(DrafterSpec::of).ok_or_else(|| {
             let path = config.map_or(&self.path, |config| &config.path);
             let known = "\"medusa\", \"hydra\" or \"hydra++\"";
@@ -114,9 +113,7 @@ impl OpenedHeads {
     /// # Errors
     /// An invalid file, or heads that do not fit the backbone.
     pub fn load(&self, backbone: &Llama, reporter: &dyn Reporter) -> Result<Box<dyn TrainedDrafter>, DrafterError> {
-        let notices = self.file.notices()?;
-        let notices = notices.iter().filter(|notice| !matches!(notice, Notice::Quantized { .. }));
-        notices.for_each(|notice| reporter.notice(notice));
-        Ok(Box::new(Heads::from_file(&self.file, backbone)?.for_decoding()))
+        self.file.oddities()?.iter().for_each(|oddity| reporter.notice(oddity));
+        self.file.load(backbone)
     }
 }
