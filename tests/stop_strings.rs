@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use medusa::data::tokenize::TextTokenizer;
 use medusa::decode::request::{FinishReason, Generation};
-use medusa::decode::text::{FinishedText, TextOptions, tell};
+use medusa::decode::text::{FinishedText, TextOptions, stream_text};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -30,7 +30,7 @@ fn told(tokenizer: &TextTokenizer, ids: &[i64], steps: &[usize], stop: &[String]
         pieces.push(piece.to_owned());
         ControlFlow::Continue(())
     };
-    let told = tell(wording, &mut hear, |on_tokens| {
+    let told = stream_text(wording, &mut hear, |on_tokens| {
         let (mut new_ids, mut accept_lengths, mut sizes) = (vec![], vec![], steps.iter().cycle());
         let mut finish_reason = FinishReason::Length;
         while new_ids.len() < ids.len() && finish_reason == FinishReason::Length {

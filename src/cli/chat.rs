@@ -277,7 +277,7 @@ impl Chat<'_> {
         let wording = TextOptions { tokenizer, prompt: request.prompt, stop };
         let drafting = if self.is_plain { Drafting::Off } else { Drafting::On };
         let (decoding, stopped) = (&mut self.decoding, self.stop);
-        Ok(text::tell(wording, on_text, |on_tokens| {
+        Ok(text::stream_text(wording, on_text, |on_tokens| {
             let mut until_stopped = |ids: &[i64]| {
                 let goes_on = on_tokens(ids); // show the tokens that are kept
                 if stopped.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { goes_on }

@@ -230,7 +230,7 @@ impl Answers<'_> {
         let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
         let wording = TextOptions { tokenizer, prompt: request.prompt, stop };
         let decoding = &mut self.decoding;
-        Ok(text::tell(wording, on_text, |on_tokens| decoding.decode(Drafting::On, request, on_tokens))?)
+        Ok(text::stream_text(wording, on_text, |on_tokens| decoding.decode(Drafting::On, request, on_tokens))?)
     }
 
     /// Streams the text to stdout; prints the figures to stderr.

@@ -169,11 +169,11 @@ impl TextDecoder for SequenceBatch<'_> {
     ///
     /// # Errors
     /// [`DecodeError::Torch`], for other reasons than memory. No text is lost: another step tries again.
-    fn step_telling(&mut self, on_tokens: &mut OnTokensOf) -> Result<Vec<Ended>, DecodeError> {
+    fn step_with(&mut self, on_tokens: &mut OnTokensOf) -> Result<Vec<Ended>, DecodeError> {
         let stepped = self.advance();
         let tried = (self.sequences.len() + self.waiting.len()).min(self.size.get());
         let first = self.keys.first().copied().or_else(|| self.waiting.front().map(|(key, _)| *key));
-        self.tell(on_tokens);
+        self.emit(on_tokens);
         if let Err(panic) = stepped {
             self.recover(panic, tried, first)?;
         }
@@ -210,11 +210,11 @@ impl<'a> SequenceBatch<'a> {
     }
 
     /// Tells new tokens; texts that have ended leave.
-    fn tell(&mut self, on_tokens: &mut OnTokensOf) {
-        // Last row first: `swap_remove` then only moves rows that were already told.
+    fn emit(&mut self, on_tokens: &mut OnTokensOf) {
+        // Last row first: `swap_remove` then only moves rows that were already emitted.
         for row in (0..self.sequences.len()).rev() {
             let key = self.keys[row];
-            if self.sequences[row].text.tell(&mut |told| on_tokens(key, told)).is_break() {
+            if self.sequences[row].text.emit(&mut |new| on_tokens(key, new)).is_break() {
                 let ended = self.leave(row);
                 self.ended.push(ended);
             }

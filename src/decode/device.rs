@@ -78,7 +78,7 @@ impl<'a> DeviceLoop<'a> {
         let mut draws = Sampler::new(request.sampling, request.stream);
         text.begin(engine.start(request.prompt, request.max_new_tokens, acceptance.is_some(), rule, &mut draws)?);
         let guesses = acceptance.map_or(0, |_| self.guesses);
-        while text.tell(&mut |told| on_tokens(told.ids)).is_continue() {
+        while text.emit(&mut |new| on_tokens(new.ids)).is_continue() {
             let DeviceStep { accepted, next } = engine.step()?;
             text.go_on(&accepted[1..], next, guesses);
         }

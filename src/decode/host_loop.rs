@@ -68,7 +68,7 @@ impl DecodeLoop for HostLoop<'_> {
         let decoded = guard("decoding", || {
             no_grad(|| {
                 self.stepper.begin(&mut sequence, 0, drafting);
-                while sequence.text.tell(&mut |told| on_tokens(told.ids)).is_continue() {
+                while sequence.text.emit(&mut |new| on_tokens(new.ids)).is_continue() {
                     self.stepper.step(std::slice::from_mut(&mut sequence), drafting);
                 }
             });

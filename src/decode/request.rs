@@ -95,7 +95,7 @@ pub enum FinishReason {
     Eos,
     /// `max_new_tokens` were generated, or the context is full.
     Length,
-    /// A stop string came (see [`tell`](super::text::tell)).
+    /// A stop string came (see [`stream_text`](super::text::stream_text)).
     Stop,
     /// The caller asked to stop.
     Stopped,
@@ -190,7 +190,7 @@ pub(super) fn keep_tokens(accept_lengths: &mut Vec<usize>, tokens: usize) {
 
 /// New tokens of a text that is being decoded.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ToldTokens<'t> {
+pub struct EmittedTokens<'t> {
     /// Token ids.
     pub ids: &'t [i64],
     /// Their log-probabilities, if the request asks for them; else empty.

@@ -38,7 +38,7 @@ pub struct Stepper<'a> {
     engine: Box<dyn Engine + 'a>,
     cache: KvCache,
     drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>,
-    /// Of each row, the number of tokens that a drafter that follows the rows was told of: none while another one drafts.
+    /// Of each row, the number of tokens that a drafter that follows the rows was notified of: none while another one drafts.
     seen: Vec<usize>,
     /// A token behind the cache.
     one: NewTokens,

@@ -34,34 +34,34 @@ pub struct TextOptions<'a> {
 pub struct FinishedText {
     /// Its tokens end with the last one that is wholly before the stop string.
     pub generation: Generation,
-    /// All that was told, as it reads behind the prompt. It may go on, after the last of the tokens, with the beginning of the token
+    /// All that was emitted, as it reads behind the prompt. It may go on, after the last of the tokens, with the beginning of the token
     /// in which the stop string begins.
     pub text: String,
     /// The same as the tokenizer has it without a prompt: a Llama tokenizer drops the space before the first word.
     pub text_alone: String,
-    /// The end of `text` that was told last, once no more tokens came.
+    /// The end of `text` that was emitted last, once no more tokens came.
     pub last: String,
 }
 
 /// Hears the text, and may end it.
 pub type OnText<'a> = dyn FnMut(&str) -> ControlFlow<()> + 'a;
 
-/// Runs `decode` and tells its text as it comes. Nothing of a stop string is ever told: text that could be the beginning of one is
+/// Runs `decode` and streams its text. Nothing of a stop string is ever emitted: text that could be the beginning of one is
 /// held back until it is known.
 ///
 /// # Errors
 /// What `decode` or the tokenizer says.
-pub fn tell(
-    wording: TextOptions,
+pub fn stream_text(
+    options: TextOptions,
     on_text: &mut OnText,
     decode: impl FnOnce(&mut OnTokens) -> Result<Generation, DecodeError>,
 ) -> Result<FinishedText, TextError> {
-    let mut text = StreamedText::new(wording.tokenizer, wording.prompt, wording.stop.to_vec());
+    let mut text = StreamedText::new(options.tokenizer, options.prompt, options.stop.to_vec());
     let mut trouble = None;
     let generation = decode(&mut |ids| {
-        let told =
+        let next =
             text.take(ids).map(|piece| if piece.is_empty() { ControlFlow::Continue(()) } else { on_text(&piece) });
-        match told {
+        match next {
             Ok(_) if text.is_stopped() => ControlFlow::Break(()),
             Ok(go_on) => go_on,
             Err(error) => {
@@ -73,11 +73,11 @@ pub fn tell(
     if let Some(error) = trouble {
         return Err(error.into());
     }
-    let told = text.finish(generation)?;
-    if !told.last.is_empty() {
-        let _ = on_text(&told.last); // it is over anyway
+    let finished = text.finish(generation)?;
+    if !finished.last.is_empty() {
+        let _ = on_text(&finished.last); // it is over anyway
     }
-    Ok(told)
+    Ok(finished)
 }
 
 /// Of a generation only the first `tokens` stay: a stop string ended it.
@@ -90,12 +90,12 @@ fn end_after(generation: &mut Generation, tokens: usize) {
     generation.end_steps = 0;
 }
 
-/// The text of a generation that is under way, for a caller that follows several at a time; [`tell`] follows one.
+/// The text of a generation that is under way, for a caller that follows several at a time; [`stream_text`] follows one.
 #[derive(Debug)]
 pub struct StreamedText<'t> {
     tokenizer: &'t TextTokenizer,
     stream: TextStream<'t>,
-    words: StopBuffer,
+    buffer: StopBuffer,
     /// Up to the token that completes a stop string.
     ids: Vec<i32>,
 }
@@ -103,35 +103,35 @@ pub struct StreamedText<'t> {
 impl<'t> StreamedText<'t> {
     /// Of a text that goes on from `prompt`, up to the first of the strings `stop` that is complete, none of which is empty.
     pub fn new(tokenizer: &'t TextTokenizer, prompt: &[i64], stop: Vec<String>) -> Self {
-        Self { tokenizer, stream: tokenizer.stream_after(&narrow(prompt)), words: StopBuffer::new(stop), ids: vec![] }
+        Self { tokenizer, stream: tokenizer.stream_after(&narrow(prompt)), buffer: StopBuffer::new(stop), ids: vec![] }
     }
 
     /// Whether a stop string came: the generation is to end here, and tokens that follow are not taken.
     pub fn is_stopped(&self) -> bool {
-        self.words.stopped
+        self.buffer.stopped
     }
 
-    /// Takes new tokens, up to a stop string; returns what can be told now: whole characters, and nothing of a stop string.
+    /// Takes new tokens, up to a stop string; returns what can be emitted now: whole characters, and nothing of a stop string.
     ///
     /// # Errors
     /// The tokenizer's.
     pub fn take(&mut self, ids: &[i64]) -> Result<String, TokenizeError> {
-        let from = self.words.told;
+        let from = self.buffer.emitted;
         for id in narrow(ids) {
-            if self.words.stopped {
+            if self.buffer.stopped {
                 break;
             }
             self.ids.push(id);
             if let Some(piece) = self.stream.push(id)? {
-                self.words.add(&piece, self.ids.len());
+                self.buffer.add(&piece, self.ids.len());
             }
         }
-        Ok(self.words.text[from..self.words.told].to_owned())
+        Ok(self.buffer.text[from..self.buffer.emitted].to_owned())
     }
 
-    /// The tokens whose text is told whole, from the first one on. At a stop string, those that stay.
-    pub fn told_tokens(&self) -> usize {
-        self.words.told_tokens()
+    /// The tokens whose text is emitted whole, from the first one on. At a stop string, those that stay.
+    pub fn emitted_tokens(&self) -> usize {
+        self.buffer.emitted_tokens()
     }
 
     /// Tokens that were taken: all so far, up to the one that completes a stop string.
@@ -153,15 +153,15 @@ impl<'t> StreamedText<'t> {
     /// # Errors
     /// The tokenizer's.
     pub fn finish(self, mut generation: Generation) -> Result<FinishedText, TokenizeError> {
-        let Self { tokenizer, stream, mut words, ids } = self;
-        let from = words.told;
+        let Self { tokenizer, stream, buffer: mut words, ids } = self;
+        let from = words.emitted;
         if !words.stopped {
             words.add(&stream.finish()?.unwrap_or_default(), ids.len());
-            words.told = words.text.len();
+            words.emitted = words.text.len();
         }
         let last = words.text[from..].to_owned();
         let text_alone = if words.stopped {
-            end_after(&mut generation, words.told_tokens());
+            end_after(&mut generation, words.emitted_tokens());
             let drops_space = !tokenizer.decode(&ids, true)?.starts_with(' ');
             words.text.strip_prefix(' ').filter(|_| drops_space).unwrap_or(&words.text).to_owned()
         } else {
@@ -177,8 +177,8 @@ struct StopBuffer {
     stop: Vec<String>,
     /// Up to the stop string, if there was one.
     text: String,
-    /// Bytes of `text` that are told; the others could be the beginning of a stop string.
-    told: usize,
+    /// Bytes of `text` that are emitted; the others could be the beginning of a stop string.
+    emitted: usize,
     /// For each token, how many bytes of text there are when it is complete. A token that completes no character, or has no text,
     /// goes with the next one that does.
     ends: Vec<usize>,
@@ -187,25 +187,25 @@ struct StopBuffer {
 
 impl StopBuffer {
     fn new(stop: Vec<String>) -> Self {
-        Self { stop, text: String::new(), told: 0, ends: vec![], stopped: false }
+        Self { stop, text: String::new(), emitted: 0, ends: vec![], stopped: false }
     }
 
     /// Adds the text that token `tokens` (1-based) completes.
     fn add(&mut self, piece: &str, tokens: usize) {
         self.text.push_str(piece);
         self.ends.resize(tokens, self.text.len());
-        let untold = &self.text[self.told..];
-        if let Some(at) = first_stop(untold, &self.stop) {
-            self.text.truncate(self.told + at);
-            self.told = self.text.len();
+        let pending = &self.text[self.emitted..];
+        if let Some(at) = first_stop(pending, &self.stop) {
+            self.text.truncate(self.emitted + at);
+            self.emitted = self.text.len();
             self.stopped = true;
         } else {
-            self.told = self.text.len() - possible_beginning(untold, &self.stop);
+            self.emitted = self.text.len() - possible_beginning(pending, &self.stop);
         }
     }
 
-    fn told_tokens(&self) -> usize {
-        self.ends.partition_point(|&end| end <= self.told)
+    fn emitted_tokens(&self) -> usize {
+        self.ends.partition_point(|&end| end <= self.emitted)
     }
 }
 
@@ -269,10 +269,10 @@ mod tests {
         let mut words = StopBuffer::new(stop.to_vec());
         let mut told = vec![];
         for (character, tokens) in text.chars().map(String::from).zip(1..) {
-            let from = words.told;
+            let from = words.emitted;
             words.add(&character, tokens);
-            told.push(words.text[from..words.told].to_owned());
-            assert_eq!(words.told_tokens(), words.text[..words.told].chars().count());
+            told.push(words.text[from..words.emitted].to_owned());
+            assert_eq!(words.emitted_tokens(), words.text[..words.emitted].chars().count());
             if words.stopped {
                 break;
             }
@@ -305,7 +305,7 @@ mod tests {
             for (piece, tokens) in ends.windows(2).map(|pair| &text[pair[0]..pair[1]]).zip(1..) {
                 if !words.stopped && !piece.is_empty() {
                     words.add(piece, tokens);
-                    prop_assert!(expected.starts_with(&words.text[..words.told]));
+                    prop_assert!(expected.starts_with(&words.text[..words.emitted]));
                 }
             }
             prop_assert_eq!((words.text.as_str(), words.stopped), (expected, cut.is_some()));

@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 
 use super::DecodeLoop;
 use super::error::DecodeError;
-use super::request::{Generation, OwnedRequest, Request, ToldTokens};
+use super::request::{EmittedTokens, Generation, OwnedRequest, Request};
 use super::step::Drafting;
 
 /// A text's key, and what came of it: [`DecodeError::NotFinite`] where no token could be chosen, [`DecodeError::OutOfMemory`] where it does
@@ -15,7 +15,7 @@ use super::step::Drafting;
 pub type Ended = (usize, Result<Generation, DecodeError>);
 
 /// Receives each text's new tokens after a step, with its key; `Break` ends the text.
-pub type OnTokensOf<'a> = dyn FnMut(usize, ToldTokens) -> ControlFlow<()> + 'a;
+pub type OnTokensOf<'a> = dyn FnMut(usize, EmittedTokens) -> ControlFlow<()> + 'a;
 
 /// Decodes several texts, each under a key.
 pub trait TextDecoder: fmt::Debug {
@@ -55,14 +55,14 @@ pub trait TextDecoder: fmt::Debug {
     ///
     /// # Errors
     /// [`DecodeError::Torch`].
-    fn step_telling(&mut self, on_tokens: &mut OnTokensOf) -> Result<Vec<Ended>, DecodeError>;
+    fn step_with(&mut self, on_tokens: &mut OnTokensOf) -> Result<Vec<Ended>, DecodeError>;
 
-    /// As [`TextDecoder::step_telling`], without listening.
+    /// As [`TextDecoder::step_with`], without listening.
     ///
     /// # Errors
     /// [`DecodeError::Torch`].
     fn step(&mut self) -> Result<Vec<Ended>, DecodeError> {
-        self.step_telling(&mut |_, _| ControlFlow::Continue(()))
+        self.step_with(&mut |_, _| ControlFlow::Continue(()))
     }
 }
 
@@ -126,12 +126,12 @@ impl TextDecoder for SerialDecoder<'_> {
         self.waiting.clear();
     }
 
-    fn step_telling(&mut self, on_tokens: &mut OnTokensOf) -> Result<Vec<Ended>, DecodeError> {
+    fn step_with(&mut self, on_tokens: &mut OnTokensOf) -> Result<Vec<Ended>, DecodeError> {
         let Some((key, request)) = self.waiting.pop_front() else { return Ok(vec![]) };
         if self.resets {
             self.decoding.reset();
         }
-        let mut on_ids = |ids: &[i64]| on_tokens(key, ToldTokens { ids, scored: &[] });
+        let mut on_ids = |ids: &[i64]| on_tokens(key, EmittedTokens { ids, scored: &[] });
         let generation = self.decoding.decode(Drafting::On, &request.borrowed(), &mut on_ids);
         self.tokens += generation.as_ref().map_or(0, |generation| generation.new_ids.len());
         Ok(vec![(key, generation)])

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::error::DecodeError;
 use super::likelihood::ScoredToken;
-use super::request::{FinishReason, Generation, Request, ToldTokens, keep_tokens};
+use super::request::{EmittedTokens, FinishReason, Generation, Request, keep_tokens};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::NO_TOKEN;
 
@@ -18,7 +18,7 @@ pub struct Transcript {
     /// Of the new tokens, if asked for.
     scored: Vec<ScoredToken>,
     /// New tokens that were passed to `on_tokens`.
-    told: usize,
+    emitted: usize,
     accept_lengths: Vec<usize>,
     /// Tokens of the prompt that the prefix cache had.
     cached: usize,
@@ -45,7 +45,7 @@ impl Transcript {
             ids: request.prompt.to_vec(),
             prompt: request.prompt.len(),
             scored: vec![],
-            told: 0,
+            emitted: 0,
             accept_lengths: vec![],
             cached: 0,
             proposed: 0,
@@ -87,10 +87,10 @@ impl Transcript {
     }
 
     /// Passes new tokens to `on_tokens`; `Break` if the text has ended or `on_tokens` stops it.
-    pub(super) fn tell(&mut self, on_tokens: &mut dyn FnMut(ToldTokens) -> ControlFlow<()>) -> ControlFlow<()> {
-        let scored = self.scored.get(self.told..).unwrap_or_default();
-        let new = ToldTokens { ids: &self.ids[self.prompt + self.told..], scored };
-        self.told += new.ids.len();
+    pub(super) fn emit(&mut self, on_tokens: &mut dyn FnMut(EmittedTokens) -> ControlFlow<()>) -> ControlFlow<()> {
+        let scored = self.scored.get(self.emitted..).unwrap_or_default();
+        let new = EmittedTokens { ids: &self.ids[self.prompt + self.emitted..], scored };
+        self.emitted += new.ids.len();
         if !new.ids.is_empty() && on_tokens(new).is_break() {
             self.finish_reason.get_or_insert(FinishReason::Stopped);
         }

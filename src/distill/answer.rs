@@ -29,7 +29,7 @@ pub struct Question {
 /// A turn, as it was written for a question.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WrittenAnswer {
-    /// As a server told it; `None`: the text of `new_ids`.
+    /// As a server sent it; `None`: the text of `new_ids`.
     pub text: Option<String>,
     /// The new tokens, without the end; empty where the backbone is not known.
     pub new_ids: Vec<i64>,

@@ -200,7 +200,7 @@ impl<'a> Conversation<'a> {
     pub fn hear(&mut self, said: WrittenAnswer, renderer: Option<&Renderer>) -> Result<(), PromptError> {
         let content = match (&said.text, renderer) {
             (None, Some(renderer)) => renderer.text(&said.new_ids)?,
-            (told, _) => told.clone().unwrap_or_default(),
+            (from_server, _) => from_server.clone().unwrap_or_default(),
         };
         let is_question = self.writer == Writer::User;
         if is_question && (said.end.is_empty() || content.trim().is_empty()) {

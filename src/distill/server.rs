@@ -22,7 +22,7 @@ pub mod settings;
 pub mod tally;
 mod tokens;
 
-use asker::{Asker, ToldAnswer, Unanswered, work};
+use asker::{Asker, ReceivedAnswer, Unanswered, work};
 use completion::Completion;
 use request::{ServerRequest, most_tokens};
 use settings::ServerSettings;
@@ -40,7 +40,7 @@ pub struct ServerAnswerer<'a> {
     settings: ServerSettings,
     renderer: Option<&'a Renderer<'a>>,
     questions: Sender<(usize, ServerRequest)>,
-    answers: Receiver<ToldAnswer>,
+    answers: Receiver<ReceivedAnswer>,
     open: HashMap<usize, Question>,
     tokens: usize,
     tally: Arc<ServerTally>,
@@ -51,7 +51,7 @@ pub struct ServerAnswerer<'a> {
 
 impl<'a> ServerAnswerer<'a> {
     /// Starts a thread for each question at a time. Without a renderer answers are text. Once `stop` is set, a question
-    /// that is given up is not told: the user ends the run.
+    /// that is given up is not reported: the user ends the run.
     ///
     /// # Errors
     /// A thread that cannot be started.
@@ -62,13 +62,13 @@ impl<'a> ServerAnswerer<'a> {
         stop: &'static AtomicBool,
     ) -> io::Result<Self> {
         let (questions, to_ask) = mpsc::channel();
-        let (tell, answers) = mpsc::channel();
+        let (sender, answers) = mpsc::channel();
         let tally = Arc::new(ServerTally::default());
         let asker = Arc::new(Asker::new(client, settings.retries, renderer.is_some(), Arc::clone(&tally)));
         let to_ask = Arc::new(Mutex::new(to_ask));
         for _ in 0..settings.concurrency {
-            let (asker, to_ask, tell) = (Arc::clone(&asker), Arc::clone(&to_ask), tell.clone());
-            thread::Builder::new().spawn(move || work(&to_ask, &tell, |request| asker.ask(request)))?;
+            let (asker, to_ask, sender) = (Arc::clone(&asker), Arc::clone(&to_ask), sender.clone());
+            thread::Builder::new().spawn(move || work(&to_ask, &sender, |request| asker.ask(request)))?;
         }
         Ok(Self { settings, renderer, questions, answers, open: HashMap::new(), tokens: 0, tally, asker, stop })
     }
@@ -81,14 +81,14 @@ impl<'a> ServerAnswerer<'a> {
     /// What comes within `wait`.
     fn heard(&mut self, wait: Duration) -> Vec<Answered> {
         let first = self.answers.recv_timeout(wait).into_iter();
-        let told: Vec<ToldAnswer> = first.chain(self.answers.try_iter()).collect();
-        told.into_iter().filter_map(|told| self.answered(told)).collect()
+        let received: Vec<ReceivedAnswer> = first.chain(self.answers.try_iter()).collect();
+        received.into_iter().filter_map(|received| self.answered(received)).collect()
     }
 
     /// `None` for a question that the user's wish to stop left without an answer.
-    fn answered(&mut self, (conversation, told): ToldAnswer) -> Option<Answered> {
+    fn answered(&mut self, (conversation, received): ReceivedAnswer) -> Option<Answered> {
         let question = self.open.remove(&conversation).expect("only open questions are answered");
-        let answer = match told {
+        let answer = match received {
             Ok(completion) => self.checked(&question, completion).map_err(AnswerError::from),
             Err(Unanswered::Failed(
                 AnswerError::Server(ServerError::GaveUp { .. }) | AnswerError::Refused(Refusal::Failing { .. }),

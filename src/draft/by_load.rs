@@ -6,7 +6,7 @@ use crate::model::llama::Llama;
 use crate::tree::by_load::ByLoad;
 use crate::tree::token_tree::TokenTree;
 
-/// Lets one of several drafters with heads propose, by the number of texts of the step. Those that follow the rows are all told of them.
+/// Lets one of several drafters with heads propose, by the number of texts of the step. Those that follow the rows are all notified of them.
 #[derive(Debug)]
 pub struct LoadDrafter<'a> {
     parts: ByLoad<Box<dyn Drafter + 'a>>,
@@ -56,7 +56,7 @@ impl Drafter for LoadDrafter<'_> {
         self.followers(|part| part.committed(row, tokens));
     }
 
-    /// Another one may have proposed the tree: they are told of its accepted tokens only.
+    /// Another one may have proposed the tree: they are notified of its accepted tokens only.
     fn verified(&mut self, row: usize, verified: &VerifiedTree) {
         self.committed(row, &verified.accepted);
     }

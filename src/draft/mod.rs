@@ -41,8 +41,8 @@ pub mod tree_cache;
 
 /// Guesses the next tokens of texts.
 ///
-/// A text is a row of the backbone's KV cache. Every drafter is told when a row is added, truncated or removed; one that
-/// [follows](Drafter::follows) the rows is also told what is committed to them and what was verified.
+/// A text is a row of the backbone's KV cache. Every drafter is notified when a row is added, truncated or removed; one that
+/// [follows](Drafter::follows) the rows is also notified of what is committed to them and what was verified.
 pub trait Drafter: fmt::Debug {
     /// Proposes a tree of guesses below each text's root, for all texts of a step in one call. Their rows ascend; there may be others, whose
     /// prompts are not computed yet.
@@ -66,7 +66,7 @@ pub trait Drafter: fmt::Debug {
         false
     }
 
-    /// A text begins in a row, before its prompt; only told to drafters that [remember](Drafter::remembers). The row is empty if
+    /// A text begins in a row, before its prompt; only reported to drafters that [remember](Drafter::remembers). The row is empty if
     /// only its own text may teach the guesses.
     fn begin_text(&mut self, _row: usize, _memory: Memory) {}
 

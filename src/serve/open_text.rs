@@ -10,7 +10,7 @@ use crate::data::tokenize::{TextStream, TextTokenizer, TokenizeError, narrow};
 use crate::decode::arrivals::{ArrivalLatency, TokenArrivals};
 use crate::decode::error::DecodeError;
 use crate::decode::likelihood::ScoredToken;
-use crate::decode::request::{Generation, ToldTokens};
+use crate::decode::request::{EmittedTokens, Generation};
 use crate::decode::text::StreamedText;
 use crate::engine::cuda::error::CudaError;
 
@@ -21,11 +21,11 @@ pub(super) struct OpenText<'a> {
     words: StreamedText<'a>,
     /// Shows single tokens, where log-probabilities are asked for.
     shown: Option<TextStream<'a>>,
-    /// Tokens whose text is not told yet, and their log-probabilities.
+    /// Tokens whose text is not emitted yet, and their log-probabilities.
     ids: Vec<i64>,
     logprobs: Vec<ShownToken>,
-    /// Tokens that were told.
-    told: usize,
+    /// Tokens that were emitted.
+    emitted: usize,
     arrivals: TokenArrivals,
     failed: Option<TokenizeError>,
 }
@@ -37,7 +37,7 @@ impl<'a> OpenText<'a> {
             shown: job.text.settings.logprobs.map(|_| tokenizer.stream_after(&narrow(&job.text.prompt))),
             ids: vec![],
             logprobs: vec![],
-            told: 0,
+            emitted: 0,
             arrivals: TokenArrivals::begin(job.since),
             failed: None,
             job,
@@ -45,7 +45,7 @@ impl<'a> OpenText<'a> {
     }
 
     /// Tells what new tokens complete; `Break` ends the text.
-    pub(super) fn take(&mut self, tokens: ToldTokens, metrics: &ServerMetrics) -> ControlFlow<()> {
+    pub(super) fn take(&mut self, tokens: EmittedTokens, metrics: &ServerMetrics) -> ControlFlow<()> {
         self.time(metrics);
         let taken = self.words.taken_tokens();
         let piece = self.piece(tokens);
@@ -69,7 +69,7 @@ impl<'a> OpenText<'a> {
         }
     }
 
-    /// Counts a text that has left: the token that ended it, which was not told, its prompt, steps and draft tokens.
+    /// Counts a text that has left: the token that ended it, which was not emitted, its prompt, steps and draft tokens.
     pub(super) fn count(&self, generation: &Generation, metrics: &ServerMetrics) {
         let generated = self.words.generated(generation);
         metrics.new_tokens.inc_by(generated.tokens.saturating_sub(self.words.taken_tokens()) as u64);
@@ -78,7 +78,7 @@ impl<'a> OpenText<'a> {
         metrics.count_text(generated, generation.proposed);
     }
 
-    fn piece(&mut self, tokens: ToldTokens) -> Result<TextPiece, TokenizeError> {
+    fn piece(&mut self, tokens: EmittedTokens) -> Result<TextPiece, TokenizeError> {
         self.ids.extend(tokens.ids);
         for token in tokens.scored {
             let shown = self.show(token)?;
@@ -90,8 +90,8 @@ impl<'a> OpenText<'a> {
 
     /// A piece with the tokens that it completes.
     fn told_now(&mut self, text: String) -> TextPiece {
-        let new = self.words.told_tokens() - self.told;
-        self.told += new;
+        let new = self.words.emitted_tokens() - self.emitted;
+        self.emitted += new;
         let ids = self.ids.drain(..new).collect();
         let logprobs = self.logprobs.drain(..new.min(self.logprobs.len())).collect();
         TextPiece { text, ids, logprobs }
@@ -125,11 +125,11 @@ impl<'a> OpenText<'a> {
 
     /// The tokens that were held back, and what the whole text came to.
     fn ended(self, generation: Generation) -> Result<TextEvent, TokenizeError> {
-        let Self { words, mut logprobs, told, .. } = self;
+        let Self { words, mut logprobs, emitted, .. } = self;
         let generated = words.generated(&generation);
-        let told_text = words.finish(generation)?;
-        let (generation, text) = (told_text.generation, told_text.last);
-        let ids = generation.new_ids[told.min(generation.new_ids.len())..].to_vec();
+        let finished = words.finish(generation)?;
+        let (generation, text) = (finished.generation, finished.last);
+        let ids = generation.new_ids[emitted.min(generation.new_ids.len())..].to_vec();
         logprobs.truncate(ids.len());
         let ended = EndedText {
             reason: generation.finish_reason,

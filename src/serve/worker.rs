@@ -70,7 +70,7 @@ impl<'a> Worker<'a> {
 
     fn step(&mut self) {
         let (open, metrics) = (&mut self.open, &self.metrics);
-        let stepped = self.decoder.step_telling(&mut |key, told| match open.get_mut(&key) {
+        let stepped = self.decoder.step_with(&mut |key, told| match open.get_mut(&key) {
             Some(text) if !text.job.events.is_closed() => text.take(told, metrics),
             _ => ControlFlow::Break(()),
         });

@@ -179,7 +179,9 @@ impl Stepper<'_> {
             self.cache.commit(piece.row, piece.tokens as i64);
             end += piece.tokens;
             if drafting == Drafting::On {
-                self.tell_committed(piece.row, ids, || states_nw.narrow(0, (end - ids.len()) as i64, ids.len() as i64));
+                self.notify_committed(piece.row, ids, || {
+                    states_nw.narrow(0, (end - ids.len()) as i64, ids.len() as i64)
+                });
             }
             let sequence = &sequences[piece.row - first];
             if !sequence.has_begun() && self.lacking(sequence, piece.row) == 0 {
@@ -233,7 +235,7 @@ impl Stepper<'_> {
     }
 
     /// Tells a drafter that follows the rows of tokens that no proposal held.
-    fn tell_committed(&mut self, row: usize, ids: &[i64], states_nw: impl FnOnce() -> Tensor) {
+    fn notify_committed(&mut self, row: usize, ids: &[i64], states_nw: impl FnOnce() -> Tensor) {
         if let Some((drafter, _)) = self.drafter.as_mut().filter(|(drafter, _)| drafter.follows()) {
             drafter.committed(row, &CommittedTokens { ids, states_nw: states_nw() });
             self.seen[row] += ids.len();

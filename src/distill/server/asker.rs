@@ -15,7 +15,7 @@ use crate::http::endpoint::EndpointClient;
 use crate::panics;
 
 /// A conversation's question, and what came of it.
-pub(super) type ToldAnswer = (usize, Result<Completion, Unanswered>);
+pub(super) type ReceivedAnswer = (usize, Result<Completion, Unanswered>);
 
 /// Why a question has no answer.
 #[derive(Debug)]
@@ -128,17 +128,17 @@ fn given_up(source: EndpointError, attempts: u32) -> AnswerError {
     }
 }
 
-/// Asks one question after the other, until there will be no more. A panic is told like an answer: somebody waits for it.
+/// Asks one question after the other, until there will be no more. A panic is reported like an answer: somebody waits for it.
 pub(super) fn work(
     to_ask: &Mutex<Receiver<(usize, ServerRequest)>>,
-    tell: &Sender<ToldAnswer>,
+    sender: &Sender<ReceivedAnswer>,
     ask: impl Fn(&ServerRequest) -> Result<Completion, Unanswered>,
 ) {
     let next = || to_ask.lock().unwrap_or_else(PoisonError::into_inner).recv();
     while let Ok((conversation, request)) = next() {
         let panicked = |message| Err(Unanswered::Failed(ServerError::Panicked { message }.into()));
-        let told = panics::of_worker(|| ask(&request)).unwrap_or_else(panicked);
-        if tell.send((conversation, told)).is_err() {
+        let received = panics::of_worker(|| ask(&request)).unwrap_or_else(panicked);
+        if sender.send((conversation, received)).is_err() {
             break;
         }
     }
@@ -155,17 +155,17 @@ mod tests {
     #[test]
     fn a_panic_while_asking_is_told_and_the_thread_goes_on() {
         let (questions, to_ask) = mpsc::channel();
-        let (tell, told) = mpsc::channel();
+        let (sender, received) = mpsc::channel();
         for conversation in 0..2 {
             let question = question(PromptInput::Text("a".into()), 1, 1);
             questions.send((conversation, ServerRequest::new(&question, &settings(0.0)))).unwrap();
         }
         drop(questions);
-        work(&Mutex::new(to_ask), &tell, |_| panic!("a bug"));
-        drop(tell);
-        let told: Vec<ToldAnswer> = told.into_iter().collect();
-        assert_eq!(told.len(), 2);
-        for (at, (conversation, answer)) in told.into_iter().enumerate() {
+        work(&Mutex::new(to_ask), &sender, |_| panic!("a bug"));
+        drop(sender);
+        let received: Vec<ReceivedAnswer> = received.into_iter().collect();
+        assert_eq!(received.len(), 2);
+        for (at, (conversation, answer)) in received.into_iter().enumerate() {
             let Err(Unanswered::Failed(error)) = answer else { panic!("{answer:?}") };
             assert!(conversation == at && error.to_string().contains("panicked: a bug"), "{error}");
         }

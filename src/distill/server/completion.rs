@@ -159,8 +159,8 @@ impl AnswerMessage {
 }
 
 /// As a shard records it. No stop strings are sent, so that only an EOS stops.
-fn finish_reason(told: Option<&str>) -> Result<FinishReason, AnswerFault> {
-    match told {
+fn finish_reason(received: Option<&str>) -> Result<FinishReason, AnswerFault> {
+    match received {
         Some("stop" | "eos" | "eos_token" | "stop_sequence") => Ok(FinishReason::Eos), // the last three are older TGI's
         Some("length") => Ok(FinishReason::Length),
         Some("content_filter") => Err(AnswerFault::Refused(Refusal::ContentFilter)),
@@ -192,14 +192,20 @@ mod tests {
         let chat = json!({"model": "m", "prompt_token_ids": [1, 2], "usage": {"prompt_tokens": 2, "completion_tokens": 3},
             "choices": [{"message": {"role": "assistant", "content": "a", "reasoning_content": null}, "finish_reason": "stop",
                 "token_ids": [5, 6, 7]}]});
-        let told = read(chat).unwrap();
-        assert_eq!((told.text.as_str(), told.finish_reason, &told.reasoning), ("a", FinishReason::Eos, &None));
-        assert_eq!((told.prompt_ids.as_deref(), told.ids.as_deref()), (Some(&[1, 2][..]), Some(&[5, 6, 7][..])));
-        assert_eq!(told.new_tokens(), 3);
+        let received = read(chat).unwrap();
+        assert_eq!(
+            (received.text.as_str(), received.finish_reason, &received.reasoning),
+            ("a", FinishReason::Eos, &None)
+        );
+        assert_eq!(
+            (received.prompt_ids.as_deref(), received.ids.as_deref()),
+            (Some(&[1, 2][..]), Some(&[5, 6, 7][..]))
+        );
+        assert_eq!(received.new_tokens(), 3);
         let raw = json!({"choices": [{"text": "b", "finish_reason": "length", "prompt_token_ids": [4]}]});
-        let told = read(raw).unwrap();
-        assert_eq!((told.text.as_str(), told.finish_reason), ("b", FinishReason::Length));
-        assert_eq!((told.prompt_ids.as_deref(), told.new_tokens()), (Some(&[4][..]), 0));
+        let received = read(raw).unwrap();
+        assert_eq!((received.text.as_str(), received.finish_reason), ("b", FinishReason::Length));
+        assert_eq!((received.prompt_ids.as_deref(), received.new_tokens()), (Some(&[4][..]), 0));
         let thinks = json!({"choices": [{"message": {"content": "so", "reasoning": "hm"}, "finish_reason": "length"}]});
         assert_eq!(read(thinks).unwrap().reasoning.as_deref(), Some("hm"));
         let silent = json!({"choices": [{"message": {"content": null, "reasoning": " "}, "finish_reason": "stop"}]});

@@ -2,7 +2,7 @@
 //!
 //! A row holds what the backbone's tokenizer and template make of the conversation: heads are trained on these. Where the server tells the
 //! token ids of an answer, these are taken, if the tokenizer turns them into the answer's text. Else the text is encoded behind its prompt: as
-//! it was told, or as the template writes it (which may put a space before it), whichever has as many tokens as the server counts.
+//! it was received, or as the template writes it (which may put a space before it), whichever has as many tokens as the server counts.
 
 use std::fmt;
 
@@ -144,20 +144,20 @@ impl Writing<'_> {
     fn tokens(&self) -> Result<(WrittenTokens, Option<Disagreement>), ServerError> {
         let (lead, end) = self.around()?;
         let end = if self.completion.finish_reason == FinishReason::Eos { end } else { vec![] };
-        let told = self.completion.ids.as_deref().map(|ids| self.split(ids, &end));
-        if let Some(told) = &told
-            && self.is_text_of(&told.new_ids)?
+        let received = self.completion.ids.as_deref().map(|ids| self.split(ids, &end));
+        if let Some(received) = &received
+            && self.is_text_of(&received.new_ids)?
         {
-            return Ok((told.clone(), None));
+            return Ok((received.clone(), None));
         }
         if self.completion.reasoning.is_some() {
             return Err(ServerError::Reasoning);
         }
         let [first, second] = self.candidates(&lead);
         let first = WrittenTokens { new_ids: self.encoded(&first)?, end: end.clone() };
-        if let Some(told) = told {
+        if let Some(received) = received {
             let expected = format!("{} tokens for its text", first.new_ids.len());
-            let got = format!("{} tokens of another text", told.new_ids.len());
+            let got = format!("{} tokens of another text", received.new_ids.len());
             return Ok((first, Some(Disagreement::Answer { expected, got })));
         }
         let Some(count) = self.completion.completion_tokens else {
@@ -176,11 +176,11 @@ impl Writing<'_> {
         Ok((first, Some(Disagreement::Answer { expected, got: format!("{count} tokens") })))
     }
 
-    /// What may be the answer's text: with what the template puts before it, which some servers cut off, and as it was told. The likelier
+    /// What may be the answer's text: with what the template puts before it, which some servers cut off, and as it was received. The likelier
     /// one comes first.
     fn candidates(&self, lead: &str) -> [String; 2] {
-        let (told, rendered) = (self.completion.text.clone(), format!("{lead}{}", self.completion.text.trim()));
-        if told.starts_with(lead) { [told, rendered] } else { [rendered, told] }
+        let (received, rendered) = (self.completion.text.clone(), format!("{lead}{}", self.completion.text.trim()));
+        if received.starts_with(lead) { [received, rendered] } else { [rendered, received] }
     }
 
     /// The text that the template puts before the answer, and the tokens that end it.
@@ -205,15 +205,15 @@ impl Writing<'_> {
     }
 
     /// Whether the backbone's tokenizer turns these ids into the answer. A character that is not whole may be shown or not, and reasoning
-    /// that was told apart stands before the text.
+    /// that came separately stands before the text.
     fn is_text_of(&self, ids: &[i64]) -> Result<bool, PromptError> {
         let vocabulary = self.renderer.tokenizer.vocab_size();
         if !ids.iter().all(|&id| usize::try_from(id).is_ok_and(|id| id < vocabulary)) {
             return Ok(false);
         }
         let trim = |text: &str| text.trim_end_matches('\u{fffd}').trim().to_owned();
-        let (decoded, told) = (trim(&self.renderer.text(ids)?), trim(&self.completion.text));
-        Ok(if self.completion.reasoning.is_some() { decoded.ends_with(&told) } else { decoded == told })
+        let (decoded, received) = (trim(&self.renderer.text(ids)?), trim(&self.completion.text));
+        Ok(if self.completion.reasoning.is_some() { decoded.ends_with(&received) } else { decoded == received })
     }
 
     /// The tokens of a text behind the prompt. Where the two have a token in common, the text is encoded on its own.

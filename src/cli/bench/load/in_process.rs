@@ -142,7 +142,7 @@ impl<'a> LoadBench<'a> {
                 timelines.push(RequestTimeline::begin(Instant::now()));
                 batch.enter(key, &self.request(key, max_new_tokens))?;
             }
-            let ended = batch.step_telling(&mut |key, _| {
+            let ended = batch.step_with(&mut |key, _| {
                 timelines[key].arrive(Instant::now());
                 ControlFlow::Continue(())
             })?;

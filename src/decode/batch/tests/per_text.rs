@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::decode::likelihood::{ScoredToken, scored};
-use crate::decode::request::ToldTokens;
+use crate::decode::request::EmittedTokens;
 use crate::numbers::{Finite, Positive};
 use crate::tree::accept::TypicalAcceptance;
 
@@ -39,13 +39,13 @@ fn together(batch: &mut SequenceBatch, requests: &[Request]) -> Vec<(Generation,
     requests.iter().enumerate().for_each(|(key, request)| batch.enter(key, request).unwrap());
     let mut ended = vec![];
     while !batch.is_idle() {
-        let mut listen = |key: usize, told: ToldTokens| {
+        let mut listen = |key: usize, told: EmittedTokens| {
             heard[key].0.extend(told.ids);
             heard[key].1.extend(told.scored.iter().cloned());
             // One text is ended by its listener.
             if key == 1 && heard[1].0.len() >= 9 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
-        ended.extend(batch.step_telling(&mut listen).unwrap());
+        ended.extend(batch.step_with(&mut listen).unwrap());
     }
     ended.sort_by_key(|(key, _)| *key);
     ended.into_iter().zip(heard).map(|((_, text), (ids, scored))| (text.unwrap(), ids, scored)).collect()

@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use super::*;
 use crate::decode::DecodeLoop;
 use crate::decode::host_loop::HostLoop;
-use crate::decode::request::ToldTokens;
+use crate::decode::request::EmittedTokens;
 use crate::draft::by_load::LoadDrafter;
 use crate::engine::cpu::CpuEngine;
 use crate::tree::by_load::{AtLoad, ByLoad};
@@ -60,11 +60,11 @@ fn visit(batch: &mut SequenceBatch, visits: &[Visit]) -> HashMap<usize, Generati
                 texts.insert(visit.wanted.key, text.unwrap());
             }
         }
-        let mut listen = |key: usize, told: ToldTokens| {
+        let mut listen = |key: usize, told: EmittedTokens| {
             heard.entry(key).or_default().extend(told.ids);
             ControlFlow::Continue(())
         };
-        texts.extend(batch.step_telling(&mut listen).unwrap().into_iter().map(|(key, text)| (key, text.unwrap())));
+        texts.extend(batch.step_with(&mut listen).unwrap().into_iter().map(|(key, text)| (key, text.unwrap())));
         if batch.is_idle() && visits.iter().all(|visit| visit.enters <= step) {
             break;
         }
@@ -192,11 +192,11 @@ fn a_listener_can_end_a_text() {
     wanted.iter().for_each(|text| batch.enter(text.key, &text.request(0.8)).unwrap());
     let (mut heard, mut texts) = ([0; 3], vec![]);
     while !batch.is_idle() {
-        let mut listen = |key: usize, told: ToldTokens| {
+        let mut listen = |key: usize, told: EmittedTokens| {
             heard[key] += told.ids.len();
             if key == 1 && heard[1] >= 5 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
-        texts.extend(batch.step_telling(&mut listen).unwrap());
+        texts.extend(batch.step_with(&mut listen).unwrap());
     }
     texts.sort_by_key(|(key, _)| *key);
     let texts: Vec<Generation> = texts.into_iter().map(|(_, text)| text.unwrap()).collect();
@@ -218,11 +218,11 @@ fn nobody_waits_for_anothers_prompt() {
     let mut told_of = [vec![], vec![]];
     for _ in 0..9 {
         let mut new = [0; 2];
-        let mut listen = |key: usize, told: ToldTokens| {
+        let mut listen = |key: usize, told: EmittedTokens| {
             new[key] = told.ids.len();
             ControlFlow::Continue(())
         };
-        batch.step_telling(&mut listen).unwrap();
+        batch.step_with(&mut listen).unwrap();
         (0..2).for_each(|key| told_of[key].push(new[key]));
     }
     assert_eq!(told_of[0], [1; 9]);
