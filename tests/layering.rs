@@ -19,11 +19,12 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// Limits for the lines of code in each room of src/, without comments, blank lines and tests. A commit that raises one says what the lines
 /// buy, and nothing else raises it.
-const CODE_LINES: [(&str, usize); 33] = [
+const CODE_LINES: [(&str, usize); 34] = [
+    ("bench", 515),
     ("bin", 6),
     ("bounds", 42),
     ("calibrate", 322),
-    ("cli", 9552),
+    ("cli", 9092),
     ("cpu", 1643),
     ("data", 9407),
     ("decode", 2152),
@@ -40,7 +41,7 @@ const CODE_LINES: [(&str, usize); 33] = [
     ("json", 67),
     ("key_use", 35),
     ("latency", 671),
-    ("lib", 33),
+    ("lib", 34),
     ("model", 6175),
     ("numbers", 49),
     ("nvidia", 1484),
