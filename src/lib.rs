@@ -16,7 +16,7 @@
 //!
 //! ```text
 //! L14 cli bin           one file per subcommand
-//! L13 recipe  report    recipes, the only TOML read here; a run's HTML page
+//! L13 bench  recipe  report  decoding under load; recipes, the only TOML read here; a run's HTML page
 //! L12 serve  session    an OpenAI-compatible server; from paths and names to a loaded model that decodes
 //! L11 calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
 //! L10 train             the training loop, whose evaluations decode
@@ -48,6 +48,7 @@
 #[cfg(not(unix))]
 compile_error!("medusa-train runs on Linux and macOS; on Windows, build it in WSL");
 
+pub mod bench;
 pub mod bounds;
 pub mod calibrate;
 pub mod cli;

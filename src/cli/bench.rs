@@ -7,14 +7,16 @@ use std::path::Path;
 use anyhow::Context;
 use console::Term;
 
-use self::drafters::{DrafterFacts, Rows};
-use self::load::in_process::LoadBench;
+use self::drafters::Rows;
 use self::load::output::LoadOutput;
 use self::measure::{BenchDrafter, BenchRun};
 use self::progress::BenchProgress;
 use self::setting::{BenchSetting, no_fixed_tree};
+use super::progress::Counter;
 use super::prompts::{self, EndedEarly, IndexedPrompt};
 use super::{CommonFlags, UsageError, print_json, print_text, trained_on, wrap};
+use crate::bench::facts::DrafterFacts;
+use crate::bench::in_process::{LoadBench, NewProgress};
 use crate::data::chat_template::ChatTemplate;
 use crate::data::prompts::{Prompt, to_ids};
 use crate::data::tokenize::wide;
@@ -156,12 +158,28 @@ fn run_load(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     };
     let prompts = prompts.iter().map(ids).collect::<anyhow::Result<Vec<_>>>()?;
     let levels = args.load.levels(prompts.len());
-    let (engine, decoding) = (args.engine.options(), &args.decoding);
-    let bench = LoadBench { decoder: &decoder, facts: &facts, engine, decoding, prompts, common };
+    let (engine, begin) = (args.engine.options(), begin_requests(common));
+    let request = args.decoding.request(&[], Stream { seed: common.seed, ..Stream::default() });
+    let measure = |level| {
+        let (acceptance, prompts, begin) = (args.decoding.acceptance()?, &prompts, &*begin);
+        let bench = LoadBench { decoder: &decoder, facts: &facts, engine, request, acceptance, prompts, begin };
+        anyhow::Ok(bench.level(level)?)
+    };
     let mut output = LoadOutput::new(args, common);
-    let ended = bench.run(&levels, &mut output);
+    let ended = levels.iter().try_for_each(|level| {
+        output.add(measure(*level).with_context(|| format!("--concurrency {}", level.concurrency))?)
+    });
     output.print_table()?; // also where a later level failed
     ended
+}
+
+/// Counts requests under load.
+fn begin_requests(common: &CommonFlags) -> Box<NewProgress> {
+    let common = common.clone();
+    Box::new(move |requests: usize, note: String| -> Box<dyn FnMut(usize)> {
+        let counter = Counter::new(requests, 0, "requests", &common);
+        Box::new(move |done| counter.set(done, &note))
+    })
 }
 
 /// The prompts, the backbone with all drafters, and their facts.

@@ -7,9 +7,7 @@ use super::setting::BenchSetting;
 use crate::cli::UsageError;
 use crate::cli::run_heads::check_calibration;
 use crate::formats::calibration::Calibration;
-use crate::formats::metrics::{MetricsFile, MetricsLine, TrainingCost};
-use crate::formats::run_folder::{self, CALIBRATION, METRICS};
-use crate::formats::trained_prompts::MeasuredPrompts;
+use crate::formats::run_folder::CALIBRATION;
 use crate::session::drafter::plan::{DrafterPlan, PlannedTree};
 use crate::session::drafter::spec::{DrafterName, DrafterSpec};
 use crate::tree::guess_tree::GuessTree;
@@ -70,38 +68,6 @@ fn check_used(args: &BenchArgs) -> Result<(), UsageError> {
             path.display()
         ))),
         _ => Ok(()),
-    }
-}
-
-/// What the results say about a drafter, whatever its setting.
-#[derive(Debug, Clone, Default)]
-pub(super) struct DrafterFacts {
-    /// As `--drafter` spells it, without paths.
-    pub(super) name: String,
-    pub(super) weights: Vec<String>,
-    /// Known when it is loaded.
-    pub(super) parameters: u64,
-    pub(super) training: Option<TrainingCost>,
-    /// Known when the prompts are.
-    pub(super) prompts: Option<MeasuredPrompts>,
-}
-
-impl DrafterFacts {
-    /// The facts of a drafter before it is loaded; the cost of its training is in the metrics of its run.
-    pub(super) fn of(plan: &DrafterPlan) -> Self {
-        let heads = plan.heads.as_deref();
-        let run = heads.and_then(|heads| run_folder::above(heads.folder()));
-        let lines = run.map(|run| MetricsFile::read_what_is_whole(&run.join(METRICS)).lines).unwrap_or_default();
-        let own = plan.spec.parts().iter().filter_map(|part| part.path.as_deref());
-        let heads = heads.map(|heads| heads.path.as_path());
-        let weights = heads.into_iter().chain(own.filter(|path| heads != Some(path)));
-        Self {
-            name: plan.spec.name(),
-            weights: weights.map(|path| path.display().to_string()).collect(),
-            parameters: 0,
-            prompts: None,
-            training: MetricsLine::training_cost(lines.iter().map(|(_, line)| line)),
-        }
     }
 }
 

@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::args::BenchArgs;
 use super::load::output::LoadOutput;
+use crate::bench::clients;
 use crate::bounds::RESPONSE_BYTES;
 use crate::cli::progress::Counter;
 use crate::cli::{CommonFlags, Interrupted, api_key, interrupted, prompts};
@@ -16,9 +17,6 @@ use crate::data::prompts::PromptInput;
 use crate::formats::load::LoadSource;
 use crate::http::endpoint::{AnswerWait, CHAT_COMPLETIONS, COMPLETIONS, ClientLimits, EndpointClient, EndpointRequest};
 use crate::numbers::{Finite, Positive};
-
-mod clients;
-mod stream;
 
 /// More idle connections than there are clients; a request may wait long for its first token. A connection that was closed in the meantime is no
 /// failure of the server.

@@ -6,9 +6,9 @@ use std::ops::ControlFlow;
 
 use anyhow::Context;
 
-use super::drafters::DrafterFacts;
 use super::progress::BenchProgress;
 use super::setting::BenchSetting;
+use crate::bench::facts::DrafterFacts;
 use crate::cli::CommonFlags;
 use crate::cli::prompts::{EndedEarly, FitFlags, IndexedPrompt, each_turn};
 use crate::decode::DecodeLoop;

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 use url::Url;
 
+use crate::bench::timeline::LoadLevel;
 use crate::cli::UsageError;
 use crate::cli::numbers::above_zero;
 use crate::http::endpoint::parse_endpoint;
@@ -52,13 +53,6 @@ pub(in crate::cli) struct LoadFlags {
     /// Requests at each level; the prompts are repeated as often as that takes [default: one per prompt, and at least 4 per client].
     #[arg(long, value_name = "N", value_parser = above_zero::<NonZeroUsize>)]
     pub(in crate::cli) requests: Option<NonZeroUsize>,
-}
-
-/// How many requests are in flight, and how many there are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::cli::bench) struct LoadLevel {
-    pub(in crate::cli::bench) concurrency: NonZeroUsize,
-    pub(in crate::cli::bench) requests: usize,
 }
 
 impl LoadFlags {

@@ -4,14 +4,34 @@ use std::io::{BufRead, Read};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use anyhow::Context;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::super::load::timeline::{AnsweredRequest, RequestTimeline, TokenCounts};
+use super::timeline::{AnsweredRequest, RequestTimeline, TokenCounts};
 use crate::http::connector::reason;
 
 const DONE: &[u8] = b"[DONE]";
+
+/// Why a stream is no whole answer.
+#[derive(Debug, thiserror::Error)]
+pub enum StreamError {
+    #[error("the stream broke off: {reason}")]
+    BrokenOff { reason: String },
+    #[error("the stream has more than {longest} bytes")]
+    TooLong { longest: u64 },
+    #[error("the stream ended without data: [DONE]")]
+    NoEnd,
+    #[error("interrupted")]
+    Interrupted,
+    #[error("the stream has no usage: the server must know stream_options.include_usage")]
+    NoUsage,
+    #[error("a chunk of the stream is not one of the API: {0}")]
+    Chunk(#[from] serde_json::Error),
+    /// An event of the server.
+    #[error("error in the stream: {message}")]
+    Server { message: String },
+}
+
 #[derive(Debug, Deserialize)]
 struct AnswerChunk {
     choices: Option<Vec<ChunkChoice>>,
@@ -77,22 +97,25 @@ impl ChunkUsage {
 ///
 /// # Errors
 /// An error of the server, a stream that breaks off, does not end or is none, one without usage.
-pub(super) fn read(
+pub fn read(
     stream: &mut impl BufRead,
     longest: u64,
     mut timeline: RequestTimeline,
     stop: &AtomicBool,
-) -> anyhow::Result<AnsweredRequest> {
+) -> Result<AnsweredRequest, StreamError> {
     let (mut usage, mut line, mut data) = (None, Vec::new(), Vec::new());
     let mut stream = stream.take(longest);
     loop {
         line.clear();
-        let read = stream.read_until(b'\n', &mut line).map_err(|why| anyhow::Error::msg(reason(&why.into())));
-        let length = read.context("the stream broke off")?;
+        let read = stream.read_until(b'\n', &mut line);
+        let length = read.map_err(|why| StreamError::BrokenOff { reason: reason(&why.into()) })?;
         let now = Instant::now();
-        anyhow::ensure!(stream.limit() > 0, "the stream has more than {longest} bytes");
-        anyhow::ensure!(length > 0, "the stream ended without data: [DONE]");
-        anyhow::ensure!(!stop.load(Ordering::Relaxed), "interrupted");
+        match (stream.limit(), length) {
+            (0, _) => return Err(StreamError::TooLong { longest }),
+            (_, 0) => return Err(StreamError::NoEnd),
+            _ if stop.load(Ordering::Relaxed) => return Err(StreamError::Interrupted),
+            _ => {}
+        }
         let text = line.trim_ascii_end();
         if let Some(more) = text.strip_prefix(b"data:") {
             data.extend_from_slice(more.strip_prefix(b" ").unwrap_or(more));
@@ -102,18 +125,14 @@ pub(super) fn read(
         }
         if data == DONE {
             let _ = std::io::copy(&mut stream, &mut std::io::sink()); // the answer is complete, whatever comes behind it
-            let usage: ChunkUsage =
-                usage.context("the stream has no usage: the server must know stream_options.include_usage")?;
+            let usage: ChunkUsage = usage.ok_or(StreamError::NoUsage)?;
             return Ok(timeline.end(now, usage.counts()));
         }
-        let chunk: AnswerChunk =
-            serde_json::from_slice(&data).context("a chunk of the stream is not one of the API")?;
+        let chunk: AnswerChunk = serde_json::from_slice(&data)?;
         data.clear();
         if let Some(error) = chunk.error.filter(|error| !error.is_null()) {
-            anyhow::bail!(
-                "error in the stream: {}",
-                error["message"].as_str().map_or_else(|| error.to_string(), str::to_owned)
-            );
+            let message = error["message"].as_str().map_or_else(|| error.to_string(), str::to_owned);
+            return Err(StreamError::Server { message });
         }
         if chunk.choices.iter().flatten().any(ChunkChoice::has_text) {
             timeline.arrive(now);
@@ -125,11 +144,11 @@ pub(super) fn read(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::timeline::LevelRun;
     use crate::bounds::STREAM_BYTES;
-    use crate::cli::bench::load::timeline::LevelRun;
     use crate::formats::load::{LoadResult, LoadSource};
 
-    fn result(stream: &str) -> anyhow::Result<LoadResult> {
+    fn result(stream: &str) -> Result<LoadResult, StreamError> {
         let timeline = RequestTimeline::begin(Instant::now());
         let answered = vec![read(&mut stream.as_bytes(), STREAM_BYTES, timeline, &AtomicBool::new(false))?];
         let source = LoadSource::Server { endpoint: String::new(), model: String::new() };
@@ -175,7 +194,7 @@ mod tests {
 
     #[test]
     fn a_stream_that_is_not_whole_is_an_error() {
-        let error = |stream: &str| format!("{:#}", result(stream).unwrap_err());
+        let error = |stream: &str| result(stream).unwrap_err().to_string();
         assert!(error("data: {\"choices\":[]}\n\n").contains("ended without data: [DONE]"));
         assert!(error("data: [DONE]\n\n").contains("stream_options.include_usage"));
         assert!(error("data: {\"error\":{\"message\":\"too hot\"}}\n\n").contains("error in the stream: too hot"));

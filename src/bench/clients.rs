@@ -6,9 +6,8 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::super::load::flags::LoadLevel;
-use super::super::load::timeline::{AnsweredRequest, LevelRun, RequestTimeline};
 use super::stream;
+use super::timeline::{AnsweredRequest, LevelRun, LoadLevel, RequestTimeline};
 use crate::bounds::STREAM_BYTES;
 use crate::http::EndpointError;
 use crate::http::backoff::pause;
@@ -23,15 +22,15 @@ const LONGEST_WAIT: Duration = Duration::from_secs(300);
 
 /// What came of a request.
 #[derive(Debug)]
-pub(super) struct RequestOutcome {
+pub struct RequestOutcome {
     /// Answers of status 429, after each of which it was sent again.
-    pub(super) rate_limited: usize,
-    pub(super) answer: anyhow::Result<AnsweredRequest>,
+    pub rate_limited: usize,
+    pub answer: Result<AnsweredRequest, EndpointError>,
 }
 
 /// Sends the requests of a level, the prompts as often as that takes, until all are answered or `stop` is set. `on_end` learns how many
 /// ended.
-pub(super) fn closed_loop(
+pub fn closed_loop(
     client: &EndpointClient,
     requests: &[EndpointRequest],
     level: LoadLevel,
@@ -61,7 +60,7 @@ pub(super) fn closed_loop(
             run.rate_limited += outcome.rate_limited;
             match outcome.answer {
                 Ok(answered) => run.answered.push(answered),
-                Err(why) => run.failures.push(format!("{why:#}")),
+                Err(why) => run.failures.push(why.to_string()),
             }
             on_end(run.answered.len() + run.failures.len());
         }
@@ -71,12 +70,13 @@ pub(super) fn closed_loop(
 }
 
 /// Sends a request, again where the server is busy, and reads the stream that answers it. Its latencies include the waits.
-pub(super) fn answer(client: &EndpointClient, request: &EndpointRequest, stop: &AtomicBool) -> RequestOutcome {
+pub fn answer(client: &EndpointClient, request: &EndpointRequest, stop: &AtomicBool) -> RequestOutcome {
     let timeline = RequestTimeline::begin(Instant::now());
     let mut rate_limited = 0;
     loop {
         if stop.load(Ordering::Relaxed) {
-            return RequestOutcome { rate_limited, answer: Err(anyhow::anyhow!("interrupted")) };
+            let problem = "interrupted".to_owned();
+            return RequestOutcome { rate_limited, answer: Err(EndpointError::Unreadable { problem }) };
         }
         let response = client.post(request);
         match response.as_ref().err().filter(|_| rate_limited < MOST_WAITS).and_then(wait) {
@@ -85,8 +85,7 @@ pub(super) fn answer(client: &EndpointClient, request: &EndpointRequest, stop: &
                 pause(wait, stop);
             }
             None => {
-                let answer = response.map_err(anyhow::Error::new);
-                let answer = answer.and_then(|response| streamed(client, response, timeline, stop));
+                let answer = response.and_then(|response| streamed(client, response, timeline, stop));
                 return RequestOutcome { rate_limited, answer };
             }
         }
@@ -98,15 +97,15 @@ fn streamed(
     response: HttpAnswer,
     timeline: RequestTimeline,
     stop: &AtomicBool,
-) -> anyhow::Result<AnsweredRequest> {
+) -> Result<AnsweredRequest, EndpointError> {
     let kind = response.body().mime_type().unwrap_or("no content type").trim().to_owned();
-    anyhow::ensure!(
-        kind == "text/event-stream",
-        "the server answered with {}, not with a stream (text/event-stream)",
-        client.clean(&kind)
-    );
+    if kind != "text/event-stream" {
+        let kind = client.clean(&kind);
+        let problem = format!("the server answered with {kind}, not with a stream (text/event-stream)");
+        return Err(EndpointError::Unreadable { problem });
+    }
     let answer = stream::read(&mut BufReader::new(response.into_body().into_reader()), STREAM_BYTES, timeline, stop);
-    answer.map_err(|why| anyhow::anyhow!("{}", client.clean(&format!("{why:#}"))))
+    answer.map_err(|why| EndpointError::Unreadable { problem: client.clean(&why.to_string()) })
 }
 
 /// How long to wait before a request is sent again; `None` for any other error than status 429, where the server wants no other attempt, and

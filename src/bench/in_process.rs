@@ -4,16 +4,11 @@ use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
-use anyhow::Context;
 use tch::Device;
 
-use super::super::drafters::DrafterFacts;
-use super::flags::LoadLevel;
-use super::output::LoadOutput;
-use super::timeline::{LevelRun, RequestTimeline, TokenCounts};
-use crate::cli::CommonFlags;
-use crate::cli::decoding::DecodingFlags;
-use crate::cli::progress::Counter;
+use super::error::BenchError;
+use super::facts::DrafterFacts;
+use super::timeline::{LevelRun, LoadLevel, RequestTimeline, TokenCounts};
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
 use crate::decode::stats::GeneratedTokens;
@@ -27,21 +22,27 @@ use crate::session::drafter::Drafts;
 use crate::session::drafter::loaded::LoadedDrafter;
 use crate::session::engine::EngineOptions;
 use crate::torch::device_name;
+use crate::tree::accept::Acceptance;
 
 /// New tokens of each text of the unmeasured run that warms up caches and threads.
 const WARM_UP_TOKENS: usize = 8;
 
 /// Everything that the levels have in common.
-pub(in crate::cli::bench) struct LoadBench<'a> {
-    pub(in crate::cli::bench) decoder: &'a Decoder,
+pub struct LoadBench<'a> {
+    pub decoder: &'a Decoder,
     /// Of the decoder's drafters.
-    pub(in crate::cli::bench) facts: &'a [DrafterFacts],
-    pub(in crate::cli::bench) engine: EngineOptions,
-    pub(in crate::cli::bench) decoding: &'a DecodingFlags,
+    pub facts: &'a [DrafterFacts],
+    pub engine: EngineOptions,
+    /// How texts are decoded, whatever their prompts; its stream has the seed.
+    pub request: Request<'a>,
+    pub acceptance: Acceptance,
     /// Token ids, each prompt with its index in its file.
-    pub(in crate::cli::bench) prompts: Vec<(usize, Vec<i64>)>,
-    pub(in crate::cli::bench) common: &'a CommonFlags,
+    pub prompts: &'a [(usize, Vec<i64>)],
+    pub begin: &'a NewProgress,
 }
+
+/// Shows the progress of so many requests; the text says what is measured. The returned function learns how many ended.
+pub type NewProgress = dyn Fn(usize, String) -> Box<dyn FnMut(usize)>;
 
 /// New token ids of each request.
 type LoadTexts = Vec<Vec<i64>>;
@@ -50,24 +51,16 @@ type LoadTexts = Vec<Vec<i64>>;
 type NamedBatch<'a> = (SequenceBatch<'a>, &'static str);
 
 impl<'a> LoadBench<'a> {
-    /// Measures every level, and reports each as soon as it is measured.
+    /// Measures plain decoding, then each drafter.
     ///
     /// # Errors
-    /// A drafter that cannot decode this, a text without an answer, an output that cannot be written.
-    pub(in crate::cli::bench) fn run(&self, levels: &[LoadLevel], output: &mut LoadOutput) -> anyhow::Result<()> {
-        levels.iter().try_for_each(|level| {
-            let found = self.level(*level).with_context(|| format!("--concurrency {}", level.concurrency))?;
-            output.add(found)
-        })
-    }
-
-    /// Plain decoding, then each drafter.
-    fn level(&self, level: LoadLevel) -> anyhow::Result<Vec<LoadResult>> {
+    /// A drafter that cannot decode this, or a text without an answer.
+    pub fn level(&self, level: LoadLevel) -> Result<Vec<LoadResult>, BenchError> {
         let (plain, texts) = self.contender(level, None)?;
         let mut found = vec![plain];
         for drafter in self.decoder.drafters.iter().zip(self.facts) {
             let (result, own) = self.contender(level, Some(drafter))?;
-            let identical = (self.decoding.temperature.get() == 0.0).then(|| own == texts);
+            let identical = (self.request.sampling.temperature.get() == 0.0).then(|| own == texts);
             found.push(LoadResult { identical, ..result });
         }
         Ok(found)
@@ -78,17 +71,16 @@ impl<'a> LoadBench<'a> {
         &self,
         level: LoadLevel,
         drafter: Option<(&'a LoadedDrafter, &DrafterFacts)>,
-    ) -> anyhow::Result<(LoadResult, LoadTexts)> {
+    ) -> Result<(LoadResult, LoadTexts), BenchError> {
         let (mut batch, engine) = self.batch(drafter.map(|(drafter, _)| drafter), level.concurrency)?;
         let facts = drafter
             .map_or_else(|| DrafterFacts { name: PLAIN.into(), ..DrafterFacts::default() }, |(_, facts)| facts.clone());
-        let max_new_tokens = self.decoding.max_new_tokens;
+        let max_new_tokens = self.request.max_new_tokens;
         let warm_up = LoadLevel { requests: level.concurrency.get(), ..level };
         self.measure(&mut batch, warm_up, max_new_tokens.min(WARM_UP_TOKENS), &mut |_| {})?;
-        let counter = Counter::new(level.requests, 0, "requests", self.common);
-        let note = format!("{} in flight, {}", level.concurrency, facts.name);
-        let (run, answers) = self.measure(&mut batch, level, max_new_tokens, &mut |done| counter.set(done, &note))?;
-        drop(counter);
+        let mut on_end = (self.begin)(level.requests, format!("{} in flight, {}", level.concurrency, facts.name));
+        let (run, answers) = self.measure(&mut batch, level, max_new_tokens, &mut on_end)?;
+        drop(on_end);
         let backbone = &self.decoder.backbone;
         let source = LoadSource::Process {
             drafter: facts.name,
@@ -102,9 +94,9 @@ impl<'a> LoadBench<'a> {
     }
 
     /// A batch with the tree that the drafter chooses by the number of texts.
-    fn batch(&self, drafter: Option<&'a LoadedDrafter>, size: NonZeroUsize) -> anyhow::Result<NamedBatch<'a>> {
+    fn batch(&self, drafter: Option<&'a LoadedDrafter>, size: NonZeroUsize) -> Result<NamedBatch<'a>, BenchError> {
         let backbone = &self.decoder.backbone;
-        let rule = self.decoding.acceptance()?;
+        let rule = self.acceptance;
         let drafts = drafter.map(|drafter| Drafts::for_batches(backbone, drafter, rule)).transpose()?;
         let guesses = drafts.as_ref().map_or(0, |(_, guesses)| *guesses);
         let engine = self.engine.for_batches(self.decoder)?;
@@ -118,11 +110,11 @@ impl<'a> LoadBench<'a> {
     }
 
     /// Tokens of the longest text.
-    fn longest(&self) -> anyhow::Result<NonZeroUsize> {
+    fn longest(&self) -> Result<NonZeroUsize, BenchError> {
         let context = usize::try_from(self.decoder.backbone.config.max_position_embeddings)?;
         let prompt = self.prompts.iter().map(|(_, ids)| ids.len()).max().unwrap_or(0);
-        let longest = prompt.saturating_add(self.decoding.max_new_tokens).min(context);
-        NonZeroUsize::new(longest).context("the prompts have no tokens")
+        let longest = prompt.saturating_add(self.request.max_new_tokens).min(context);
+        NonZeroUsize::new(longest).ok_or(BenchError::NoTokens)
     }
 
     /// Decodes the requests of a level. `on_end` learns how many are answered.
@@ -132,7 +124,7 @@ impl<'a> LoadBench<'a> {
         level: LoadLevel,
         max_new_tokens: usize,
         on_end: &mut dyn FnMut(usize),
-    ) -> anyhow::Result<(LevelRun, LoadTexts)> {
+    ) -> Result<(LevelRun, LoadTexts), BenchError> {
         let began = Instant::now();
         let mut timelines: Vec<RequestTimeline> = Vec::with_capacity(level.requests);
         let (mut run, mut answers) = (LevelRun::default(), vec![vec![]; level.requests]);
@@ -146,13 +138,11 @@ impl<'a> LoadBench<'a> {
                 timelines[key].arrive(Instant::now());
                 ControlFlow::Continue(())
             })?;
-            anyhow::ensure!(
-                batch.size() == level.concurrency,
-                "out of memory: only {} fit; lower --concurrency or --max-new-tokens",
-                batch.size()
-            );
+            if batch.size() != level.concurrency {
+                return Err(BenchError::OutOfMemory { fit: batch.size() });
+            }
             for (key, text) in ended {
-                let text = text.with_context(|| format!("prompt {}", self.prompt(key).0 + 1))?;
+                let text = text.map_err(|source| BenchError::Text { prompt: self.prompt(key).0 + 1, source })?;
                 let GeneratedTokens { tokens, steps } = text.generated();
                 let counts = TokenCounts { prompt: self.prompt(key).1.len(), new: tokens, steps: Some(steps) };
                 run.answered.push(timelines[key].clone().end(Instant::now(), counts));
@@ -172,7 +162,7 @@ impl<'a> LoadBench<'a> {
     fn request(&self, request: usize, max_new_tokens: usize) -> Request<'_> {
         let (index, ids) = self.prompt(request);
         let sample = (request / self.prompts.len()) as u64;
-        let stream = Stream { seed: self.common.seed, index: *index as u64, turn: 0, sample };
-        Request { max_new_tokens, ..self.decoding.request(ids, stream) }
+        let stream = Stream { seed: self.request.stream.seed, index: *index as u64, turn: 0, sample };
+        Request { prompt: ids, max_new_tokens, stream, ..self.request }
     }
 }

@@ -1,13 +1,21 @@
 //! When a request was sent and when its text came, and what the requests of a level make together.
 
+use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
 use crate::decode::arrivals::{ArrivalLatency, TokenArrivals};
 use crate::formats::load::{LatencyQuantiles, LoadResult, LoadSource};
 
+/// How many requests are in flight, and how many there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadLevel {
+    pub concurrency: NonZeroUsize,
+    pub requests: usize,
+}
+
 /// The moments of one request.
 #[derive(Debug, Clone)]
-pub(in crate::cli::bench) struct RequestTimeline {
+pub struct RequestTimeline {
     arrivals: TokenArrivals,
     /// Between arrivals.
     gaps: Vec<Duration>,
@@ -15,36 +23,36 @@ pub(in crate::cli::bench) struct RequestTimeline {
 
 impl RequestTimeline {
     /// A request that is sent now.
-    pub(in crate::cli::bench) fn begin(now: Instant) -> Self {
+    pub fn begin(now: Instant) -> Self {
         Self { arrivals: TokenArrivals::begin(now), gaps: vec![] }
     }
 
     /// New tokens came.
-    pub(in crate::cli::bench) fn arrive(&mut self, now: Instant) {
+    pub fn arrive(&mut self, now: Instant) {
         if let ArrivalLatency::InterToken(gap) = self.arrivals.arrive(now) {
             self.gaps.push(gap);
         }
     }
 
     /// The answer is complete.
-    pub(in crate::cli::bench) fn end(self, now: Instant, counts: TokenCounts) -> AnsweredRequest {
+    pub fn end(self, now: Instant, counts: TokenCounts) -> AnsweredRequest {
         AnsweredRequest { ended: now, timeline: self, counts }
     }
 }
 
 /// Tokens of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(in crate::cli::bench) struct TokenCounts {
-    pub(in crate::cli::bench) prompt: usize,
+pub struct TokenCounts {
+    pub prompt: usize,
     /// Generated ones, those that end the text included.
-    pub(in crate::cli::bench) new: usize,
+    pub new: usize,
     /// Decoding steps that made them, if that is known.
-    pub(in crate::cli::bench) steps: Option<usize>,
+    pub steps: Option<usize>,
 }
 
 /// A request with its answer.
 #[derive(Debug, Clone)]
-pub(in crate::cli::bench) struct AnsweredRequest {
+pub struct AnsweredRequest {
     timeline: RequestTimeline,
     ended: Instant,
     counts: TokenCounts,
@@ -65,25 +73,25 @@ impl AnsweredRequest {
 
     /// How often tokens came.
     #[cfg(test)]
-    pub(in crate::cli::bench) fn arrivals(&self) -> usize {
+    pub fn arrivals(&self) -> usize {
         self.ttft().map_or(0, |_| self.timeline.gaps.len() + 1)
     }
 }
 
 /// All requests of a level.
 #[derive(Debug, Clone, Default)]
-pub(in crate::cli::bench) struct LevelRun {
-    pub(in crate::cli::bench) answered: Vec<AnsweredRequest>,
+pub struct LevelRun {
+    pub answered: Vec<AnsweredRequest>,
     /// Reasons, in the order of the failures.
-    pub(in crate::cli::bench) failures: Vec<String>,
-    pub(in crate::cli::bench) rate_limited: usize,
+    pub failures: Vec<String>,
+    pub rate_limited: usize,
     /// From the first request to the last answer.
-    pub(in crate::cli::bench) elapsed: Duration,
+    pub elapsed: Duration,
 }
 
 impl LevelRun {
     /// Its figures.
-    pub(in crate::cli::bench) fn result(&self, concurrency: usize, source: LoadSource) -> LoadResult {
+    pub fn result(&self, concurrency: usize, source: LoadSource) -> LoadResult {
         let sum = |pick: fn(&TokenCounts) -> usize| self.answered.iter().map(|request| pick(&request.counts)).sum();
         let tokens: usize = sum(|counts| counts.new);
         let seconds = self.elapsed.as_secs_f64();
