@@ -26,6 +26,7 @@ pub mod file;
 pub mod heads;
 pub mod hydra;
 pub mod joined;
+pub mod kinds;
 pub mod levels;
 pub mod lookahead;
 pub mod loss;

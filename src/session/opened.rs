@@ -8,8 +8,9 @@ use super::error::{SessionError, UsageError};
 use super::reporter::Reporter;
 use crate::data::tokenize::config_keys::reported_tokenizer_keys;
 use crate::draft::error::DrafterError;
-use crate::draft::file::{self, DrafterFile};
+use crate::draft::file::DrafterFile;
 use crate::draft::heads::import::folder_of;
+use crate::draft::kinds;
 use crate::draft::trained::TrainedDrafter;
 use crate::files::{FileError, is_file};
 use crate::formats::run_folder;
@@ -68,9 +69,9 @@ impl OpenedHeads {
     /// Finds the file and reads its header.
     ///
     /// # Errors
-    /// As [`file::open`].
+    /// As [`kinds::open`].
     pub fn open(path: &Path) -> Result<Rc<Self>, DrafterError> {
-        Ok(Rc::new(Self { path: path.to_owned(), file: file::open(path)? }))
+        Ok(Rc::new(Self { path: path.to_owned(), file: kinds::open(path)? }))
     }
 
     /// The folder that holds the file and other outputs of the training.

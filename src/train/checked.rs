@@ -34,6 +34,7 @@ use crate::model::device_map::DeviceMap;
 use crate::model::llama::Llama;
 use crate::model::peft;
 use crate::model::stages::Stages;
+use crate::model::taps::Taps;
 use crate::torch::{device_name, flash_attention, guard};
 use crate::train::device_room::{self, DeviceRoom, MemorySaving};
 use crate::train::draft_vocabulary::DraftVocabulary;
@@ -105,6 +106,7 @@ impl CheckedRun {
         let captured = captured_set(&plan, &config, &settings)?;
         let rows = load_rows(&plan, &settings, captured.as_deref())?;
         let drafter = planned(&plan, &config)?;
+        check_taps(&drafter.taps(), &plan, captured.as_deref())?;
         let draft_vocabulary = draft_vocabulary(&plan, &rows.train, settings.vocab_size)?;
         let captured = captured.map(|set| rows.captured(&set)).transpose()?;
         let (train, pack_report) = train_loader(rows.train, &rows.train_counts, &plan)?;
@@ -309,6 +311,16 @@ fn planned(plan: &TrainPlan, config: &LlamaConfig) -> Result<Arc<dyn PlannedDraf
         DrafterError::OtherShape { path, expected, got } => TrainError::InitShape { path, expected, got },
         error => TrainError::InitFrom(error),
     })
+}
+
+/// The hidden states that a drafter reads beside the last one are those of a frozen backbone, or of a server that captured as many layers.
+fn check_taps(taps: &Taps, plan: &TrainPlan, captured: Option<&CapturedSet>) -> Result<(), TrainError> {
+    let expected = 1 + taps.layers().len();
+    match captured.map(CapturedSet::layers) {
+        _ if expected > 1 && !plan.trained.is_frozen() => Err(TrainError::TapsOfTrainedBackbone),
+        Some(got) if got > 0 && got < expected => Err(TrainError::TooFewLayers { expected, got }),
+        _ => Ok(()),
+    }
 }
 
 /// Counts the labels if the recipe truncates the vocabulary. A drafter that training starts from keeps its own tokens, at least one of which

@@ -36,6 +36,17 @@ pub enum TrainError {
         /// The folder's shape.
         got: String,
     },
+    /// The backward pass of a trained backbone begins at its last hidden states.
+    #[error(
+        "the drafter reads hidden states before the last ones, which only a frozen backbone gives: train it with [stage.medusa1]"
+    )]
+    TapsOfTrainedBackbone,
+    /// Files of a server with fewer layers than the drafter reads.
+    #[error(
+        "data.hidden_states: expected at least {expected} layers in each file, as many as the drafter reads, got {got}; let the server write \
+         these layers, the last decoder layer at the end"
+    )]
+    TooFewLayers { expected: usize, got: usize },
     /// None of the labels is among the tokens that the heads in `heads.init_from` can guess.
     #[error(
         "heads.init_from {}: its token_map of {} holds none of the labels of the training data, so labels teach these heads nothing; \
