@@ -19,16 +19,17 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// Limits for the lines of code in each room of src/, without comments, blank lines and tests. A commit that raises one says what the lines
 /// buy, and nothing else raises it.
-const CODE_LINES: [(&str, usize); 34] = [
+const CODE_LINES: [(&str, usize); 35] = [
+    ("bench", 516),
     ("bin", 6),
     ("bounds", 42),
     ("calibrate", 277),
-    ("cli", 9557),
+    ("cli", 9102),
     ("cpu", 1643),
     ("data", 9396),
-    ("decode", 2260),
+    ("decode", 2262),
     ("distill", 2397),
-    ("draft", 4544),
+    ("draft", 4615),
     ("dtype", 42),
     ("engine", 3181),
     ("export", 1236),
@@ -40,9 +41,9 @@ const CODE_LINES: [(&str, usize); 34] = [
     ("json", 67),
     ("key_use", 35),
     ("latency", 664),
-    ("lib", 34),
+    ("lib", 35),
     ("memory", 407),
-    ("model", 6349),
+    ("model", 6347),
     ("numbers", 49),
     ("nvidia", 1484),
     ("panics", 46),
@@ -50,9 +51,9 @@ const CODE_LINES: [(&str, usize); 34] = [
     ("recipe", 1696),
     ("report", 1418),
     ("serve", 2263),
-    ("session", 1643),
+    ("session", 1652),
     ("torch", 2685),
-    ("train", 5550),
+    ("train", 5571),
     ("tree", 1602),
 ];
 

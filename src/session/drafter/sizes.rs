@@ -12,7 +12,11 @@ pub fn most_guesses(name: DrafterName, times: &RowTimes) -> usize {
         DrafterName::Ngram => times.fastest(StepRows::OF_ONE, NgramDrafter::assumed()),
         DrafterName::Recycling => times.fastest(StepRows::OF_ONE, RecyclingDrafter::assumed()),
         DrafterName::Lookahead => of_lookahead(lookahead_size(times), times).0,
-        _ => 0,
+        DrafterName::Plain
+        | DrafterName::Medusa
+        | DrafterName::Hydra
+        | DrafterName::HydraPlusPlus
+        | DrafterName::Model => 0,
     }
 }
 

@@ -112,9 +112,8 @@ impl DrafterSpec {
 
     /// Whether the tree of guesses can be the same at every step.
     pub fn may_have_fixed_tree(&self) -> bool {
-        let varies = |part: &DrafterPart| {
-            matches!(part.name, DrafterName::Ngram | DrafterName::Lookahead | DrafterName::Recycling)
-        };
+        let varies =
+            |part: &DrafterPart| part.name.weights() == DrafterWeights::None && part.name != DrafterName::Plain;
         !matches!(&self.parts[..], [_, _, ..]) && !self.parts.iter().any(varies)
     }
 
