@@ -45,7 +45,6 @@ bounds! {
     /// `hidden_size`, `intermediate_size` and `vocab_size` of a backbone: far above every published one, and small enough that weights can be
     /// counted in 64 bits.
     BACKBONE_SIZE: i64 = 1 << 24;
-    /// Layers of a backbone.
     BACKBONE_LAYERS: i64 = 1 << 10;
     /// Attention heads of a backbone, and numbers of a head.
     BACKBONE_HEADS: i64 = 1 << 12;

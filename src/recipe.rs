@@ -52,7 +52,6 @@ pub use written::WrittenRecipe;
 pub struct Recipe {
     /// The model that the heads are for.
     pub backbone: BackboneConfig,
-    /// The heads to train.
     pub heads: HeadsConfig,
     /// Which parameters are trained, and how.
     pub stage: Stage,

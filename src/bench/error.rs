@@ -21,7 +21,6 @@ pub enum BenchError {
     NoTokens,
     #[error("out of memory: only {fit} fit; lower --concurrency or --max-new-tokens")]
     OutOfMemory { fit: NonZeroUsize },
-    /// Of a text.
     #[error("prompt {prompt}")]
     Text {
         /// 1-based.

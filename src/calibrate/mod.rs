@@ -45,7 +45,6 @@ struct RowEnd {
 }
 
 impl CountedRows {
-    /// The ranks by row.
     pub fn ranks_by_row(&self) -> Vec<RanksOfRow> {
         let (mut runs, mut dynamic, mut rows) = (0, 0, vec![]);
         for end in &self.row_ends {

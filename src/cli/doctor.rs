@@ -163,7 +163,6 @@ fn cuda() -> Cuda {
     }
 }
 
-/// Of each GPU.
 fn gpu_memory(devices: usize) -> Vec<Option<MachineMemory>> {
     let memory = |(total_bytes, available_bytes)| MachineMemory { total_bytes, available_bytes };
     (0..devices).map(|index| cuda_runtime::memory(index).ok().map(memory)).collect()

@@ -32,7 +32,6 @@ const BLOCK_ROWS: usize = 6;
 pub(super) struct DotWeights {
     /// `[O / 4, lines of a row, 4]`; what is left of a row's last line and of the last 4 rows is zero.
     lines: ArenaLines,
-    /// Of one row.
     row_lines: usize,
     number: Number,
     inputs: usize,

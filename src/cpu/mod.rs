@@ -67,7 +67,6 @@ impl Number {
 pub(crate) struct Plane<'c> {
     /// As the cache stores them.
     pub(crate) bytes: &'c [u8],
-    /// How.
     pub(crate) number: Number,
     /// S.
     pub(crate) room: usize,

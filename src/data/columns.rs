@@ -22,7 +22,6 @@ use crate::bounds::ROW_BYTES;
 /// The canonical name of JSON in strings, as `datasets` stores values of no fixed type.
 const JSON: &str = "arrow.json";
 
-/// A file's columns.
 #[derive(Debug, Default)]
 pub(super) struct FileColumns {
     /// The places of those that rows are made of.

@@ -206,7 +206,6 @@ fn with_all_keys(problem: RowProblem, line: &[u8]) -> RowProblem {
     }
 }
 
-/// A row's object.
 pub(super) fn object(line: &[u8]) -> Result<Map<String, Value>, RowProblem> {
     object_of(line, |_| true)
 }

@@ -110,7 +110,6 @@ impl Loader {
         self.mix.as_ref()
     }
 
-    /// Sequences of an epoch.
     pub fn sequences_per_epoch(&self) -> usize {
         self.mix.as_ref().map_or(self.sequences.len(), Mix::len)
     }

@@ -28,7 +28,6 @@ pub(super) struct Marks {
 enum Marking {
     /// What was said, thoughts and answer apart.
     Parts,
-    /// Its last word.
     LastWord,
     Nothing,
 }

@@ -35,7 +35,6 @@ rect { fill: #161b22; stroke: #3d444d; }
 /// One token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TokenPiece {
-    /// Its id.
     pub id: i32,
     /// The text that it completes, nothing within a character; a special token's name.
     pub text: String,

@@ -46,7 +46,6 @@ pub struct PackReport {
     pub rows: usize,
     /// Sequences that came out.
     pub sequences: usize,
-    /// Their tokens.
     pub tokens: usize,
     /// Tokens they have room for.
     pub capacity: usize,

@@ -135,7 +135,6 @@ pub struct Dialogue {
     pub id: Option<Value>,
     /// What kind of task it is.
     pub category: Option<String>,
-    /// What is asked.
     pub questions: Questions,
 }
 

@@ -13,7 +13,6 @@ const TOO_LARGE: &[u8] = b"9e999";
 
 /// A row with such numbers.
 pub(super) struct PythonRow {
-    /// As JSON.
     pub(super) json: Vec<u8>,
     /// Where in it each replaced number ends, and by how many bytes `json` is longer than the row up to there.
     longer: Vec<(usize, isize)>,

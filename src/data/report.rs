@@ -354,7 +354,6 @@ impl fmt::Display for Tokenised {
 }
 
 impl Tokenised {
-    /// Tokens a second.
     pub fn tokens_per_second(&self) -> f64 {
         1000.0 * self.tokens as f64 / self.milliseconds.max(1) as f64
     }

@@ -52,7 +52,6 @@ impl ReadRow {
 pub enum RowForm {
     /// As token ids: nothing was tokenised.
     Tokens,
-    /// As a text.
     Text,
     /// As a prompt and its completion.
     Pair,

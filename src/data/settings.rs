@@ -44,7 +44,6 @@ pub struct DataConfig {
     /// The columns that rows are made of, where they have other names than those that are known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub columns: Option<ColumnNames>,
-    /// What renders conversations.
     #[serde(default)]
     pub chat_template: TemplateChoice,
     /// Which tokens of conversations carry loss.
@@ -131,7 +130,6 @@ pub struct LoadSettings<'a> {
     pub cache: Option<&'a TokenCache>,
     /// The columns that rows are made of.
     pub columns: Option<&'a ColumnNames>,
-    /// What renders conversations.
     pub template: Option<&'a ChatTemplate>,
     /// Which tokens of conversations carry loss.
     pub loss_on: LossOn,

@@ -123,7 +123,6 @@ mod tests {
     use super::*;
     use crate::data::rows::{IGNORE, TokenRow};
 
-    /// A row of a question and an answer.
     fn row(question: i32, answer: i32) -> TokenRow {
         TokenRow { input_ids: vec![1, question, 2, answer], labels: vec![IGNORE, IGNORE, IGNORE, answer] }
     }

@@ -144,7 +144,6 @@ pub(super) fn has_variable(source: &str, name: &str) -> bool {
 const FUNCTION: &str = "name_of_the_function";
 const RESULT_OF_CALL: &str = "result_of_the_call";
 
-/// A call and its result.
 fn call_and_result(arguments: &Value, null_content: bool) -> [Message; 4] {
     const ID: &str = "abcdefghi"; // Mistral's have nine characters
     let call = json!([{"id": ID, "type": "function", "function": {"name": FUNCTION, "arguments": arguments}}]);

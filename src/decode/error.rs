@@ -25,7 +25,6 @@ pub enum DecodeError {
     TokenOutOfRange {
         /// 0-based.
         position: usize,
-        /// The id.
         id: i64,
         /// The backbone's.
         vocab_size: i64,

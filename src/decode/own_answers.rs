@@ -24,7 +24,6 @@ const PARTS_OF_TEXT: usize = 4;
 pub struct RowPrompts {
     /// Token ids, each with its number among all prompts (0-based).
     pub chosen: Vec<(usize, Vec<i64>)>,
-    /// Number of all prompts.
     pub all: usize,
 }
 

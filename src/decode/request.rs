@@ -16,7 +16,6 @@ pub struct Request<'a> {
     pub prompt: &'a [i64],
     /// Stop after this many, or where the context is full.
     pub max_new_tokens: usize,
-    /// How tokens are chosen.
     pub sampling: Sampling,
     /// Repetition penalty (see [`Penalty`](super::penalty::Penalty)); 1 is off.
     pub repetition_penalty: Positive,
@@ -126,7 +125,6 @@ pub struct Generation {
     pub cached: usize,
     /// Guesses that its steps verified, those of a step whose tokens were cut off among them; 0 without a drafter.
     pub proposed: usize,
-    /// Why it ended.
     pub finish_reason: FinishReason,
     /// The EOS or the end mark that ended it; else empty.
     pub end: Vec<i64>,
@@ -191,7 +189,6 @@ pub(super) fn keep_tokens(accept_lengths: &mut Vec<usize>, tokens: usize) {
 /// New tokens of a text that is being decoded.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EmittedTokens<'t> {
-    /// Token ids.
     pub ids: &'t [i64],
     /// Their log-probabilities, if the request asks for them; else empty.
     pub scored: &'t [ScoredToken],

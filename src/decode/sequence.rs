@@ -48,7 +48,6 @@ pub struct Sequence {
     root: Option<Chosen>,
     /// `[1, W]`: the states that the root was chosen from, where a drafter may ask for it.
     state_1w: Option<Tensor>,
-    /// Steps done.
     pub(super) steps: usize,
 }
 

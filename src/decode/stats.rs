@@ -44,7 +44,6 @@ impl Tally {
 /// string). vLLM's `usage.completion_tokens` counts them in the same way.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GeneratedTokens {
-    /// Tokens.
     pub tokens: usize,
     /// The steps that committed them. The token after the prompt counts as a step.
     pub steps: usize,

@@ -10,10 +10,8 @@ use crate::data::tokenize::{TextStream, TextTokenizer, TokenizeError, narrow};
 /// Decoding, or turning tokens into text, failed.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
-    /// Decoding.
     #[error(transparent)]
     Decode(#[from] DecodeError),
-    /// Text.
     #[error(transparent)]
     Tokenize(#[from] TokenizeError),
 }

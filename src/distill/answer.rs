@@ -35,7 +35,6 @@ pub struct WrittenAnswer {
     pub new_ids: Vec<i64>,
     /// The EOS or the end mark that ended it; else empty.
     pub end: Vec<i64>,
-    /// Why it ended.
     pub finish_reason: FinishReason,
 }
 

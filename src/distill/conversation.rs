@@ -24,7 +24,6 @@ pub struct DistillSettings {
     pub turns: NonZeroUsize,
     /// The backbone also writes the user's turns after the first one.
     pub self_talk: bool,
-    /// Seed of sampling.
     pub seed: u64,
     /// Most tokens of prompt and answer: the backbone's `max_position_embeddings`, or a server's limit.
     pub context: usize,
@@ -78,7 +77,6 @@ pub struct FinishedConversation {
     /// The prompt's own name.
     #[serde(default)]
     pub prompt_id: Option<String>,
-    /// The prompt's category.
     pub category: Option<String>,
     /// Its turns in ShareGPT's format.
     pub conversations: Vec<ShareGptMessage>,

@@ -94,7 +94,6 @@ impl DistilledFolder {
 /// Shares, each with its distill.json.
 type BegunShares = BTreeMap<Share, (PathBuf, Map<String, Value>)>;
 
-/// The shares that were begun.
 fn begun_shares(folder: &Path) -> Result<BegunShares, DistillError> {
     let failed = |source: io::Error| DistillError::Io { path: folder.into(), source };
     let mut begun = BTreeMap::new();

@@ -21,7 +21,6 @@ use crate::files::{self, Claim, ClaimError, OpenPath};
 use crate::formats::provenance::DistillProvenance;
 use crate::formats::share::Share;
 
-/// Conversations per shard.
 pub const CONVERSATIONS_PER_SHARD: usize = 256;
 
 /// The name of a file of a share, so that several machines can write to one folder.

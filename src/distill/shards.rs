@@ -40,7 +40,6 @@ fn properties(provenance: &Map<String, Value>) -> WriterProperties {
     WriterProperties::builder().set_compression(Compression::SNAPPY).set_key_value_metadata(Some(metadata)).build()
 }
 
-/// Which columns a shard has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ShardColumns {
     All,

@@ -121,7 +121,6 @@ pub struct TextSoFar<'s> {
     pub row: usize,
     /// Prompt and new tokens. The last one is the root: the backbone has chosen it but not run it yet.
     pub ids: &'s [i64],
-    /// The root.
     pub root: &'s Chosen,
     /// `[1, W]`: the states that the root was chosen from.
     pub state_1w: &'s Tensor,

@@ -13,7 +13,6 @@ use crate::model::taps::Taps;
 
 /// A drafter to train, as a recipe asks for it.
 pub trait DrafterConfig: fmt::Debug + Send + Sync {
-    /// What it reads.
     fn reads(&self) -> Reads;
 
     /// The trained drafter to start from: a folder or a file.
@@ -57,7 +56,6 @@ pub struct DrafterStart {
 
 /// A drafter whose shape is known, for one backbone.
 pub trait PlannedDrafter: fmt::Debug + Send + Sync {
-    /// What it reads.
     fn reads(&self) -> Reads;
 
     /// The hidden states that it reads beside the last one.

@@ -28,7 +28,6 @@ use crate::tree::sparse_tree::SparseTree;
 /// What a drafter reads of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reads {
-    /// The number of levels.
     pub levels: usize,
     /// Each level reads the tokens between its position and its target, too.
     pub tokens: bool,
@@ -45,7 +44,6 @@ impl Reads {
 
 /// A drafter whose weights are trained.
 pub trait TrainedDrafter: fmt::Debug {
-    /// What it reads.
     fn reads(&self) -> Reads;
 
     /// The tokens that it can guess; `None` for all.

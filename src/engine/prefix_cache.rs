@@ -10,7 +10,6 @@ use tch::Tensor;
 
 use crate::torch::{guard, raise};
 
-/// Tokens of a block.
 pub const BLOCK_TOKENS: usize = 16;
 
 /// Blocks by the text up to their end.

@@ -47,7 +47,6 @@ pub struct FormatSpec {
 
 /// The heads of an export, for its config.json.
 pub(super) struct WrittenHeads {
-    /// As trained.
     pub(super) trained: HeadsShape,
     pub(super) written: HeadsShape,
     pub(super) dtype: Dtype,

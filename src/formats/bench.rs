@@ -96,7 +96,6 @@ pub struct ChosenToken {
 /// The paper's figures (appendix B.1), from the median repeat.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DecodingComparison {
-    /// Plain decoding.
     pub plain: DecodingFigures,
     /// Decoding with the drafter. The key is "medusa" for every drafter: programs that read these files look it up by
     /// that name.

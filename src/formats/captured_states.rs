@@ -98,7 +98,6 @@ pub struct StateSizes {
 pub struct CapturedFile {
     pub path: PathBuf,
     pub tokens: usize,
-    /// Captured layers.
     pub layers: usize,
     pub dtype: Dtype,
     pub bytes: u64,

@@ -53,13 +53,11 @@ pub struct LoadResult {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum LoadSource {
-    /// A server.
     Server {
         /// Its address, up to `/v1`.
         endpoint: String,
         model: String,
     },
-    /// This process.
     Process {
         /// As `--drafter` spells it, without paths; `plain` for plain decoding.
         drafter: String,

@@ -81,7 +81,6 @@ pub enum HubError {
         doing: String,
         /// Source of the token.
         token: String,
-        /// The Hub's message.
         message: String,
     },
     /// Missing in the cache while `HF_HUB_OFFLINE` is set.
@@ -141,7 +140,6 @@ pub enum HubError {
         doing: String,
         /// HTTP status.
         status: u16,
-        /// The Hub's message.
         message: String,
     },
     /// The branch changed during a push.

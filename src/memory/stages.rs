@@ -34,7 +34,6 @@ impl StageMemory {
         Self { stages: planned.collect() }
     }
 
-    /// The memory on each device.
     pub fn devices(&self) -> Vec<(Device, MemoryPlan)> {
         let mut devices: Vec<(Device, MemoryPlan)> = vec![];
         for PlannedStage { device, plan, .. } in &self.stages {

@@ -197,7 +197,6 @@ impl LlamaConfig {
         }
     }
 
-    /// The kinds of its layers.
     pub fn layer_kinds(&self) -> LayerKinds {
         LayerKinds::new((0..self.num_hidden_layers).map(|layer| self.layer_kind(layer)))
     }

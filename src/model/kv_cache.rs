@@ -203,7 +203,6 @@ impl KvCache {
         BatchStep::new(&self.lengths, [planes, room], &self.windows, options)
     }
 
-    /// One layer of one row.
     pub(super) fn of_row(&self, layer: usize, row: usize) -> &RowCache {
         &self.layers[layer].rows[row]
     }

@@ -226,7 +226,6 @@ impl Llama {
         logits_of(self.lm_head.forward(hidden, adapters), self.config.family.logits)
     }
 
-    /// The LM head.
     pub fn lm_head(&self) -> &Linear {
         &self.lm_head
     }

@@ -24,13 +24,9 @@ pub(super) fn norm(x: &Tensor, weight_h: &Tensor, NormSpec { kind, eps, .. }: No
 /// The weights of the norms in a decoder layer's residual stream, `[H]` each; a family has some of them.
 #[derive(Debug)]
 pub(super) struct LayerNorms {
-    /// Of the input of attention.
     pub(super) attention_input: Option<Tensor>,
-    /// Of the output of attention.
     pub(super) attention_output: Option<Tensor>,
-    /// Of the input of the MLP.
     pub(super) mlp_input: Option<Tensor>,
-    /// Of the output of the MLP.
     pub(super) mlp_output: Option<Tensor>,
 }
 

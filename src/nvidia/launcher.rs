@@ -46,7 +46,6 @@ impl Launcher {
         Ok(Self { functions, cublas_lt, choices, gpu })
     }
 
-    /// The GPU.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }

@@ -94,7 +94,6 @@ impl<'t> Findings<'t> {
         Self { text, found: Vec::new(), wrong: Vec::new() }
     }
 
-    /// Adds a mistake.
     pub(super) fn add(&mut self, place: RecipeSpan, mistake: Mistake) {
         self.found.push((place, mistake));
     }

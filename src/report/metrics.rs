@@ -27,7 +27,6 @@ impl Metrics {
         self.train.iter().chain(&self.validation).map(|line| line.step).max().unwrap_or(0)
     }
 
-    /// The number of heads.
     pub(super) fn heads(&self) -> usize {
         self.train.iter().chain(&self.validation).map(|line| line.head_losses.len()).max().unwrap_or(0)
     }

@@ -64,7 +64,6 @@ pub enum CheckpointError {
         path.display()
     )]
     Optimizer {
-        /// The checkpoint.
         path: PathBuf,
         saved: OptimizerName,
         /// The recipe's optimizer.

@@ -15,7 +15,6 @@ pub struct DraftVocabulary {
     /// The token ids.
     #[serde(skip)]
     pub tokens: Vec<i64>,
-    /// How many there are.
     pub draft_vocab_size: usize,
     /// V of the backbone.
     pub vocab_size: usize,

@@ -35,7 +35,6 @@ pub struct TargetCount {
     pub labels: usize,
     /// Labels outside of a truncated vocabulary: no target, but a miss.
     pub outside: usize,
-    /// All targets.
     pub all: usize,
 }
 

@@ -16,7 +16,6 @@ pub enum TreeError {
     /// No choices.
     #[error("the tree has no choices; expected at least one path such as [0]")]
     Empty,
-    /// The root is listed.
     #[error("the tree lists an empty choice; the root is always there and is not written down")]
     ListedRoot,
     /// A node without its parent.

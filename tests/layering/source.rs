@@ -49,7 +49,7 @@ pub(super) struct Source {
     pub(super) literals: Vec<(String, usize)>,
     /// Number of lines of each function, from `fn` to its closing brace.
     pub(super) functions: Vec<usize>,
-    /// Public functions, types and traits without a doc comment, with their lines.
+    /// Public functions, types and traits without a doc comment, with their lines; getters are left out.
     pub(super) undocumented: Vec<(String, usize)>,
     /// Whether the file starts with `//!`.
     pub(super) has_module_doc: bool,
@@ -266,7 +266,8 @@ fn without<'t>(tokens: &[&'t Token], skipped: impl Fn(&[&Token], &str) -> Option
     kept
 }
 
-/// Public functions, types and traits without a doc comment. Constants, fields and variants may lack one.
+/// Public functions, types and traits without a doc comment. Constants, fields, variants and getters (methods of `&self` alone) may lack
+/// one: it would often repeat the name.
 fn undocumented(tokens: &[&Token]) -> Vec<(String, usize)> {
     let (mut found, mut documented, mut at) = (Vec::new(), false, 0);
     while at < tokens.len() {
@@ -279,7 +280,9 @@ fn undocumented(tokens: &[&Token]) -> Vec<(String, usize)> {
         let modifiers =
             (1..).take_while(|&ahead| ["const", "async", "unsafe", "extern"].contains(&text(ahead))).count();
         let is_item = ["fn", "struct", "enum", "union", "trait"].contains(&text(1 + modifiers));
-        if text(0) == "pub" && is_item && !documented {
+        let is_getter =
+            text(1 + modifiers) == "fn" && ["(", "&", "self", ")"] == [3, 4, 5, 6].map(|ahead| text(ahead + modifiers));
+        if text(0) == "pub" && is_item && !is_getter && !documented {
             found.push((text(2 + modifiers).to_owned(), tokens[at].line));
         }
         (documented, at) = (false, at + 1);

@@ -28,7 +28,6 @@ pub(super) fn results(bench: &BenchRun, rows: &Rows, repeats: &[Vec<BenchPass>])
     rows.iter().map(row).collect()
 }
 
-/// The result of a drafter.
 fn result(bench: &BenchRun, contestant: &BenchDrafter, passes: &[&BenchPass]) -> BenchResult {
     let first = passes[0];
     let of = |pick: &dyn Fn(&BenchPass) -> Measured| {

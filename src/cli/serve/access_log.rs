@@ -23,7 +23,6 @@ pub(super) struct AccessLog {
     written: Receiver<()>,
 }
 
-/// Starts the log.
 pub(super) fn start() -> AccessLog {
     let (lines, waiting) = sync_channel(MOST_WAITING);
     let (done, written) = sync_channel(1);

@@ -39,7 +39,6 @@ pub(super) struct NamedToken {
     pub(super) token: AddedToken,
     /// Where the file gives it one.
     pub(super) id: Option<u32>,
-    /// The file's name.
     pub(super) file: &'static str,
 }
 

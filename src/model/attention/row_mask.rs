@@ -98,7 +98,6 @@ impl RowMask {
         Self { stages: stages.devices().flat_map(|device| of(device).stages).collect() }
     }
 
-    /// That of one stage.
     pub(in crate::model) fn stage(&self, stage: usize) -> &StageRows {
         &self.stages[stage]
     }

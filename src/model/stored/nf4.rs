@@ -101,7 +101,6 @@ pub enum AbsmaxBits {
 pub struct Nf4 {
     /// `[C, 32]`, uint8: two codes each, the first in the high nibble.
     pub pairs: Tensor,
-    /// What scales each block.
     pub scales: BlockScales,
     /// `[256]`, int64: the two float32 that each byte stands for.
     pub table: Tensor,

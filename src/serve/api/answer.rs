@@ -61,7 +61,6 @@ pub struct Usage {
     pub cached_tokens: usize,
     /// Generated for all choices, those that end a text included, as in vLLM.
     pub completion_tokens: usize,
-    /// Draft tokens that were accepted.
     pub accepted_draft_tokens: usize,
     /// Draft tokens that were not.
     pub rejected_draft_tokens: usize,

@@ -21,7 +21,6 @@ use crate::numbers::{Finite, NonNegative, Positive, Probability};
 pub struct TextRequest {
     /// Where it came in.
     pub endpoint: Endpoint,
-    /// The model's name.
     pub model: String,
     /// At least one; in a chat, exactly one.
     pub prompts: Vec<ClientPrompt>,

@@ -21,7 +21,6 @@ const DYNAMIC: &str = "dynamic:";
 #[derive(Debug, Clone)]
 pub struct DrafterPlan {
     pub spec: DrafterSpec,
-    /// Of a drafter with heads.
     pub heads: Option<Rc<OpenedHeads>>,
     /// Folders of draft models.
     pub models: Vec<PathBuf>,

@@ -132,7 +132,6 @@ impl DrafterSpec {
         self.parts.iter().find(|part| part.name.weights() == DrafterWeights::Heads)
     }
 
-    /// The path of its own heads.
     pub fn heads_path(&self) -> Option<&Path> {
         self.heads()?.path.as_deref()
     }

@@ -200,7 +200,6 @@ impl AdamW {
         self.moments.iter().flat_map(|moments| [&moments.first, &moments.second]).flat_map(Moment::tensors).collect()
     }
 
-    /// Bytes of the state.
     pub fn state_bytes(&self) -> usize {
         self.state().iter().map(|tensor| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
     }

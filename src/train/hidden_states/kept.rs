@@ -178,7 +178,6 @@ impl<'r> KeptStates<'r> {
         self.file.filled()
     }
 
-    /// All rows.
     pub fn rows(&self) -> usize {
         self.file.rows()
     }
