@@ -54,7 +54,7 @@ fn passes(criterion: &mut Criterion) {
 
 fn passes_of(criterion: &mut Criterion, name: &str, engine: &dyn Engine) {
     let backbone = engine.backbone();
-    let (row, mut cache) = (0, KvCache::of_one_row(&backbone.config, backbone.kind(), backbone.device()));
+    let (row, mut cache) = (0, KvCache::with_one_row(&backbone.config, backbone.kind(), backbone.device()));
     let prompt = NewTokens::chain(128, &backbone.config, backbone.kind(), Device::Cpu);
     let tokens_n = Tensor::arange(128, (Kind::Int64, Device::Cpu));
     let _ = tch::no_grad(|| engine.extend(&mut cache, &tokens_n, &[RowTokens { row, nodes: &prompt }]));
@@ -79,7 +79,7 @@ fn passes_of(criterion: &mut Criterion, name: &str, engine: &dyn Engine) {
 
 /// All products of a pass, one after the other.
 fn products(criterion: &mut Criterion) {
-    let team = Team::of_process();
+    let team = Team::shared();
     let shapes = product_shapes(&config());
     let widest = |of: usize| shapes.iter().map(|shape| shape[of]).max().expect("a product");
     for number in [Number::Float32, Number::BFloat16] {

@@ -112,7 +112,7 @@ impl Drop for Claim {
     }
 }
 
-/// Which process holds a lock, behind words that say that one does; nothing where the system does not tell.
+/// Which process holds a lock, behind words that say that one does; nothing where the system does not say.
 pub fn in_words(holder: Option<u32>) -> String {
     holder.map_or_else(String::new, |id| format!(" (process {id})"))
 }
@@ -325,7 +325,7 @@ pub fn wrong_content(file: &mut File) -> io::Result<Option<WrongContent>> {
     let mut start = Vec::new();
     (&*file).take(64).read_to_end(&mut start)?;
     file.rewind()?;
-    Ok(WrongContent::of_binary(&start))
+    Ok(WrongContent::in_binary(&start))
 }
 
 /// As [`fs::read`], of a regular file; refuses a Git LFS pointer, an HTML page and UTF-16.
@@ -334,7 +334,7 @@ pub fn wrong_content(file: &mut File) -> io::Result<Option<WrongContent>> {
 /// As [`open_regular`].
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let bytes = read_any(path)?;
-    WrongContent::of_text(&bytes).map_or(Ok(bytes), |wrong| Err(wrong.into()))
+    WrongContent::in_text(&bytes).map_or(Ok(bytes), |wrong| Err(wrong.into()))
 }
 
 /// As [`fs::read`], of a regular file.
@@ -358,7 +358,7 @@ pub fn read_at_most(path: &Path, most: u64) -> io::Result<Vec<u8>> {
         let why = format!("it has more than {most} bytes, which no such file has");
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, why));
     }
-    WrongContent::of_text(&bytes).map_or(Ok(bytes), |wrong| Err(wrong.into()))
+    WrongContent::in_text(&bytes).map_or(Ok(bytes), |wrong| Err(wrong.into()))
 }
 
 /// As [`read`], of a text.
@@ -430,8 +430,8 @@ pub fn stamp(path: &Path) -> io::Result<Option<String>> {
         return Ok(None);
     }
     let since = modified.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
-    let (whole, size, inode) = (fs::canonicalize(path)?, metadata.len(), inode(&metadata));
-    Ok(Some(format!("{}\n{size} bytes\n{since} ns\ninode {inode}", whole.display())))
+    let (canonical, size, inode) = (fs::canonicalize(path)?, metadata.len(), inode(&metadata));
+    Ok(Some(format!("{}\n{size} bytes\n{since} ns\ninode {inode}", canonical.display())))
 }
 
 #[cfg(unix)]
@@ -444,7 +444,7 @@ fn inode(_: &fs::Metadata) -> u64 {
     0
 }
 
-/// What tells files of one machine apart.
+/// What distinguishes files of one machine.
 #[cfg(unix)]
 fn identity(metadata: &fs::Metadata) -> (u64, u64) {
     use std::os::unix::fs::MetadataExt;
@@ -503,7 +503,7 @@ fn first_partial(
     }
 }
 
-/// The process that holds the lock of a file or folder, where `/proc/locks` tells it.
+/// The process that holds the lock of a file or folder, where `/proc/locks` has it.
 pub fn holder(path: &Path) -> Option<u32> {
     holder_of(&File::open(path).ok()?)
 }
@@ -515,12 +515,12 @@ fn holder_of(file: &File) -> Option<u32> {
     let (major, minor) = (rustix::fs::major(metadata.dev()), rustix::fs::minor(metadata.dev()));
     let place = format!("{major:02x}:{minor:02x}:{}", metadata.ino());
     let locks = fs::read_to_string("/proc/locks").ok()?;
-    let of_place = |line: &str| {
+    let lock_holder = |line: &str| {
         let mut words = line.split_whitespace().skip(1).filter(|word| *word != "->"); // "->": waits for it
         let (kind, holder) = (words.next()?, words.nth(2)?);
         (kind == "FLOCK" && words.next() == Some(&place)).then(|| holder.parse().ok()).flatten()
     };
-    locks.lines().find_map(of_place).filter(|id| *id > 0)
+    locks.lines().find_map(lock_holder).filter(|id| *id > 0)
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -544,7 +544,7 @@ pub fn lock_folder(folder: &Path) -> io::Result<Option<FolderLock>> {
     Ok(file.as_ref().is_none_or(lock_file).then_some(FolderLock { _file: file }))
 }
 
-/// An open file or folder: tells whether its path still names it.
+/// An open file or folder: checks whether its path still names it.
 #[derive(Debug)]
 pub struct OpenPath {
     path: PathBuf,
@@ -828,7 +828,7 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn the_holder_of_a_folder_is_told() {
+    fn the_holder_of_a_folder_is_reported() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(holder(dir.path()), None);
         let _lock = lock_folder(dir.path()).unwrap();
@@ -883,7 +883,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_new_folders_of_one_name_the_first_stays() {
+    fn the_first_of_two_new_folders_of_one_name_stays() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("out");
         let [first, second] = ["a", "b"].map(|text| {

@@ -41,7 +41,7 @@ pub struct Hub<'o> {
     client: Client<'o>,
     cache: Cache,
     offline: bool,
-    tell: Observer<'o>,
+    observer: Observer<'o>,
 }
 
 /// The downloaded part of a repository's snapshot.
@@ -59,15 +59,15 @@ impl<'o> Hub<'o> {
     ///
     /// # Errors
     /// [`HubError::Setting`] for a variable with an invalid value.
-    pub fn from_env(tell: Observer<'o>) -> Result<Self, HubError> {
-        Self::with_settings(&|name| std::env::var(name).ok(), tell)
+    pub fn from_env(observer: Observer<'o>) -> Result<Self, HubError> {
+        Self::with_settings(&|name| std::env::var(name).ok(), observer)
     }
 
     /// As [`Hub::from_env`], with the values of the variables from elsewhere.
     ///
     /// # Errors
     /// As [`Hub::from_env`].
-    pub fn with_settings(of: &dyn Fn(&str) -> Option<String>, tell: Observer<'o>) -> Result<Self, HubError> {
+    pub fn with_settings(of: &dyn Fn(&str) -> Option<String>, observer: Observer<'o>) -> Result<Self, HubError> {
         let setting = |name: &str| of(name).filter(|value| !value.trim().is_empty());
         let text = setting("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
         let endpoint = Url::parse(text.trim_end_matches('/'))
@@ -79,8 +79,8 @@ impl<'o> Hub<'o> {
         let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"].iter().find_map(|name| setting(name));
         let offline = offline.is_some_and(|value| ["1", "ON", "YES", "TRUE"].contains(&value.to_uppercase().as_str()));
         let token = if offline { None } else { Token::from_env(&setting, &home)? }; // no request is sent offline
-        let client = Client::new(endpoint, token, &setting, tell)?;
-        Ok(Self { client, cache: Cache::of(&setting, &home), offline, tell })
+        let client = Client::new(endpoint, token, &setting, observer)?;
+        Ok(Self { client, cache: Cache::of(&setting, &home), offline, observer })
     }
 
     /// Fetches the wanted files if `place` is a Hub id; `None` if it is a path (see [`id::model`]).

@@ -21,7 +21,7 @@ thread_local! {
 ///
 /// # Panics
 /// If our own code panics in `work`.
-pub fn of_library<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+pub fn catch<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     expecting(|file, _| file.is_some_and(|file| !is_own(file)), work)
 }
 
@@ -29,7 +29,7 @@ pub fn of_library<T>(work: impl FnOnce() -> T) -> Result<T, String> {
 ///
 /// # Errors
 /// The message of a panic, which is printed as ever.
-pub(crate) fn of_worker<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+pub(crate) fn catch_worker<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     panic::catch_unwind(AssertUnwindSafe(work)).map_err(|payload| message(payload.as_ref()).to_owned())
 }
 
@@ -77,16 +77,16 @@ mod tests {
     #[test]
     fn a_panic_in_a_library_is_its_message() {
         let huge = usize::MAX;
-        assert_eq!(of_library(|| " ".repeat(huge)).unwrap_err(), "capacity overflow");
-        assert_eq!(of_library(|| 3), Ok(3));
+        assert_eq!(catch(|| " ".repeat(huge)).unwrap_err(), "capacity overflow");
+        assert_eq!(catch(|| 3), Ok(3));
     }
 
     #[test]
     fn a_panic_of_our_own_unwinds_through_every_boundary() {
-        let bug = || of_library(|| of_library(|| panic!("a bug")));
+        let bug = || catch(|| catch(|| panic!("a bug")));
         let payload = panic::catch_unwind(bug).map(|_| ()).unwrap_err();
         assert_eq!(message(payload.as_ref()), "a bug");
         let rows: [u8; 0] = [];
-        assert!(panic::catch_unwind(|| of_library(|| rows[rows.len()])).is_err(), "an index of our own");
+        assert!(panic::catch_unwind(|| catch(|| rows[rows.len()])).is_err(), "an index of our own");
     }
 }

@@ -94,7 +94,7 @@ impl Recipe {
     }
 
     /// Parses the recipe.toml of a run. Versions without `data.long_rows` cut long rows.
-    fn of_run(text: &str) -> Option<Self> {
+    fn from_run(text: &str) -> Option<Self> {
         let file = Path::new(RECIPE);
         let mut recipe = Self::parse(file, text).ok()?;
         if LocatedToml::parse(file, text).key("data.long_rows").is_none() {
@@ -140,7 +140,7 @@ impl Recipe {
             world_size: 1,
             skip_bad_rows: false,
             resolved_recipe: self.resolved_toml(),
-            resolve: |text| Some(Self::of_run(text)?.resolved_toml()),
+            resolve: |text| Some(Self::from_run(text)?.resolved_toml()),
             snapshot: None,
             sources: vec![],
         }

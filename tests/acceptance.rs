@@ -430,9 +430,9 @@ fn what_a_batch_makes_by_rejection_has_the_backbones_own_distribution() {
     let small = SparseTree::cartesian(&[3, 2]).expect("a tree");
     let temperatures = [0.8, 1.2];
     let samplings =
-        temperatures.map(|temperature| Sampling::of_temperature(NonNegative::new(temperature).expect("at least 0")));
+        temperatures.map(|temperature| Sampling::with_temperature(NonNegative::new(temperature).expect("at least 0")));
     let of_heads = generated_together(&llama, samplings, MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"));
-    let of_model = generated_together(&llama, samplings, LevelDrafter::of_tree(&llama, guesser, &small));
+    let of_model = generated_together(&llama, samplings, LevelDrafter::for_tree(&llama, guesser, &small));
     for (name, results) in [("heads", of_heads), ("a draft model's tree", of_model)] {
         for ((counts, steps), temperature) in results.iter().zip(temperatures) {
             let off = deviations(counts, &Conditionals::of(&llama, temperature).joint());
@@ -453,11 +453,11 @@ fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
     let (chain, small) = (SparseTree::chain(2).expect("a chain"), SparseTree::cartesian(&[3, 2]).expect("a tree"));
     let guesser = || Box::new(ModelGuesser::new(Box::new(TchEngine::new(&draft)), VOCABULARY, 2, Guessing::Drawn));
     let limits = DynamicTree { nodes: 8, depth: 2, top_k: 4 };
-    let model = |tree: &SparseTree| LevelDrafter::of_tree(&llama, guesser(), tree);
+    let model = |tree: &SparseTree| LevelDrafter::for_tree(&llama, guesser(), tree);
     for (temperature, top_p) in [(0.8, 1.0), (1.2, 1.0), (1.2, 0.8)] {
         let sampling = Sampling {
             top_p: Probability::new(top_p).expect("above 0"),
-            ..Sampling::of_temperature(NonNegative::new(temperature).expect("at least 0"))
+            ..Sampling::with_temperature(NonNegative::new(temperature).expect("at least 0"))
         };
         let joint = Conditionals::of_kept(&llama, temperature, VOCABULARY, top_p).joint();
         let of_heads = MedusaDrafter::new(&llama, &heads, &tree).expect("they fit");
@@ -499,11 +499,11 @@ fn guesses_that_were_drawn_are_judged_by_what_top_k_leaves() {
         let sampling = Sampling {
             top_k: NonZeroUsize::new(top_k),
             top_p: Probability::new(top_p).expect("above 0"),
-            ..Sampling::of_temperature(NonNegative::new(1.2).expect("at least 0"))
+            ..Sampling::with_temperature(NonNegative::new(1.2).expect("at least 0"))
         };
         let [joint, of_all] = [top_k, VOCABULARY].map(|top_k| Conditionals::of_kept(&llama, 1.2, top_k, top_p).joint());
         for tree in &trees {
-            let (counts, steps) = generated(&llama, sampling, LevelDrafter::of_tree(&llama, guesser(), tree));
+            let (counts, steps) = generated(&llama, sampling, LevelDrafter::for_tree(&llama, guesser(), tree));
             let (off, wrong) = (deviations(&counts, &joint), deviations(&counts, &of_all));
             assert!(off.abs() < ONE_IN_A_THOUSAND, "top-k {top_k}, top-p {top_p}: {off}");
             assert!(wrong > ONE_IN_A_THOUSAND, "top-k {top_k}, top-p {top_p}, as if without top-k: {wrong}");

@@ -160,7 +160,7 @@ pub(crate) fn over_the_row(llama: &Llama, ids_t: &Tensor) -> (Tensor, Tensor) {
 pub(crate) fn through_the_cache(llama: &Llama, ids_t: &Tensor, chunk: i64, as_pattern: bool) -> Tensor {
     let kind = llama.kind();
     let engine = fastest(llama);
-    let (row, mut cache) = (0, KvCache::of_one_row(&llama.config, llama.kind(), llama.device()));
+    let (row, mut cache) = (0, KvCache::with_one_row(&llama.config, llama.kind(), llama.device()));
     let mut parts = Vec::new();
     for ids in ids_t.split(chunk, 0) {
         let n = ids.size()[0];
@@ -323,7 +323,7 @@ mod stories {
     /// Decodes the prompt, then one token at a time.
     fn greedy(llama: &Llama, prompt: &[i64], count: usize) -> Vec<i64> {
         let engine = fastest(llama);
-        let (row, mut cache) = (0, KvCache::of_one_row(&llama.config, llama.kind(), llama.device()));
+        let (row, mut cache) = (0, KvCache::with_one_row(&llama.config, llama.kind(), llama.device()));
         let mut next = prompt.to_vec();
         let mut ids = Vec::new();
         while ids.len() < count {
@@ -530,12 +530,12 @@ fn a_config_that_leaves_out_layers_is_refused() {
 }
 
 #[test]
-fn a_value_of_another_type_is_told_by_its_key() {
+fn a_value_of_another_type_is_reported_by_its_key() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("config.json");
     let whole = std::fs::read_to_string(crate::embedded_default::tiny("backbone").join("config.json"));
     let whole: Value = serde_json::from_str(&whole.expect("a config")).expect("JSON");
-    for (key, value, told) in [
+    for (key, value, printed) in [
         ("eos_token_id", json!("1"), "eos_token_id: expected a token's id, or a list of them"),
         ("hidden_act", json!(5), "hidden_act: invalid type: integer `5`, expected a string"),
         ("rope_scaling", json!([]), "rope_scaling: invalid length 0, expected an object"),
@@ -545,6 +545,6 @@ fn a_value_of_another_type_is_told_by_its_key() {
         config[key] = value;
         write(&path, config.to_string().as_bytes());
         let error = LlamaConfig::load(folder.path()).expect_err("a wrong type").to_string();
-        assert!(error.contains(&format!("config.json: {told}")), "{error}");
+        assert!(error.contains(&format!("config.json: {printed}")), "{error}");
     }
 }

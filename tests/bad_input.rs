@@ -346,8 +346,8 @@ fn heads_without_a_label_to_guess_can_learn_from_the_backbone() {
     let small = SmallRun::new();
     start_from_other_tokens(&small);
     small.edit("recipe.toml", "[stage.medusa1]", "[stage.medusa1]\n[loss]\ntargets = \"backbone\"");
-    let told = small.train(&["--check"]).succeeded().stdout;
-    assert!(told.contains("2 of 48 tokens, 0.00 % of the labels"), "{told}");
+    let printed = small.train(&["--check"]).succeeded().stdout;
+    assert!(printed.contains("2 of 48 tokens, 0.00 % of the labels"), "{printed}");
 }
 
 fn change(small: &SmallRun, part: &str, change: impl FnOnce(&mut Tensor)) {

@@ -194,9 +194,9 @@ fn a_turn_longer_than_the_context_is_left_out_and_counted() {
     let output = world.medusa(&[&BENCH[..], &EIGHT, &["--json"]].concat()).assert().success().get_output().clone();
     let line: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!((&line["too_long"], &line["plain"]["tokens"]), (&json!(2), &json!(8)), "{line}");
-    let told = String::from_utf8(output.stderr).expect("UTF-8");
-    assert!(told.contains("skipping 1 of 2 prompts: too long for the context of 64 tokens"), "{told}");
-    assert!(told.ends_with("1 conversation ended before a turn that does not fit the context\n"), "{told}");
+    let printed = String::from_utf8(output.stderr).expect("UTF-8");
+    assert!(printed.contains("skipping 1 of 2 prompts: too long for the context of 64 tokens"), "{printed}");
+    assert!(printed.ends_with("1 conversation ended before a turn that does not fit the context\n"), "{printed}");
     let strict = world.complaint(&[&BENCH[..], &["--strict", "--sweep", "temperature=0,1"]].concat(), 1);
     assert!(strict.contains("error: cannot decode 1 of 2 prompts") && strict.contains("line 2, "), "{strict}");
     assert_eq!(bench(&world, &["--strict", "--sweep", "context=8"])[0]["too_long"], 0, "every turn is cut");

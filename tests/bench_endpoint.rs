@@ -153,7 +153,7 @@ fn each_prompt_goes_where_it_belongs_with_what_was_asked_for_and_nothing_else() 
 }
 
 #[test]
-fn errors_and_waits_are_counted_and_the_first_error_is_told() {
+fn errors_and_waits_are_counted_and_the_first_error_is_reported() {
     let server = TestServer::new(|number, request| match number {
         1 | 2 => Reply::Whole(429, "Retry-After: 0\r\n", json!({"error": {"message": "slow down"}}).to_string()),
         4 => Reply::Whole(429, "Retry-After: 1\r\n", String::new()),
@@ -210,7 +210,7 @@ fn a_connection_that_the_server_closed_meanwhile_is_no_error() {
 }
 
 #[test]
-fn a_server_that_tells_its_accepted_guesses_has_tokens_per_step() {
+fn a_server_that_reports_its_accepted_guesses_has_tokens_per_step() {
     let details = json!({"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 5});
     let usage = json!({"prompt_tokens": 3, "completion_tokens": 4, "completion_tokens_details": details});
     let server = TestServer::new(move |_, request| Reply::Stream(events(request.line.contains("chat"), &usage)));

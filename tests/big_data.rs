@@ -349,7 +349,7 @@ fn a_second_start_reads_no_data() {
 }
 
 #[test]
-fn a_huge_row_is_split_and_one_beyond_the_limit_is_told() {
+fn a_huge_row_is_split_and_one_beyond_the_limit_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let (mut world, path) = (World::new(), dir.path().join("rows.jsonl"));
     let ids = "7, ".repeat(3_500_000);

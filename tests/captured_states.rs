@@ -347,7 +347,7 @@ fn processes_read_the_states_of_their_own_rows() {
 }
 
 #[test]
-fn processes_with_other_states_are_told_apart() {
+fn processes_with_other_states_are_distinguished() {
     let [first, second] = [small_with_states(), small_with_states()];
     (0..15).for_each(|number| {
         with(&second, number, "hidden_states", |states| states.narrow(1, 2, 2).contiguous());
@@ -460,7 +460,7 @@ fn states_that_are_not_finite_end_the_run_or_are_skipped() {
 }
 
 #[test]
-fn a_row_without_states_is_told_with_what_its_file_has() {
+fn a_row_without_states_is_reported_with_what_its_file_has() {
     let small = small_with_states();
     with(&small, 3, "token_ids", |ids| {
         let _ = ids.get(2).fill_(41);
@@ -549,7 +549,7 @@ fn judged(small: &SmallRun, change: impl Fn(&Tensor) -> Tensor) -> String {
 }
 
 #[test]
-fn states_of_something_else_are_told() {
+fn states_of_something_else_are_reported() {
     let noise = |states: &Tensor| {
         let noise = Tensor::arange(states.numel() as i64, (Kind::Double, Device::Cpu)).square().sin();
         noise.to_kind(Kind::Float).view_as(states)
@@ -575,7 +575,7 @@ fn states_of_something_else_are_told() {
 }
 
 #[test]
-fn a_file_that_changes_while_it_is_used_is_told() {
+fn a_file_that_changes_while_it_is_used_is_reported() {
     let small = small_with_states();
     let files = opened(&small, false).expect("files").files().to_vec();
     let read = |number: usize| {

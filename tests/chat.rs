@@ -14,7 +14,7 @@ use arrow::datatypes::{DataType, Field};
 use medusa::data::cache::TokenCache;
 use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, Message, TemplateChoice, TemplateInputs};
-use medusa::data::conversation::of_messages;
+use medusa::data::conversation::read_messages;
 use medusa::data::long_rows::LongRows;
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
@@ -100,7 +100,7 @@ impl World {
 }
 
 fn messages(value: &Value) -> Vec<Message> {
-    of_messages("messages", value).expect("messages of the fixture")
+    read_messages("messages", value).expect("messages of the fixture")
 }
 
 fn talk(turns: &[(&str, &str)]) -> Value {
@@ -689,7 +689,7 @@ fn thoughts_that_a_template_drops_from_earlier_turns_do_not_drop_the_conversatio
 }
 
 #[test]
-fn empty_answers_are_told_from_the_turns_behind_them() {
+fn empty_answers_are_distinguished_from_the_turns_behind_them() {
     let world = World::new(&tiny(), "chatml");
     let of = |turns: Value| world.learned(turns).0;
     let turns = |turns: &[(&str, &str)]| talk(turns);

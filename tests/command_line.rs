@@ -66,7 +66,7 @@ fn help_lists_the_flags_that_a_verb_uses() {
 
 #[test]
 fn a_common_flag_without_an_effect_is_said_to_have_none() {
-    for (arguments, status, told) in [
+    for (arguments, status, printed) in [
         (&["inspect", "data/tiny/backbone", "--seed", "1"][..], 0, "--seed has no effect on `medusa inspect`"),
         (&["--seed", "1", "inspect", "data/tiny/backbone"], 0, "--seed has no effect on `medusa inspect`"),
         (&["doctor", "--dtype", "float32"], 0, "--dtype has no effect on `medusa doctor`"),
@@ -74,7 +74,7 @@ fn a_common_flag_without_an_effect_is_said_to_have_none() {
     ] {
         let mut command = medusa(arguments);
         command.assert().code(status);
-        assert_eq!(stderr(&mut command).matches(told).count(), 1, "{arguments:?}: {}", stderr(&mut command));
+        assert_eq!(stderr(&mut command).matches(printed).count(), 1, "{arguments:?}: {}", stderr(&mut command));
     }
     let mut on_cpu = medusa(&["inspect", "data/tiny/backbone", "--device", "cpu"]); // that is where it runs
     on_cpu.assert().code(0);
@@ -114,15 +114,15 @@ fn a_path_that_does_not_exist_is_status_2_whichever_flag_names_it() {
         (&["generate", "--backbone", there, "--heads", "-", "--prompt", "x"], "--heads - does not exist"),
     ] {
         let mut command = medusa(arguments);
-        let told = stderr(&mut command);
-        assert!(told.contains(flag), "{arguments:?}: {told}");
+        let printed = stderr(&mut command);
+        assert!(printed.contains(flag), "{arguments:?}: {printed}");
         command.assert().code(2);
     }
 }
 
 #[test]
 fn numbers_that_cannot_be_are_refused_in_words() {
-    for (arguments, told) in [
+    for (arguments, printed) in [
         (&["tree", "--calibration", "x", "--nodes", "0"][..], "expected a whole number above 0"),
         (&["generate", "--backbone", "x", "--prompt", "x", "--temperature", "1e-39"], "or at least 1.2e-38, got 1e-39"),
         (&["generate", "--backbone", "x", "--prompt", "x", "--temperature", "warm"], "expected a number"),
@@ -130,7 +130,7 @@ fn numbers_that_cannot_be_are_refused_in_words() {
         let mut command = medusa(arguments);
         command.assert().code(2);
         let said = stderr(&mut command);
-        assert!(said.contains(told), "{arguments:?}: {said}");
+        assert!(said.contains(printed), "{arguments:?}: {said}");
     }
 }
 
@@ -162,16 +162,16 @@ fn a_file_of_no_known_kind_is_status_1() {
 
 #[test]
 #[cfg(unix)]
-fn a_device_that_is_not_there_is_told_by_doctor() {
+fn a_device_that_is_not_there_is_reported_by_doctor() {
     let mut command = medusa(&["doctor", "--device", "cuda:0"]);
     command.env("MEDUSA_CUDA", "off").assert().success();
-    let told = stdout(&mut command);
-    assert!(told.contains("cuda:0 cannot be used: CPU only (switched off by MEDUSA_CUDA)"), "{told}");
-    assert!(!told.contains("medusa doctor"), "its advice would be itself: {told}");
+    let printed = stdout(&mut command);
+    assert!(printed.contains("cuda:0 cannot be used: CPU only (switched off by MEDUSA_CUDA)"), "{printed}");
+    assert!(!printed.contains("medusa doctor"), "its advice would be itself: {printed}");
 }
 
 #[test]
-fn a_file_that_cannot_be_written_is_told_before_any_work() {
+fn a_file_that_cannot_be_written_is_reported_before_any_work() {
     let work = ["calibrate", "--backbone", "nowhere", "--heads", "nowhere", "--data", "nowhere", "--out"];
     let tree = ["tree", "--calibration", "nowhere", "--nodes", "3", "--out"];
     let nodes = ["bench", "--backbone", "nowhere", "--heads", "nowhere", "--prompts", "nowhere", "--csv"];
@@ -207,7 +207,7 @@ fn an_output_never_replaces_an_input_or_another_output() {
     medusa::files::write_atomic(weights.as_ref(), |_| Ok(())).expect("a file of a test");
     let same = dir.path().join("b.json").display().to_string();
     let bench = ["bench", "--backbone", "x", "--heads", "x", "--sweep", "nodes=2", "--prompts"];
-    for (arguments, told) in [
+    for (arguments, printed) in [
         ([&bench[..], &[&a, "--csv", &b, "--svg", &same]].concat(), "--csv and --svg name the same file"),
         ([&bench[..], &[&a, "--csv", &link]].concat(), "would replace --prompts; choose another file"),
         (vec!["tree", "--calibration", &a, "--nodes", "2", "--out", &a], "would replace --calibration"),
@@ -227,7 +227,7 @@ fn an_output_never_replaces_an_input_or_another_output() {
         let mut command = medusa(&arguments);
         command.assert().code(2);
         let said = stderr(&mut command);
-        assert!(said.contains(told) && !said.contains("will be replaced"), "{arguments:?}: {said}");
+        assert!(said.contains(printed) && !said.contains("will be replaced"), "{arguments:?}: {said}");
     }
     assert_eq!(std::fs::read(&a).expect("it is there"), b"{}");
 }
@@ -251,10 +251,10 @@ fn a_bug_unwinds_out_of_main_with_its_line_and_backtrace() {
     }
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", "command_line::a_bug_unwinds_out_of_main_with_its_line_and_backtrace", "--nocapture"]);
-    let told = stderr(child.env(CHILD, "1").env("RUST_BACKTRACE", "1"));
+    let printed = stderr(child.env(CHILD, "1").env("RUST_BACKTRACE", "1"));
     child.assert().code(UNWOUND);
     for part in ["panicked at tests/command_line.rs:", "the len is 0 but the index is 0", "stack backtrace:"] {
-        assert!(told.contains(part), "{told}");
+        assert!(printed.contains(part), "{printed}");
     }
-    assert!(!told.contains("error: "), "{told}");
+    assert!(!printed.contains("error: "), "{printed}");
 }

@@ -98,10 +98,13 @@ fn a_key_that_nobody_knows_is_reported_by_what_loads_the_backbone() {
     }
     let mut generate = medusa(&["generate", "--prompt", "hello", "--max-new-tokens", "1", "--backbone"]);
     let generated = generate.arg(folder.path()).output().expect("it runs");
-    let told = String::from_utf8_lossy(&generated.stderr).into_owned();
-    assert!(generated.status.success(), "{told}");
-    assert!(told.contains("generation_config.json: keys without effect here: repetition_penalty (1.1)\n"), "{told}");
-    assert!(told.contains("/config.json: keys without effect here: layer_skip_factor (2)\n"), "{told}");
+    let printed = String::from_utf8_lossy(&generated.stderr).into_owned();
+    assert!(generated.status.success(), "{printed}");
+    assert!(
+        printed.contains("generation_config.json: keys without effect here: repetition_penalty (1.1)\n"),
+        "{printed}"
+    );
+    assert!(printed.contains("/config.json: keys without effect here: layer_skip_factor (2)\n"), "{printed}");
 }
 
 #[test]

@@ -182,7 +182,7 @@ proptest! {
             write(&path, &whole);
             prop_assert_eq!(&world.prompted(&path), &prompted, "the answer is what is decoded");
             let chat = ChatInput {
-                messages: medusa::data::conversation::of_messages("messages", &whole["messages"]).expect("messages"),
+                messages: medusa::data::conversation::read_messages("messages", &whole["messages"]).expect("messages"),
                 inputs: medusa::data::chat_template::TemplateInputs {
                     tools: whole["tools"].as_array().cloned(),
                     kwargs: whole["chat_template_kwargs"].as_object().cloned().unwrap_or_default(),

@@ -121,7 +121,7 @@ pub(crate) fn sampled(prompt: &[i64], max_new_tokens: usize, temperature: f64, s
     let temperature = NonNegative::new(temperature).expect("at least 0");
     let top_p = Probability::new(if seed.is_multiple_of(2) { 1.0 } else { 0.9 }).expect("above 0");
     Request {
-        sampling: Sampling { top_p, ..Sampling::of_temperature(temperature) },
+        sampling: Sampling { top_p, ..Sampling::with_temperature(temperature) },
         stream: Stream { seed, ..Stream::default() },
         ..Request::greedy(prompt, max_new_tokens)
     }
@@ -201,14 +201,14 @@ fn texts_are_those_of_the_loop_on_libtorch() {
             &format!("{of}, without heads"),
         );
         let slow = with_heads(&llama, medusa, &request).expect("a text");
-        let mut told = vec![];
+        let mut printed = vec![];
         let fast = engine.decode(Drafting::On, &request, &mut |ids: &[i64]| {
-            told.extend_from_slice(ids);
+            printed.extend_from_slice(ids);
             ControlFlow::Continue(())
         });
         let fast = fast.expect("a text");
         assert_same(&fast, &slow, &of);
-        assert_eq!(told, fast.new_ids, "{of}");
+        assert_eq!(printed, fast.new_ids, "{of}");
         several += u32::from(fast.accept_lengths.iter().any(|&length| length > 1));
         to_eos += u32::from(fast.finish_reason == FinishReason::Eos);
         to_the_context += u32::from(prompt.len() + fast.new_ids.len() == 64);
@@ -466,17 +466,17 @@ fn auto_takes_an_engine_of_the_host_where_there_is_no_gpu_without_a_word() {
     let run = |more: &[&str]| {
         let output = world.medusa(&[&decode[..], more].concat()).assert().success().get_output().clone();
         let said = String::from_utf8(output.stderr).expect("UTF-8");
-        let told: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one object");
-        (said.lines().filter(|line| line.starts_with("engine ")).count(), said, told)
+        let printed: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one object");
+        (said.lines().filter(|line| line.starts_with("engine ")).count(), said, printed)
     };
-    let (lines, said, told) = run(&[]);
+    let (lines, said, printed) = run(&[]);
     let engine = if cfg!(kernels) { "cpu" } else { "tch" };
     assert!(lines == 0, "a machine without a GPU needs no line: {said}");
-    assert_eq!(told["engine"], engine);
+    assert_eq!(printed["engine"], engine);
     for asked in ["tch", engine] {
-        let (lines, said, told) = run(&["--engine", asked]);
+        let (lines, said, printed) = run(&["--engine", asked]);
         assert!(lines == 0, "what was asked for needs no line: {said}");
-        assert_eq!(told["engine"], asked);
+        assert_eq!(printed["engine"], asked);
     }
     assert_eq!(run(&["--quiet"]).1, "");
     let said = String::from_utf8(world.medusa(&["doctor"]).output().expect("a program").stdout).expect("UTF-8");
@@ -490,8 +490,8 @@ fn auto_takes_an_engine_of_the_host_where_there_is_no_gpu_without_a_word() {
 fn no_text_grows_beyond_the_context_that_was_asked_for() {
     let world = World::new();
     let decode = ["generate", "--backbone", "b", "--prompts", "p.jsonl", "--max-new-tokens", "60"];
-    let told = world.json(&[&decode[..], &["--max-context", "20"]].concat());
-    assert_eq!((told[0]["steps"].as_u64(), &told[0]["finish_reason"]), (Some(16), &serde_json::json!("length")));
+    let printed = world.json(&[&decode[..], &["--max-context", "20"]].concat());
+    assert_eq!((printed[0]["steps"].as_u64(), &printed[0]["finish_reason"]), (Some(16), &serde_json::json!("length")));
     let error = world.complaint(&[&decode[..], &["--max-context", "65"]].concat(), 2);
     assert!(error.contains("--max-context 65 is longer than the backbone's context of 64 tokens"), "{error}");
     let error = world.complaint(&[&decode[..], &["--max-context", "4"]].concat(), 1);
@@ -501,7 +501,7 @@ fn no_text_grows_beyond_the_context_that_was_asked_for() {
 /// Like `examples/gpu_check` on a GPU, but one kernel does nothing, which must be reported.
 #[test]
 #[cfg(target_os = "linux")]
-fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
+fn a_kernel_that_is_wrong_is_reported_beside_its_oracle() {
     tch::set_num_threads(1);
     let small = LlamaConfig {
         hidden_size: 64,

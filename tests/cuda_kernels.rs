@@ -128,7 +128,7 @@ impl Case {
         }
         let nodes = match paths.len() {
             1 => Nodes::chain(1, Device::Cpu),
-            _ => Nodes::of_tree(&SparseTree::new(paths[1..].to_vec()).expect("a tree"), Device::Cpu),
+            _ => Nodes::for_tree(&SparseTree::new(paths[1..].to_vec()).expect("a tree"), Device::Cpu),
         };
         let own = |tensor: &Tensor| self.memory.tensor(tensor);
         Nodes {

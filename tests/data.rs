@@ -84,8 +84,8 @@ fn tokens_around_a_text_that_the_vocabulary_lacks_are_refused() {
     let config = dir.path().join("tokenizer_config.json");
     write(&config, r#"{"bos_token": "<s>", "eos_token": "<|end|>"}"#);
     let wrong = refused();
-    let told = "tokenizer_config.json: eos_token: expected a token of tokenizer.json, or null, got \"<|end|>\"";
-    assert!(wrong.ends_with(told), "{wrong}");
+    let printed = "tokenizer_config.json: eos_token: expected a token of tokenizer.json, or null, got \"<|end|>\"";
+    assert!(wrong.ends_with(printed), "{wrong}");
     write(&config, r#"{"bos_token": null, "eos_token": null}"#);
     write(&dir.path().join("special_tokens_map.json"), r#"{"bos_token": {"content": "<x>"}}"#);
     let wrong = refused();
@@ -287,7 +287,7 @@ fn a_limit_takes_the_first_rows_of_each_entry() {
 }
 
 #[test]
-fn texts_are_tokenised_once_and_a_damaged_cache_is_rebuilt_and_told() {
+fn texts_are_tokenised_once_and_a_damaged_cache_is_rebuilt_and_reported() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = byte_tokenizer(dir.path());
     let lines: String = (0..9000).map(|n| format!("{{\"text\": \"a b{}\"}}\n", "c".repeat(n % 3))).collect();
@@ -322,7 +322,7 @@ fn the_cached_file(folder: &Path) -> PathBuf {
 }
 
 #[test]
-fn a_batch_that_is_damaged_is_told_when_it_is_read_and_made_anew_at_the_next_start() {
+fn a_batch_that_is_damaged_is_reported_when_it_is_read_and_made_anew_at_the_next_start() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("cache");
     let cache = TokenCache::new(&folder);
@@ -346,7 +346,7 @@ fn a_batch_that_is_damaged_is_told_when_it_is_read_and_made_anew_at_the_next_sta
 }
 
 #[test]
-fn a_file_that_changes_while_it_is_read_is_told_and_not_kept() {
+fn a_file_that_changes_while_it_is_read_is_reported_and_not_kept() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("cache");
     let cache = TokenCache::new(&folder);
@@ -555,19 +555,19 @@ fn byte(byte: u8) -> i32 {
 }
 
 #[test]
-fn bytes_that_never_become_text_are_told_as_they_come() {
+fn bytes_that_never_become_text_are_reported_as_they_come() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = byte_tokenizer(dir.path());
     for invalid in [[0xff, 0xff, 0xff], [0xe6, 0x97, 0xff], [0x97, 0xe6, 0x97]] {
         let mut stream = tokenizer.stream();
-        let (mut untold, mut told) = (0, 0); // each push decodes what is not told yet
+        let (mut pending, mut printed) = (0, 0); // each push decodes what is not emitted yet
         for at in 0..3000 {
             let piece = stream.push(byte(invalid[at % 3])).unwrap();
-            untold = if piece.is_some() { 0 } else { untold + 1 };
-            told += piece.map_or(0, |piece| piece.chars().count());
-            assert!(untold <= 16, "{invalid:x?}: {untold} tokens after {at}");
+            pending = if piece.is_some() { 0 } else { pending + 1 };
+            printed += piece.map_or(0, |piece| piece.chars().count());
+            assert!(pending <= 16, "{invalid:x?}: {pending} tokens after {at}");
         }
-        assert!(told > 2500, "{invalid:x?}: {told}");
+        assert!(printed > 2500, "{invalid:x?}: {printed}");
         assert!(stream.push(4).unwrap().is_some_and(|piece| piece.ends_with('a')), "{invalid:x?}");
     }
     let mut stream = tokenizer.stream();
@@ -742,8 +742,8 @@ fn stories260k_tokenises_as_transformers_does() {
         let whole = [ids.as_slice(), new.as_slice()].concat();
         let text = tokenizer.decode(&whole, true).unwrap();
         assert_eq!(text, case["greedy_text"].as_str().unwrap());
-        let told = tokenizer.decode(&ids, true).unwrap() + &streamed(&tokenizer, &ids, &new).concat();
-        assert_eq!(told, text);
+        let printed = tokenizer.decode(&ids, true).unwrap() + &streamed(&tokenizer, &ids, &new).concat();
+        assert_eq!(printed, text);
     }
 }
 

@@ -314,11 +314,11 @@ fn a_mix_is_said_before_the_first_step_and_resumes_exactly() {
     small.write("more.jsonl", (0..30).map(row).collect::<Vec<_>>().join("\n"));
     small.edit("recipe.toml", "train = [\"rows.jsonl\"]", "train = [\"rows.jsonl\", \"more.jsonl\"]\nmix = [1.0, 1.0]");
     small.edit("recipe.toml", "epochs = 8", "epochs = 3");
-    let told = small.train(&["--check"]).succeeded().stdout;
-    let shares: Vec<&str> = told.lines().filter(|line| line.starts_with("mix  ")).collect();
+    let printed = small.train(&["--check"]).succeeded().stdout;
+    let shares: Vec<&str> = printed.lines().filter(|line| line.starts_with("mix  ")).collect();
     assert!(
         shares.len() == 2 && shares[0].contains("rows.jsonl: ") && shares[0].contains("% of the tokens, 6 of 6"),
-        "{told}"
+        "{printed}"
     );
     let straight = small.train(&[]).succeeded();
     assert!(straight.stderr.contains("more.jsonl: "), "{}", straight.stderr);
@@ -343,14 +343,14 @@ fn a_mix_with_a_limit_and_a_hold_out_resumes_exactly_and_in_other_micro_batches(
     );
     small.edit("recipe.toml", "validation = [\"validation.jsonl\"]", "validation_fraction = 0.2");
     small.edit("recipe.toml", "epochs = 8", "epochs = 3");
-    let told = small.train(&["--check"]).succeeded().stdout;
+    let printed = small.train(&["--check"]).succeeded().stdout;
     let share = |entry: &str| -> f64 {
-        let line = told.lines().find(|line| line.starts_with("mix  ") && line.contains(entry)).expect("a share");
+        let line = printed.lines().find(|line| line.starts_with("mix  ") && line.contains(entry)).expect("a share");
         let (_, share) = line.split_once(&format!("{entry}: ")).expect("a share behind the entry");
         share.split_once(" %").and_then(|(share, _)| share.parse().ok()).expect("a number")
     };
-    assert!((share("more.jsonl") - 75.0).abs() < 8.0, "{told}");
-    assert!((share("rows.jsonl") + share("more.jsonl") - 100.0).abs() < 0.2, "{told}");
+    assert!((share("more.jsonl") - 75.0).abs() < 8.0, "{printed}");
+    assert!((share("rows.jsonl") + share("more.jsonl") - 100.0).abs() < 0.2, "{printed}");
 
     small.train(&[]).succeeded();
     let whole = small.bytes("run/final/heads.safetensors");
@@ -399,11 +399,14 @@ fn long_rows_are_split_and_an_older_run_goes_on_as_it_began() {
     let small = SmallRun::new();
     let long = json!({"input_ids": (0..100).map(|t| (t * 3) % 40).collect::<Vec<_>>()}).to_string();
     small.write("rows.jsonl", small.read("rows.jsonl") + &long);
-    let told = small.train(&["--check"]).succeeded().stdout;
-    assert!(told.contains("1 longer than 40 tokens, split into 3") && !told.contains("lost"), "{told}");
+    let printed = small.train(&["--check"]).succeeded().stdout;
+    assert!(printed.contains("1 longer than 40 tokens, split into 3") && !printed.contains("lost"), "{printed}");
     small.edit("recipe.toml", "max_length = 40", "max_length = 40\nlong_rows = \"truncate\"");
-    let told = small.train(&["--check"]).succeeded().stdout;
-    assert!(told.contains("1 cut to 40 tokens") && told.contains("% of all tokens lost; data.long_rows"), "{told}");
+    let printed = small.train(&["--check"]).succeeded().stdout;
+    assert!(
+        printed.contains("1 cut to 40 tokens") && printed.contains("% of all tokens lost; data.long_rows"),
+        "{printed}"
+    );
 
     small.train(&[]).succeeded();
     let whole = small.bytes("run/final/heads.safetensors");

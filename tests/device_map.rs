@@ -182,7 +182,7 @@ fn a_run_goes_on_with_other_stages() {
 }
 
 #[test]
-fn the_plan_tells_what_each_stage_takes() {
+fn the_plan_shows_what_each_stage_takes() {
     let adapted = MappedRun { stage: LORA, ..MEDUSA_1 };
     let plan = |map: &str| -> Value {
         let Ended { stdout, .. } = adapted.workplace(map).train(&["--check", "--json"]).succeeded();

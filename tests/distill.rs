@@ -140,8 +140,8 @@ fn at_temperature_0_each_conversation_is_what_generate_says() {
     let asked = prompts(24);
     world.lines("p.jsonl", &asked);
     let flags = ["--max-new-tokens", "20", "--temperature", "0"];
-    let told = distill(&world, "out", &flags);
-    assert_eq!((&told["conversations"], &told["shards"]), (&json!(24), &json!(1)));
+    let printed = distill(&world, "out", &flags);
+    assert_eq!((&printed["conversations"], &printed["shards"]), (&json!(24), &json!(1)));
     let all = rows(&world.path("out"));
     assert_eq!(all.keys().copied().collect::<Vec<_>>(), (0..24).collect::<Vec<i64>>());
     let (mut by_eos, mut by_length, mut tokens) = (0, 0, 0);
@@ -210,7 +210,7 @@ fn what_conversations_have_in_common_does_not_change_what_is_said() {
 
 /// Without a GPU, the CPU's kernels decode where they can.
 #[test]
-fn the_engine_is_told_and_recorded() {
+fn the_engine_is_reported_and_recorded() {
     let world = world();
     world.lines("p.jsonl", &prompts(6));
     let fastest = if cfg!(kernels) { "cpu" } else { "tch" };
@@ -221,10 +221,10 @@ fn the_engine_is_told_and_recorded() {
         ("half", &["--dtype", "float16"], "tch"),
     ] {
         let all = [&DISTILL[..6], &[out, "--max-new-tokens", "4"], flags].concat();
-        let told = world.medusa(&all).assert().success().get_output().stderr.clone();
-        let told = String::from_utf8_lossy(&told);
+        let printed = world.medusa(&all).assert().success().get_output().stderr.clone();
+        let printed = String::from_utf8_lossy(&printed);
         let line = format!("engine {engine}: without heads, conversations are decoded together\n");
-        assert_eq!(told.contains(&line), !flags.contains(&"--engine"), "{flags:?}: {told}");
+        assert_eq!(printed.contains(&line), !flags.contains(&"--engine"), "{flags:?}: {printed}");
         let begun: Value = serde_json::from_slice(&contents(&world.path(out))["distill.json"]).expect("JSON");
         assert_eq!(begun["engine"], json!(engine), "{flags:?}");
     }
@@ -234,23 +234,24 @@ fn the_engine_is_told_and_recorded() {
 
 /// Without a flag as many conversations as fit the memory, and no more than there are.
 #[test]
-fn the_batch_is_told_and_a_flag_sets_it() {
+fn the_batch_is_reported_and_a_flag_sets_it() {
     let world = world();
     let size_of = |out: &str, count: usize, arguments: &[&str]| {
         world.lines("p.jsonl", &prompts(count));
         let all = [&DISTILL[..6], &[out, "--max-new-tokens", "4", "--json"], arguments].concat();
         let output = world.medusa(&all).output().expect("medusa");
-        let told = String::from_utf8_lossy(&output.stderr).into_owned();
-        let summary: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {told}"));
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        let summary: Value =
+            serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {printed}"));
         assert_eq!(summary["batch_size"], summary["batch_size_at_end"]);
-        (summary["batch_size"].as_u64().expect("a number"), told)
+        (summary["batch_size"].as_u64().expect("a number"), printed)
     };
-    let (size, told) = size_of("many", 40, &[]);
-    assert!(size == 32 && told.contains("decoding 32 conversations together: "), "{size}: {told}");
-    assert!(told.contains(" are free, one of at most "), "{told}");
+    let (size, printed) = size_of("many", 40, &[]);
+    assert!(size == 32 && printed.contains("decoding 32 conversations together: "), "{size}: {printed}");
+    assert!(printed.contains(" are free, one of at most "), "{printed}");
     assert_eq!(size_of("few", 5, &[]).0, 5);
-    let (size, told) = size_of("flag", 40, &["--batch-size", "7"]);
-    assert!(size == 7 && !told.contains("decoding 7"), "{size}: {told}");
+    let (size, printed) = size_of("flag", 40, &["--batch-size", "7"]);
+    assert!(size == 7 && !printed.contains("decoding 7"), "{size}: {printed}");
 }
 
 #[test]
@@ -260,8 +261,8 @@ fn the_shares_of_several_machines_are_the_whole() {
     let flags = ["--max-new-tokens", "12", "--temperature", "0.7"];
     distill(&world, "whole", &flags);
     for share in ["2/3", "1/3", "3/3"] {
-        let told = distill(&world, "shares", &[&flags[..], &["--shard", share]].concat());
-        assert_eq!(told["conversations"], json!(if share == "3/3" { 6 } else { 7 }));
+        let printed = distill(&world, "shares", &[&flags[..], &["--shard", share]].concat());
+        assert_eq!(printed["conversations"], json!(if share == "3/3" { 6 } else { 7 }));
     }
     assert_eq!(rows(&world.path("shares")), rows(&world.path("whole")));
     let files = names(&world.path("shares"));
@@ -405,9 +406,9 @@ fn killed_twenty_times_it_ends_with_the_same_files() {
     }
     assert!(kills >= 18, "{kills}");
     assert!(kept(&world.path("out")) < 640, "the last kill came before the end");
-    let told = distill(&world, "out", &resumed);
-    assert_eq!((&told["conversations"], &told["shards"]), (&json!(640), &json!(3)));
-    assert!(told["resumed"].as_u64().expect("a number") > 50);
+    let printed = distill(&world, "out", &resumed);
+    assert_eq!((&printed["conversations"], &printed["shards"]), (&json!(640), &json!(3)));
+    assert!(printed["resumed"].as_u64().expect("a number") > 50);
     assert_eq!(rows(&world.path("out")).len(), 640);
     assert!(contents(&world.path("out")) == contents(&world.path("unbroken")), "the same files, byte by byte");
     let again = distill(&world, "out", &resumed);
@@ -602,9 +603,9 @@ micro_batch_size = 2
 "#;
     medusa::files::write_atomic(&world.path("r.toml"), |out| std::io::Write::write_all(out, recipe.as_bytes()))
         .expect("a file of a test");
-    let told = world.medusa(&["train", "r.toml"]).assert().success().get_output().stderr.clone();
-    let told = String::from_utf8_lossy(&told);
-    assert!(told.contains("30 rows"), "{told}");
+    let printed = world.medusa(&["train", "r.toml"]).assert().success().get_output().stderr.clone();
+    let printed = String::from_utf8_lossy(&printed);
+    assert!(printed.contains("30 rows"), "{printed}");
     assert!(world.path("run/final/heads.safetensors").exists());
 }
 
@@ -679,11 +680,14 @@ fn a_prompt_that_does_not_fit_is_skipped_and_the_others_keep_their_index() {
     world.lines("p.jsonl", &[named("x", "a"), long, named("z", "c")]);
     let some = [&DISTILL[..5], &["--out", "some", "--max-new-tokens", "4", "--temperature", "0.9", "--json"]].concat();
     let output = world.medusa(&some).assert().success().get_output().clone();
-    let told = String::from_utf8_lossy(&output.stderr);
+    let printed = String::from_utf8_lossy(&output.stderr);
     let summary: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let mut begun: Value = serde_json::from_slice(&std::fs::read(world.path("some/distill.json")).unwrap()).unwrap();
     assert_eq!([&summary["too_long"], &begun["too_long"]], [1, 1].map(|one| json!(one)).each_ref());
-    assert!(told.contains("skipping 1 of 3 prompts") && told.contains("p.jsonl, line 2, 160 tokens"), "{told}");
+    assert!(
+        printed.contains("skipping 1 of 3 prompts") && printed.contains("p.jsonl, line 2, 160 tokens"),
+        "{printed}"
+    );
     let mut expected = all;
     assert_eq!(expected.remove(&1).expect("the second row").name.as_deref(), Some("7"));
     assert_eq!(rows(&world.path("some")), expected, "draws depend on the index in the file");
@@ -699,17 +703,17 @@ fn what_cannot_be_distilled_is_one_clear_error_and_no_folder() {
     let world = world();
     let complaint = |prompts: &[Value], arguments: &[&str], status: i32| {
         world.lines("p.jsonl", prompts);
-        let told = world.complaint(&[&DISTILL[..], arguments].concat(), status);
-        assert!(!world.path("out").exists(), "{told}");
-        assert!(!told.contains("panicked"), "{told}");
-        told
+        let printed = world.complaint(&[&DISTILL[..], arguments].concat(), status);
+        assert!(!world.path("out").exists(), "{printed}");
+        assert!(!printed.contains("panicked"), "{printed}");
+        printed
     };
     let good = json!({"prompt": "a"});
     let long = json!({"prompt_ids": vec![5; CONTEXT]});
-    let told = complaint(&[good.clone(), long.clone()], &["--strict"], 1);
+    let printed = complaint(&[good.clone(), long.clone()], &["--strict"], 1);
     let expected = "cannot decode 1 of 2 prompts: too long for the context of 160 tokens, which needs room for a new token (the first: \
                     p.jsonl, line 2, 160 tokens)";
-    assert!(told.contains(expected), "{told}");
+    assert!(printed.contains(expected), "{printed}");
     assert!(complaint(&[long.clone(), long], &[], 1).contains("cannot decode 2 of 2 prompts"));
     let late = json!({"turns": ["a", "a".repeat(4 * CONTEXT)]});
     let unknown = complaint(&[good.clone(), json!({"prompt_ids": [300]})], &[], 1);
@@ -727,8 +731,8 @@ fn what_cannot_be_distilled_is_one_clear_error_and_no_folder() {
         (&["--max-new-tokens", "0"], "--max-new-tokens"),
         (&["--tree", "t.json"], "--heads"),
     ] {
-        let told = complaint(std::slice::from_ref(&good), arguments, 2);
-        assert!(told.contains(fact), "{arguments:?}: {told}");
+        let printed = complaint(std::slice::from_ref(&good), arguments, 2);
+        assert!(printed.contains(fact), "{arguments:?}: {printed}");
     }
     fs::remove_file(world.path("b/tokenizer_config.json")).expect("a file of a test");
     let no_template = complaint(&[good.clone(), late], &[], 2);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use medusa::data::chat_template::{ChatTemplate, Message};
-use medusa::data::conversation::of_messages;
+use medusa::data::conversation::read_messages;
 use medusa::data::tokenize::TextTokenizer;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use serde_json::{Value, json};
@@ -51,7 +51,7 @@ impl Words {
 
     /// What the server says, and its usage. Long questions are not answered to the end.
     pub(crate) fn answer(&self, request: &SeenRequest) -> (Vec<i64>, Vec<i64>, Value) {
-        let messages = of_messages("messages", &request.body["messages"]).expect("messages");
+        let messages = read_messages("messages", &request.body["messages"]).expect("messages");
         let text = said(&messages);
         let (prompt, mut ids) = (self.prompt(&messages), self.ids(&text));
         let finish = if is_cut(&messages) { "length" } else { "stop" };
@@ -218,14 +218,14 @@ fn unreliable(words: Words) -> impl Fn(usize, &SeenRequest) -> Reply + Send + Sy
 fn whatever_the_server_does_every_conversation_is_there_once() {
     let (world, words) = (World::new(300), Words::new());
     let server = TestServer::new(unreliable(Words::new()));
-    let (told, said) =
+    let (reported, said) =
         world.summary(&server.address, "out", &["--concurrency", &IN_FLIGHT.to_string(), "--temperature", "0.5"]);
     assert_eq!(rows(&world.path("out")), world.expected(&words));
-    assert_eq!((&told["conversations"], &told["shards"]), (&json!(300), &json!(2)));
-    assert!(told["retries"].as_u64().is_some_and(|retries| retries > 200), "{told}");
-    assert!(told["rate_limited"].as_u64().is_some_and(|retries| retries > 10), "{told}");
+    assert_eq!((&reported["conversations"], &reported["shards"]), (&json!(300), &json!(2)));
+    assert!(reported["retries"].as_u64().is_some_and(|retries| retries > 200), "{reported}");
+    assert!(reported["rate_limited"].as_u64().is_some_and(|retries| retries > 10), "{reported}");
     assert_eq!(
-        ["prompts_differ", "answers_differ", "unchecked", "other_model"].map(|key| told[key].clone()),
+        ["prompts_differ", "answers_differ", "unchecked", "other_model"].map(|key| reported[key].clone()),
         [0, 0, 0, 0]
     );
     assert_eq!(server.most_at_once.load(Ordering::SeqCst), IN_FLIGHT);
@@ -264,8 +264,8 @@ fn killed_at_any_moment_it_resumes_with_the_same_files() {
         child.wait().expect("a child");
     }
     assert!(kills >= 6 && kept(&world.path("out")) < 600, "{kills} kills");
-    let (told, _) = world.summary(&server.address, "out", &resumed);
-    assert!(told["resumed"].as_u64().is_some_and(|resumed| resumed > 60), "{told}");
+    let (reported, _) = world.summary(&server.address, "out", &resumed);
+    assert!(reported["resumed"].as_u64().is_some_and(|resumed| resumed > 60), "{reported}");
     assert!(contents(&world.path("out")) == contents(&world.path("unbroken")), "the same files, byte by byte");
     let (again, _) = world.summary(&server.address, "out", &resumed);
     assert_eq!((&again["conversations"], &again["tokens"]), (&json!(600), &json!(0)));
@@ -292,7 +292,7 @@ fn what_no_other_attempt_changes_ends_the_run_at_once() {
 }
 
 #[test]
-fn a_model_that_the_server_has_not_is_told_with_those_that_it_has() {
+fn a_model_that_the_server_has_not_is_reported_with_those_that_it_has() {
     let world = World::new(3);
     let server = TestServer::new(|_, _| Reply::Nothing);
     let (status, _, said) = world.distill(&server.address, "out", &["--model", "m-1"]);
@@ -334,8 +334,8 @@ fn the_servers_own_token_ids_are_taken() {
         answer["choices"][0]["token_ids"] = json!([spelt(&words, &text), end].concat());
         whole(&answer)
     });
-    let (told, _) = world.summary(&server.address, "out", &["--strict"]);
-    assert_eq!((&told["answers_differ"], &told["prompts_differ"]), (&json!(0), &json!(0)));
+    let (reported, _) = world.summary(&server.address, "out", &["--strict"]);
+    assert_eq!((&reported["answers_differ"], &reported["prompts_differ"]), (&json!(0), &json!(0)));
     let words = Words::new();
     for (id, row) in rows(&world.path("out")) {
         let (_, last) = row.said.last().expect("an answer");
@@ -358,8 +358,8 @@ fn a_server_that_knows_no_token_ids_is_asked_without() {
     assert_eq!(rows(&world.path("out")), world.expected(&Words::new()));
     let refused = server.posts().iter().filter(|post| post.body.get("return_token_ids").is_some()).count();
     assert_eq!(refused, 1, "the first refusal is remembered");
-    let told = "the server refuses return_token_ids (status 422: extra fields not permitted): from now on";
-    assert_eq!(said.matches(told).count(), 1, "{said}");
+    let reported = "the server refuses return_token_ids (status 422: extra fields not permitted): from now on";
+    assert_eq!(said.matches(reported).count(), 1, "{said}");
 }
 
 /// Each way to have other tokens is counted and told; with `--strict` it ends the run.
@@ -380,8 +380,11 @@ fn other_tokens_on_the_server_are_counted_or_refused() {
             change(&mut answer);
             whole(&answer)
         });
-        let (told, said) = world.summary(&server.address, "out", &[]);
-        assert!(told[key].as_u64().is_some_and(|count| count > 4) && said.contains(words), "{key}: {told} {said}");
+        let (reported, said) = world.summary(&server.address, "out", &[]);
+        assert!(
+            reported[key].as_u64().is_some_and(|count| count > 4) && said.contains(words),
+            "{key}: {reported} {said}"
+        );
         assert_eq!(rows(&world.path("out")), world.expected(&Words::new()), "the backbone's tokens are taken");
         let (status, _, said) = world.distill(&server.address, "strict", &["--strict"]);
         assert!(status == Some(1) && said.contains("--strict: ") && said.contains("is not answered"), "{said}");
@@ -389,7 +392,7 @@ fn other_tokens_on_the_server_are_counted_or_refused() {
 }
 
 #[test]
-fn reasoning_that_is_told_apart_is_learnt_where_its_tokens_are_known() {
+fn reasoning_that_is_distinguished_is_learnt_where_its_tokens_are_known() {
     let (world, words) = (World::new(3), Words::new());
     let reasons = |words: &Words, request: &SeenRequest| {
         let mut answer = with_ids(words, request);

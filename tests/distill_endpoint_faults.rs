@@ -69,9 +69,12 @@ fn refused_questions_are_recorded_and_asked_once() {
     assert!(status == Some(1) && said.contains("status 401: gone"), "{said}");
     assert!(kept(&world.path("out")) > 20, "{said}");
     is_down.store(false, Ordering::SeqCst);
-    let (told, said) = world.summary(&server.address, "out", &[&flags[..], &["--resume"]].concat());
+    let (printed, said) = world.summary(&server.address, "out", &[&flags[..], &["--resume"]].concat());
     assert!(said.contains("5 questions refused: out/refused.jsonl says which and why"), "{said}");
-    assert_eq!((&told["conversations"], &told["refused"], &told["shards"]), (&json!(296), &json!(5), &json!(2)));
+    assert_eq!(
+        (&printed["conversations"], &printed["refused"], &printed["shards"]),
+        (&json!(296), &json!(5), &json!(2))
+    );
     let mut expected = world.expected(&Words::new());
     expected.retain(|index, _| ![1, 4, 7, 299].contains(index));
     let mut made = rows(&world.path("out"));
@@ -120,7 +123,7 @@ fn an_answer_is_bounded_and_an_error_with_a_successs_status_is_quoted() {
 }
 
 #[test]
-fn a_refusal_is_told_and_the_flags_say_how_many_may_be() {
+fn a_refusal_is_reported_and_the_flags_say_how_many_may_be() {
     let (world, words) = (World::new(12), Words::new());
     let server = TestServer::new(move |_, request| match refusal(&words, request) {
         Some(reply) => reply,
@@ -138,8 +141,8 @@ fn a_refusal_is_told_and_the_flags_say_how_many_may_be() {
     assert!(status == Some(1) && said.contains("conversation 6 is refused, and --max-refused allows 2;"), "{said}");
     let first = "conversation 1 is refused: status 400: too bad for (the key); the run goes on and counts";
     assert_eq!((said.matches(first).count(), said.matches("the run goes on").count()), (1, 1), "{said}");
-    let (told, _) = world.summary(&server.address, "out", &["--max-refused", "4", "--resume"]);
-    assert_eq!((&told["refused"], &told["conversations"]), (&json!(4), &json!(9)));
+    let (printed, _) = world.summary(&server.address, "out", &["--max-refused", "4", "--resume"]);
+    assert_eq!((&printed["refused"], &printed["conversations"]), (&json!(4), &json!(9)));
     let (status, _, said) = world.distill(&server.address, "out", &["--max-refused", "3", "--strict"]);
     assert!(status == Some(2) && said.contains("cannot be used with"), "{said}");
 }
@@ -158,8 +161,8 @@ fn a_server_that_refuses_everything_is_at_fault_itself() {
     assert!(status == Some(1) && said.contains(words) && said.contains("--max-context N keeps"), "{said}");
     assert!(said.contains("caused by: status 400: not with (the key)"), "{said}");
     is_wrong.store(false, Ordering::SeqCst);
-    let (told, _) = world.summary(&server.address, "out", &["--resume"]);
-    assert_eq!((&told["refused"], rows(&world.path("out"))), (&json!(0), world.expected(&Words::new())));
+    let (printed, _) = world.summary(&server.address, "out", &["--resume"]);
+    assert_eq!((&printed["refused"], rows(&world.path("out"))), (&json!(0), world.expected(&Words::new())));
 }
 
 #[test]
@@ -174,8 +177,8 @@ fn the_last_question_of_a_resumed_folder_may_be_refused() {
     });
     assert_eq!(world.distill(&server.address, "out", &["--concurrency", "1"]).0, Some(1));
     status.store(400, Ordering::SeqCst);
-    let (told, _) = world.summary(&server.address, "out", &["--resume"]);
-    assert_eq!((&told["refused"], &told["conversations"]), (&json!(1), &json!(2)));
+    let (printed, _) = world.summary(&server.address, "out", &["--resume"]);
+    assert_eq!((&printed["refused"], &printed["conversations"]), (&json!(1), &json!(2)));
     assert_eq!(refused(&world, "out")[0]["why"], json!("status 400: never"));
 }
 
@@ -201,8 +204,8 @@ fn interim_answers_that_nobody_asked_for_are_skipped() {
     let (world, words) = (World::new(60), Words::new());
     let server =
         TestServer::new(move |number, request| Reply::Interim(number as u64 % 3, words.answer(request).2.to_string()));
-    let (told, said) = world.summary(&server.address, "out", &["--concurrency", "4", "--strict"]);
-    assert_eq!((&told["retries"], &told["refused"]), (&json!(0), &json!(0)), "{said}");
+    let (printed, said) = world.summary(&server.address, "out", &["--concurrency", "4", "--strict"]);
+    assert_eq!((&printed["retries"], &printed["refused"]), (&json!(0), &json!(0)), "{said}");
     assert_eq!(rows(&world.path("out")), world.expected(&Words::new()));
     let connections = server.connections.load(Ordering::SeqCst);
     assert!(connections <= 5, "{connections} connections for {} questions", server.posts().len());
@@ -291,8 +294,8 @@ fn with_strict_an_answer_is_compared_or_an_error() {
         answer["usage"]["completion_tokens"] = Value::Null;
         whole(&answer)
     });
-    let (told, said) = world.summary(&server.address, "out", &[]);
-    assert_eq!(told["unchecked"], json!(5), "{told}");
+    let (printed, said) = world.summary(&server.address, "out", &[]);
+    assert_eq!(printed["unchecked"], json!(5), "{printed}");
     assert!(said.contains("5 answers could not be checked"), "{said}");
     let (status, _, said) = world.distill(&server.address, "strict", &["--strict"]);
     assert!(status == Some(1) && said.contains("--strict: the answer: expected usage, or token ids"), "{said}");
@@ -378,8 +381,8 @@ fn what_a_smaller_context_would_cut_ends_the_run_and_is_asked_again() {
         assert!(status == Some(1) && said.contains("without --backbone"), "{said}");
     }
     server.context.store(300, Ordering::SeqCst);
-    let (told, _) = world.summary(&server.address, "out", &flags);
-    assert_eq!((&told["refused"], rows(&world.path("out"))), (&json!(0), world.expected(&words)));
+    let (printed, _) = world.summary(&server.address, "out", &flags);
+    assert_eq!((&printed["refused"], rows(&world.path("out"))), (&json!(0), world.expected(&words)));
 }
 
 #[test]
@@ -395,8 +398,8 @@ fn a_question_at_which_the_server_always_fails_is_refused() {
         }
         whole(&answer)
     });
-    let (told, _) = world.summary(&server.address, "out", &["--concurrency", "1", "--retries", "1"]);
-    assert_eq!((&told["refused"], &told["conversations"]), (&json!(2), &json!(2)));
+    let (printed, _) = world.summary(&server.address, "out", &["--concurrency", "1", "--retries", "1"]);
+    assert_eq!((&printed["refused"], &printed["conversations"]), (&json!(2), &json!(2)));
     let why: Vec<String> = refused(&world, "out").iter().map(|line| line["why"].to_string()).collect();
     assert!(why[0].contains("status 500: no luck, after 2 attempts") && why[1].contains("tired"), "{why:?}");
     let before = server.posts().len();
@@ -427,8 +430,8 @@ fn a_server_that_refuses_the_rest_of_a_folder_is_at_fault_itself() {
             assert_eq!(kept(&world.path("out")), before, "{said}");
         }
         is_wrong.store(false, Ordering::SeqCst);
-        let (told, _) = world.summary(&server.address, "out", &flags);
-        assert_eq!((&told["refused"], rows(&world.path("out"))), (&json!(0), world.expected(&Words::new())));
+        let (printed, _) = world.summary(&server.address, "out", &flags);
+        assert_eq!((&printed["refused"], rows(&world.path("out"))), (&json!(0), world.expected(&Words::new())));
     }
 }
 
@@ -458,7 +461,7 @@ fn lines_that_a_power_cut_left_do_not_count_once_their_questions_are_answered() 
     std::fs::remove_file(world.path("out").join("shard-00000.parquet")).expect("a shard");
     is_refusing.store(false, Ordering::SeqCst);
     for _ in 0..2 {
-        let (told, _) = world.summary(&server.address, "out", &["--resume"]);
-        assert_eq!((&told["refused"], &told["conversations"]), (&json!(0), &json!(3)));
+        let (printed, _) = world.summary(&server.address, "out", &["--resume"]);
+        assert_eq!((&printed["refused"], &printed["conversations"]), (&json!(0), &json!(3)));
     }
 }

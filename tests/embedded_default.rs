@@ -78,7 +78,7 @@ fn a_text_row_is_what_the_chat_template_renders() {
         for row in rows(name).iter().step_by(one_in) {
             let rendered = template.render(&messages(&row.text), false).unwrap();
             assert_eq!(rendered, format!("<|bos|>{}<|end|>", row.text));
-            let trained = TokenRow::of_text(&row.text, &tokenizer).unwrap();
+            let trained = TokenRow::from_text(&row.text, &tokenizer).unwrap();
             assert_eq!(trained.input_ids, tokenizer.encode(&rendered, false).unwrap(), "{}", row.text);
         }
     }
@@ -121,7 +121,7 @@ fn every_category_is_trained_evaluated_and_asked() {
 fn answer(llama: &Llama, prompt: &[i32]) -> Vec<i32> {
     const MOST: usize = 200;
     let engine = fastest(llama);
-    let (row, mut cache) = (0, KvCache::of_one_row(&llama.config, llama.kind(), llama.device()));
+    let (row, mut cache) = (0, KvCache::with_one_row(&llama.config, llama.kind(), llama.device()));
     let mut next: Vec<i64> = prompt.iter().map(|&id| i64::from(id)).collect();
     let mut ids = Vec::new();
     while ids.len() < MOST {

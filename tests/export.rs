@@ -188,13 +188,13 @@ fn configs_name_no_folder_of_the_machine() {
     write_heads(&small, "h", shape(3, 1, V), Kind::Float);
     let machine = small.path("backbone").display().to_string();
     small.edit("h/config.json", "\"backbone\"", &format!("{machine:?}"));
-    let told = export(&small, "h", "tgi", "public", &[]).succeeded().stderr;
+    let printed = export(&small, "h", "tgi", "public", &[]).succeeded().stderr;
     let said = format!("config.json calls the backbone \"backbone\": the path {machine} is left out");
-    assert!(told.contains(&said), "{told}");
+    assert!(printed.contains(&said), "{printed}");
     assert_eq!(json_of(&small, "public/config.json")["base_model_name_or_path"], "backbone");
     small.edit("backbone/config.json", "{", "{\"_name_or_path\": \"/home/ann/base\", ");
-    let told = export(&small, "h", "merged", "public_merged", &[]).succeeded().stderr;
-    assert!(!told.contains("config.json calls"), "{told}");
+    let printed = export(&small, "h", "merged", "public_merged", &[]).succeeded().stderr;
+    assert!(!printed.contains("config.json calls"), "{printed}");
     assert_eq!(json_of(&small, "public_merged/config.json").get("_name_or_path"), None);
 }
 
@@ -425,7 +425,7 @@ fn the_first_heads_alone_have_nothing_of_the_others() {
 }
 
 #[test]
-fn a_sweeps_bench_gives_its_fastest_result_and_what_cannot_be_read_is_told() {
+fn a_sweeps_bench_gives_its_fastest_result_and_what_cannot_be_read_is_reported() {
     let small = calibrated();
     let line = |nodes: u32, speedup: f64| {
         format!(
@@ -657,7 +657,7 @@ fn pickled_heads_are_the_numbers_that_torch_saved() {
 }
 
 #[test]
-fn tied_resblocks_are_told_and_get_weights_of_their_own() {
+fn tied_resblocks_are_reported_and_get_weights_of_their_own() {
     let tied = HeadsFile::open(&pickled("tied.pt")).expect("heads");
     assert_eq!(
         tied.shape(),

@@ -132,7 +132,7 @@ fn what_is_counted_for_a_gpu_is_what_is_launched_there() {
     let launched = |work: &TableWork| work.launches.iter().map(|launch| launch.kernel.name).collect::<Vec<_>>();
     for name in [OptimizerName::AdamW, OptimizerName::AdamW8bit] {
         let mut optimizer = optimizer(name, 0.9, &parameters);
-        let counted = kernels_and_uploads(optim::of_update(&optimizer));
+        let counted = kernels_and_uploads(optim::update_kernels(&optimizer));
         let work = optim::update(&mut optimizer, &all(&parameters), 0.01, 0.5);
         assert_eq!(counted, (launched(&work), work.tensors.len()), "{name}");
     }

@@ -254,7 +254,7 @@ fn a_script_that_is_terminated_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_folder_for_results_that_cannot_be_made_is_told_before_anything_runs() {
+fn a_folder_for_results_that_cannot_be_made_is_reported_before_anything_runs() {
     let machine = PlayedMachine::new();
     write_atomic(&machine.out(), |out| std::io::Write::write_all(out, b"a file")).expect("a file of a test");
     let said = machine.check(&["engine"]);

@@ -112,8 +112,8 @@ fn a_key_may_come_from_a_pipe() {
         "exec {} bench --endpoint http://127.0.0.1:9/v1 --model m --prompts prompts.jsonl --api-key-file <(echo key)",
         env!("CARGO_BIN_EXE_medusa")
     );
-    let told = ended(&mut small.program("bash", &["-c", &serve]));
-    assert!(!told.stderr.contains("pipe"), "{told:?}");
+    let printed = ended(&mut small.program("bash", &["-c", &serve]));
+    assert!(!printed.stderr.contains("pipe"), "{printed:?}");
 }
 
 #[test]
@@ -122,13 +122,13 @@ fn names_and_keys_give_a_terminal_no_commands() {
     small.edit("recipe.toml", "[backbone]", "\"\\u001b[31mred\\u0007\" = 1\n[backbone]");
     small.train(&["--check"]).failed(2, &["unknown key `␛[31mred␇`"]);
     assert!(!small.train(&["--check"]).stderr.contains('\x1b'));
-    let told = medusa(&small, "inspect \x1b[31mred");
-    told.failed(2, &["␛[31mred does not exist"]);
-    assert!(!told.stderr.contains('\x1b'), "{told:?}");
+    let printed = medusa(&small, "inspect \x1b[31mred");
+    printed.failed(2, &["␛[31mred does not exist"]);
+    assert!(!printed.stderr.contains('\x1b'), "{printed:?}");
 }
 
 #[test]
-fn a_name_that_is_not_utf_8_is_told() {
+fn a_name_that_is_not_utf_8_is_reported() {
     let small = SmallRun::new();
     let name = std::ffi::OsStr::from_bytes(b"rows\xff.jsonl");
     fs::create_dir(small.path("rows")).expect("a folder");
@@ -137,13 +137,13 @@ fn a_name_that_is_not_utf_8_is_told() {
     small.train(&["--check"]).failed(2, &["data.train", "rows\\xFF.jsonl", "not UTF-8"]);
     for verb in ["inspect", "export", "train", "data"] {
         let mut command = small.program(env!("CARGO_BIN_EXE_medusa"), &[verb]);
-        let told = ended(command.arg(name));
-        told.failed(2, &["rows\\xFF.jsonl", "is not UTF-8"]);
+        let printed = ended(command.arg(name));
+        printed.failed(2, &["rows\\xFF.jsonl", "is not UTF-8"]);
     }
 }
 
 #[test]
-fn a_folder_that_cannot_be_made_is_told_before_the_training() {
+fn a_folder_that_cannot_be_made_is_reported_before_the_training() {
     for (folder, expected) in [
         (&"x".repeat(300)[..], "names of at most 255 bytes"),
         ("", "the name of a folder"),
@@ -158,7 +158,7 @@ fn a_folder_that_cannot_be_made_is_told_before_the_training() {
 }
 
 #[test]
-fn more_heads_than_could_be_planned_are_told_before_their_memory() {
+fn more_heads_than_could_be_planned_are_reported_before_their_memory() {
     for (key, count) in [("layers", "2147483648"), ("layers", "1000000"), ("heads", "1000000")] {
         let small = SmallRun::new();
         let (key, before) = (format!("medusa_num_{key}"), if key == "layers" { 1 } else { 2 });
@@ -168,7 +168,7 @@ fn more_heads_than_could_be_planned_are_told_before_their_memory() {
 }
 
 #[test]
-fn more_threads_than_any_machine_has_are_told() {
+fn more_threads_than_any_machine_has_are_reported() {
     let small = with_everything();
     for (variable, command) in [
         ("OMP_NUM_THREADS", "train recipe.toml --check"),
@@ -177,8 +177,8 @@ fn more_threads_than_any_machine_has_are_told() {
     ] {
         let arguments: Vec<&str> = command.split(' ').collect();
         let mut command = small.program(env!("CARGO_BIN_EXE_medusa"), &arguments);
-        let told = ended(command.env(variable, "100000"));
-        told.failed(2, &[&format!("{variable}=100000: expected at most 1024 threads")]);
+        let printed = ended(command.env(variable, "100000"));
+        printed.failed(2, &[&format!("{variable}=100000: expected at most 1024 threads")]);
     }
 }
 
@@ -242,11 +242,11 @@ fn the_end_of_a_terminal_saves_a_checkpoint() {
     // The tests themselves may run under nohup.
     let child = amid_training(&small, &["env", "--default-signal=HUP"]);
     kill_process(Pid::from_child(&child), Signal::HUP).expect("a child");
-    let told = end_of(child);
-    assert_eq!(told.status, Some(130), "{told:?}");
+    let printed = end_of(child);
+    assert_eq!(printed.status, Some(130), "{printed:?}");
     let steps: Vec<String> = small.names("run").into_iter().filter(|name| name.starts_with("step-")).collect();
     let newest = steps.last().expect("a checkpoint");
-    assert!(told.stderr.contains(newest) && told.stderr.contains("--resume"), "{}", told.stderr);
+    assert!(printed.stderr.contains(newest) && printed.stderr.contains("--resume"), "{}", printed.stderr);
 }
 
 #[test]
@@ -267,8 +267,8 @@ fn nohup_lets_a_training_outlive_its_terminal() {
 #[test]
 fn a_run_whose_folder_goes_ends_and_makes_no_other_one() {
     for moves in [false, true] {
-        let (small, told) = run_that_loses("run", moves);
-        told.failed(1, &["run was removed, moved or replaced while the run wrote to it"]);
+        let (small, printed) = run_that_loses("run", moves);
+        printed.failed(1, &["run was removed, moved or replaced while the run wrote to it"]);
         assert!(!small.path("run").exists());
     }
 }
@@ -276,8 +276,8 @@ fn a_run_whose_folder_goes_ends_and_makes_no_other_one() {
 #[test]
 fn a_run_whose_log_goes_ends() {
     for log in ["run/metrics.jsonl", "run/tensorboard"] {
-        let (_, told) = run_that_loses(log, false);
-        told.failed(1, &[log, " was removed, moved or replaced while the run wrote to it"]);
+        let (_, printed) = run_that_loses(log, false);
+        printed.failed(1, &[log, " was removed, moved or replaced while the run wrote to it"]);
     }
 }
 

@@ -139,8 +139,8 @@ fn shards() -> [Vec<u8>; 3] {
 /// The generated tokens.
 fn answer(ended: &Ended) -> Value {
     assert_eq!(ended.status, Some(0), "{}", ended.stderr);
-    let told: Value = serde_json::from_str(&ended.stdout).expect("JSON");
-    told["new_ids"].clone()
+    let printed: Value = serde_json::from_str(&ended.stdout).expect("JSON");
+    printed["new_ids"].clone()
 }
 
 /// Names in a folder, sorted.
@@ -575,8 +575,8 @@ fn an_export_brings_of_the_backbone_what_it_needs_and_its_card_names_it() {
     assert!(!card.contains("base_model:") && card.contains("--model_dir BACKBONE"), "given by a path: {card}");
     small.edit_trusted("run/final/config.json", "org/small", "some/path");
     assert!(!export("vllm", &[]).contains("base_model:"), "a path is no id");
-    let told = world.medusa(&["export", "--heads", &heads, "--format", "heads", "--out", "told"], &[]).succeeded();
-    assert!(told.stderr.contains(
+    let printed = world.medusa(&["export", "--heads", &heads, "--format", "heads", "--out", "told"], &[]).succeeded();
+    assert!(printed.stderr.contains(
         "because the backbone (some/path) is not known to be on the Hub; if it is, add `base_model: OWNER/NAME`"
     ));
 }
@@ -623,10 +623,10 @@ fn a_config_and_a_split_are_one_entry_of_a_mix() {
         let mut command = small.trainer(&["--check"]);
         world.with_environment(&mut command).current_dir(small.root()).output().expect("it starts").into()
     };
-    let told = check().succeeded().stdout;
-    let shares: Vec<&str> = told.lines().filter(|line| line.starts_with("mix  ")).collect();
-    assert!(shares.len() == 2 && shares[0].contains("org/talks:en:train: 75.0 %"), "{told}");
-    assert!(told.contains("in 3 files"), "{told}");
+    let printed = check().succeeded().stdout;
+    let shares: Vec<&str> = printed.lines().filter(|line| line.starts_with("mix  ")).collect();
+    assert!(shares.len() == 2 && shares[0].contains("org/talks:en:train: 75.0 %"), "{printed}");
+    assert!(printed.contains("in 3 files"), "{printed}");
     small.edit("recipe.toml", "org/talks:en:train", "org/talks:de:train");
     check().failed(1, &["recipe.toml:", "data.train: ", "no data files of config \"de\"", "fr/train-0.jsonl"]);
 }

@@ -188,12 +188,12 @@ impl Oracle {
         let plan = Recipe::parse(Path::new("oracle.toml"), &recipe).expect("a recipe").plan(Device::Cpu);
         let run = TrainRun::load(CheckedRun::load(plan, Watch::default()).expect("rows")).expect("a backbone");
         let mut lines = vec![];
-        let mut tell = |event: RunEvent| {
+        let mut report = |event: RunEvent| {
             if let RunEvent::Stepped(line) = event {
                 lines.push(line.clone());
             }
         };
-        match run.train(Ranks::alone(), false, &AtomicBool::new(false), &mut tell).expect("a run") {
+        match run.train(Ranks::alone(), false, &AtomicBool::new(false), &mut report).expect("a run") {
             RunOutcome::Finished(result) => (lines, result),
             other => panic!("finished, got {other:?}"),
         }

@@ -298,12 +298,12 @@ fn a_backbone_in_float16_trains_as_in_float32() {
             small.train(&[]).succeeded();
             metrics(&small)
         });
-        for (of_float32, of_float16) in
+        for (in_float32, in_float16) in
             lines[0].iter().zip(&lines[1]).filter(|(line, _)| line["split"] == "train").take(4)
         {
             for key in ["loss", "grad_norm"] {
-                let [expected, got] = [of_float32, of_float16].map(|line| line[key].as_f64().expect("a number"));
-                assert!((got - expected).abs() < 0.01 * expected, "{key}: {of_float32}, in float16 {of_float16}");
+                let [expected, got] = [in_float32, in_float16].map(|line| line[key].as_f64().expect("a number"));
+                assert!((got - expected).abs() < 0.01 * expected, "{key}: {in_float32}, in float16 {in_float16}");
             }
         }
     }

@@ -211,12 +211,12 @@ fn tokens_per_step_are_those_of_bench_on_the_backbones_own_texts() {
         small.edit("recipe.toml", piece, by);
     }
     small.train(&[]).succeeded();
-    let told = evaluations(&small).last().expect("an evaluation")["tokens_per_step"].as_f64().expect("a number");
+    let printed = evaluations(&small).last().expect("an evaluation")["tokens_per_step"].as_f64().expect("a number");
     let halves = [("even.jsonl", "odd.jsonl"), ("odd.jsonl", "even.jsonl")];
     let measured =
         halves.map(|(others, prompts)| benched(&small, &backbone, others, prompts)).iter().sum::<f64>() / 2.0;
     assert!(measured > 1.5, "the heads learnt nothing: {measured}");
-    assert!((told / measured - 1.0).abs() < 0.05, "validation: {told:.3} tokens per step, bench: {measured:.3}");
+    assert!((printed / measured - 1.0).abs() < 0.05, "validation: {printed:.3} tokens per step, bench: {measured:.3}");
 }
 
 #[test]

@@ -39,9 +39,9 @@ fn speedup_with_range(line: &str) -> [f64; 3] {
 #[test]
 fn times_are_measured_once_and_kept() {
     let world = world();
-    let told = stderr(&world, &[&CHOOSE[..], &MEASURE].concat());
-    assert!(told.contains("wrote l.json") && told.contains("<- fastest"), "{told}");
-    let expected = told.lines().find(|line| line.starts_with("expected: ")).expect("a line");
+    let printed = stderr(&world, &[&CHOOSE[..], &MEASURE].concat());
+    assert!(printed.contains("wrote l.json") && printed.contains("<- fastest"), "{printed}");
+    let expected = printed.lines().find(|line| line.starts_with("expected: ")).expect("a line");
     let latency = Latency::load(&world.path("l.json")).unwrap();
     let [mean, low, high] = speedup_with_range(expected);
     assert!(low <= mean && mean <= high, "{expected}");
@@ -76,8 +76,8 @@ fn each_number_of_texts_has_its_times_and_its_tree() {
     let world = world();
     let measure = ["--backbone", "b", "--heads", "h", "--max-nodes", "2"];
     let several = [&CHOOSE[..], &measure, &["--sequences", "2,6"]].concat();
-    let told = stderr(&world, &several);
-    assert!(told.contains("2 texts at a time: ") && told.contains("6 texts at a time: "), "{told}");
+    let printed = stderr(&world, &several);
+    assert!(printed.contains("2 texts at a time: ") && printed.contains("6 texts at a time: "), "{printed}");
     let latency = Latency::load(&world.path("l.json")).unwrap();
     let numbers: Vec<usize> = latency.by_sequences.iter().map(|of| of.sequences).collect();
     let sizes: Vec<usize> = latency.by_sequences[0].steps.iter().map(|step| step.nodes).collect();
@@ -155,7 +155,7 @@ fn write_times(world: &World, plain_step_ms: f64, steps: &[(usize, usize, f64)])
 
 /// Threads that a decoding step may use on this machine.
 fn threads() -> usize {
-    medusa::cpu::team::Team::of_process().size()
+    medusa::cpu::team::Team::shared().size()
 }
 
 #[test]
@@ -190,15 +190,15 @@ fn a_tree_that_is_chosen_at_each_step_has_no_picture_and_is_no_error() {
 }
 
 #[test]
-fn times_from_a_busy_machine_are_told_by_every_command_that_reads_them() {
+fn times_from_a_busy_machine_are_reported_by_every_command_that_reads_them() {
     let world = world();
     write_times(&world, 2.0, &[(1, 1, 2.5), (4, 1, 3.0)]);
     assert!(!stderr(&world, &CHOOSE).contains("other programs"));
     let mut times: Value = serde_json::from_slice(&std::fs::read(world.path("l.json")).unwrap()).unwrap();
     times["busy_cores"] = json!(1.96);
     world.write("l.json", &times);
-    let told = stderr(&world, &CHOOSE);
-    assert!(told.contains("warning: l.json: other programs used 2.0 cores while its steps were timed"), "{told}");
+    let printed = stderr(&world, &CHOOSE);
+    assert!(printed.contains("warning: l.json: other programs used 2.0 cores while its steps were timed"), "{printed}");
     let inspected = world.medusa(&["inspect", "l.json"]).output().unwrap().stdout;
     assert!(String::from_utf8(inspected).unwrap().contains("warning      other programs used 2.0 cores"));
 }

@@ -155,7 +155,7 @@ fn a_process_that_hangs_is_given_up() {
 }
 
 #[test]
-fn processes_of_different_runs_are_told_apart() {
+fn processes_of_different_runs_are_distinguished() {
     let [first, second] = [SmallRun::new(), SmallRun::new()];
     second.edit("recipe.toml", "learning_rate = 1e-2", "learning_rate = 2e-2");
     let differs = "rank 1 differs from rank 0 in `optimizer.learning_rate` of the recipe: it has 0.02, rank 0 has 0.01";
@@ -181,7 +181,7 @@ fn a_mistake_that_only_rank_0_finds_ends_all_at_once_in_its_words() {
 }
 
 #[test]
-fn mistakes_of_the_start_are_told() {
+fn mistakes_of_the_start_are_reported() {
     let small = SmallRun::new();
     let with = |variables: &[(&str, &str)], arguments: &[&str]| {
         let mut command = small.trainer(arguments);

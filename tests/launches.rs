@@ -92,12 +92,12 @@ impl Sizes {
         let run = TrainRun::load(CheckedRun::load(plan, Watch::default()).expect("rows")).expect("a backbone");
         let recorder = CallRecorder::new();
         let mut after_steps = vec![];
-        let mut tell = |event: RunEvent| {
+        let mut report = |event: RunEvent| {
             if matches!(event, RunEvent::Stepped(_)) {
                 after_steps.push(recorder.so_far());
             }
         };
-        run.train(Ranks::alone(), false, &AtomicBool::new(false), &mut tell).expect("a run");
+        run.train(Ranks::alone(), false, &AtomicBool::new(false), &mut report).expect("a run");
         let [first, second] = &after_steps[..] else { panic!("two steps, got {}", after_steps.len()) };
         let of_step = second.iter().map(|(name, count)| (name.clone(), count - first.get(name).unwrap_or(&0)));
         of_step.filter(|(_, count)| *count > 0).collect()

@@ -151,12 +151,12 @@ fn check_run(reference: &Reference) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let run = reference.run(&folder);
     let mut lines: Vec<MetricsLine> = vec![];
-    let mut tell = |event: RunEvent| {
+    let mut report = |event: RunEvent| {
         if let RunEvent::Stepped(line) = event {
             lines.push(line.clone());
         }
     };
-    let outcome = run.train(Ranks::alone(), false, &AtomicBool::new(false), &mut tell).expect("20 steps");
+    let outcome = run.train(Ranks::alone(), false, &AtomicBool::new(false), &mut report).expect("20 steps");
     let steps = reference.steps();
     assert_eq!(lines.len(), steps.len());
     lines.iter().zip(&steps).for_each(|(line, expected)| check_step(reference, line, expected));

@@ -96,7 +96,7 @@ fn peak_of_stage(
         pass,
         stage,
         drafter: &*drafter,
-        teachers: Teachers { of_drafter: false, of_backbone: trained.has_teacher() },
+        teachers: Teachers { for_drafter: false, for_backbone: trained.has_teacher() },
         optimizer: OptimizerName::AdamW8bit,
         world: WorldPlan::ALONE,
         unequal: false,

@@ -197,8 +197,8 @@ fn vicunas_files_are_all_that_its_recipes_and_commands_need() {
         small.program(env!("CARGO_BIN_EXE_medusa"), &[&["chat", "--max-new-tokens", "8"][..], &heads].concat());
     let mut chat = chat.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
     chat.stdin.take().expect("a pipe").write_all(b"What is 1 and 1?\n").expect("it listens");
-    let told: Ended = chat.wait_with_output().expect("it ends").into();
-    assert!(!told.succeeded().stdout.trim().is_empty());
+    let printed: Ended = chat.wait_with_output().expect("it ends").into();
+    assert!(!printed.succeeded().stdout.trim().is_empty());
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         pass,
         stage: StageShape::whole(config.num_hidden_layers),
         drafter: &*drafter,
-        teachers: Teachers { of_drafter: recipe.loss.targets.are_soft(), of_backbone: trained.has_teacher() },
+        teachers: Teachers { for_drafter: recipe.loss.targets.are_soft(), for_backbone: trained.has_teacher() },
         optimizer: recipe.optimizer.name,
         world: WorldPlan::ALONE,
         unequal: false,

@@ -42,7 +42,7 @@ fn sizes_and_windows_are_those_of_transformers() {
         assert_eq!(expected["head_dim"], got.head_dim, "{name}");
         assert_eq!(expected["tied"], got.tie_word_embeddings, "{name}");
         let layers = got.layer_kinds();
-        let window = |layer| layers.windows()[layers.of_layer(layer)].map_or(Value::Null, Value::from);
+        let window = |layer| layers.windows()[layers.kind_of(layer)].map_or(Value::Null, Value::from);
         let windows: Vec<Value> = (0..got.num_hidden_layers).map(window).collect();
         assert_eq!(expected["windows"], Value::from(windows), "{name}");
     }

@@ -222,7 +222,7 @@ const LOADS: &str = "MEDUSA_TEST_LOADS";
 /// Loads the backbone in the working directory; writes the peak growth of the process and the size of the weights to a
 /// file, in bytes.
 #[cfg(target_os = "linux")]
-fn load_and_tell(kind: Kind) {
+fn load_and_report(kind: Kind) {
     let small = Tensor::ones([64, 64], (kind, Device::Cpu));
     // Loads libtorch's threads and the code that loading runs.
     let _ = Quantizer::new(Quantization::Nf4, Device::Cpu).quantize(&small);
@@ -239,8 +239,8 @@ fn load_and_tell(kind: Kind) {
 #[cfg(target_os = "linux")]
 fn loading_holds_the_quantised_weights_and_less_than_a_shard() {
     match std::env::var(LOADS).as_deref() {
-        Ok("float32") => return load_and_tell(Kind::Float),
-        Ok(_) => return load_and_tell(Kind::BFloat16),
+        Ok("float32") => return load_and_report(Kind::Float),
+        Ok(_) => return load_and_report(Kind::BFloat16),
         Err(_) => {}
     }
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -263,8 +263,8 @@ fn load_in_a_process(folder: &Path, dtype: &str) -> [u64; 2] {
     let this = "quantization::loading_holds_the_quantised_weights_and_less_than_a_shard";
     let ended = child.args(["--exact", this]).current_dir(folder).env(LOADS, dtype).output().expect("it starts");
     assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
-    let told = std::fs::read_to_string(folder.join("told")).expect("what it tells");
-    let (grown, bytes) = told.split_once(' ').expect("two numbers");
+    let printed = std::fs::read_to_string(folder.join("told")).expect("what it tells");
+    let (grown, bytes) = printed.split_once(' ').expect("two numbers");
     [grown, bytes].map(|number| number.parse().expect("a number"))
 }
 

@@ -89,7 +89,7 @@ fn assert_none(faults: &[String]) {
 }
 
 #[test]
-fn code_blocks_and_prose_are_told_apart() {
+fn code_blocks_and_prose_are_distinguished() {
     let page = Page::of("p.md", "a\n```bash\nb\n\nc\n```\nd\n```\ne\n```\n");
     let blocks: Vec<_> = page.code_blocks().into_iter().map(|b| (b.language, b.line, b.text)).collect();
     assert_eq!(blocks, [("bash", 2, "b\n\nc\n".to_owned()), ("", 8, "e\n".to_owned())]);

@@ -53,7 +53,7 @@ fn rows_of(rows: &[&Value], template: &ChatTemplate, tokenizer: &TextTokenizer) 
 }
 
 fn text_of(row: &Value, template: &ChatTemplate, opened: bool) -> String {
-    let messages = conversation::of_messages("messages", &row["messages"]).expect("messages");
+    let messages = conversation::read_messages("messages", &row["messages"]).expect("messages");
     let kwargs = row["chat_template_kwargs"].as_object().cloned().unwrap_or_default();
     let inputs = TemplateInputs { tools: row["tools"].as_array().cloned(), kwargs };
     template.render_with(&messages, &inputs, opened).unwrap_or_else(|error| error.to_string())

@@ -511,13 +511,13 @@ fn heads_to_start_from_bring_their_sizes_which_the_length_of_rows_must_fit() {
 fn the_dtype_of_a_backbone_is_never_guessed() {
     let small = SmallRun::new();
     small.edit("recipe.toml", "dtype = \"float32\"\n", "");
-    let told = small.train(&["--check"]).succeeded().stdout;
-    assert!(told.lines().any(|line| line == "  backbone              dtype = \"float32\""), "{told}");
+    let printed = small.train(&["--check"]).succeeded().stdout;
+    assert!(printed.lines().any(|line| line == "  backbone              dtype = \"float32\""), "{printed}");
     small.write("backbone/model.safetensors", "cut off");
     small.train(&["--check"]).failed(2, &["backbone.path: backbone/model.safetensors", "not a whole safetensors file"]);
     std::fs::remove_file(small.path("backbone/model.safetensors")).expect("a file");
     small.train(&["--check"]).failed(2, &["missing key `backbone.dtype`", "config.json", "download the weights first"]);
     small.edit("backbone/config.json", "{", "{\"torch_dtype\": \"bfloat16\",");
-    let told = small.train(&["--check"]).succeeded().stdout;
-    assert!(told.contains("dtype = \"bfloat16\""), "{told}");
+    let printed = small.train(&["--check"]).succeeded().stdout;
+    assert!(printed.contains("dtype = \"bfloat16\""), "{printed}");
 }

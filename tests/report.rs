@@ -304,15 +304,15 @@ fn what_is_missing_is_left_out_and_the_page_says_what_makes_it() {
 }
 
 #[test]
-fn a_tree_that_is_chosen_at_each_step_and_the_kind_of_heads_are_told() {
+fn a_tree_that_is_chosen_at_each_step_and_the_kind_of_heads_are_reported() {
     let runs = Runs::new();
     runs.full("a");
     runs.write("a/recipe.toml", RECIPE.replace("[stage", "architecture = \"hydra\"\n[stage"));
     let limits = json!({"dynamic": {"nodes": 63, "depth": 4, "top_k": 10}, "expected_tokens_per_step": 4.25});
     runs.write("a/tree.json", limits.to_string());
     let text = text_of(&runs.page(&["a"]).0);
-    let told = "Chosen at each step: at most 63 nodes and 4 levels, from the best 10 guesses of a node; 4.25 expected tokens per step";
-    assert!(text.contains(told) && text.contains("heads 2 architecture hydra"), "{text}");
+    let reported = "Chosen at each step: at most 63 nodes and 4 levels, from the best 10 guesses of a node; 4.25 expected tokens per step";
+    assert!(text.contains(reported) && text.contains("heads 2 architecture hydra"), "{text}");
 }
 
 #[test]
@@ -467,7 +467,7 @@ fn of_a_sweep_the_value_of_the_tree_stands_for_the_run_and_all_are_drawn() {
 }
 
 #[test]
-fn files_that_were_made_from_others_than_those_in_the_folder_are_told() {
+fn files_that_were_made_from_others_than_those_in_the_folder_are_reported() {
     let runs = Runs::new();
     runs.full("a");
     let sha256 = |name: &str| medusa::files::sha256(&runs.path(name)).expect("a file");
@@ -492,7 +492,7 @@ fn files_that_were_made_from_others_than_those_in_the_folder_are_told() {
 }
 
 #[test]
-fn a_page_that_is_replaced_is_told() {
+fn a_page_that_is_replaced_is_reported() {
     let runs = Runs::new();
     runs.bare("a", 12);
     assert!(!runs.page(&["a"]).1.contains("replaced"));
@@ -551,7 +551,7 @@ fn a_long_run_has_a_page_of_less_than_a_megabyte_and_a_half() {
 }
 
 #[test]
-fn lines_of_a_plot_can_be_told_apart() {
+fn lines_of_a_plot_can_be_distinguished() {
     let runs = Runs::new();
     runs.full("a");
     let mut times = latency();
@@ -630,8 +630,8 @@ fn what_is_no_run_is_one_clear_error() {
         ("provenance.json", "[", "expected what medusa-train writes"),
     ] {
         runs.write(&format!("a/{file}"), text);
-        let told = runs.complaint(&["a"], 1);
-        assert!(told.contains(words) && told.contains(file), "{told}");
+        let reported = runs.complaint(&["a"], 1);
+        assert!(reported.contains(words) && reported.contains(file), "{reported}");
         fs::remove_file(runs.path(&format!("a/{file}"))).expect("it was there");
     }
 }

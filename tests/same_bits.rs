@@ -23,7 +23,7 @@ const NEW_TOKENS: usize = 12;
 /// A cache whose row 0 has a prompt, and the logits `[1, V]` after it.
 fn prefill(engine: &dyn Engine, prompt: &[i64]) -> (KvCache, Tensor) {
     let llama = engine.backbone();
-    let (row, mut cache) = (0, KvCache::of_one_row(&llama.config, llama.kind(), llama.device()));
+    let (row, mut cache) = (0, KvCache::with_one_row(&llama.config, llama.kind(), llama.device()));
     let new = NewTokens::chain(prompt.len() as i64, &llama.config, Kind::Float, Device::Cpu);
     let hidden_nh = engine.extend(&mut cache, &Tensor::from_slice(prompt), &[RowTokens { row, nodes: &new }]);
     cache.commit(row, new.len());

@@ -45,7 +45,7 @@ fn plan(
         pass: one_packed_row(config, quantization, trained),
         stage: StageShape::whole(config.num_hidden_layers),
         drafter: &*drafter,
-        teachers: Teachers { of_drafter: false, of_backbone: trained.has_teacher() },
+        teachers: Teachers { for_drafter: false, for_backbone: trained.has_teacher() },
         optimizer: OptimizerName::AdamW,
         world: WorldPlan { size, zero_stage: ZeroStage::One },
         unequal: false,

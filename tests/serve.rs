@@ -105,8 +105,8 @@ impl Server {
     }
 
     fn stop_by(mut self, signal: &str) -> (Option<i32>, String) {
-        let told = Command::new("kill").args([signal, &self.child.id().to_string()]).status().expect("kill runs");
-        assert!(told.success());
+        let printed = Command::new("kill").args([signal, &self.child.id().to_string()]).status().expect("kill runs");
+        assert!(printed.success());
         let mut log = String::new();
         self.log.take().expect("taken once").read_to_string(&mut log).expect("UTF-8");
         (self.child.wait().expect("it ends").code(), log)
@@ -263,7 +263,7 @@ fn many_clients_each_get_the_text_that_they_get_alone() {
 
 /// A stop string that begins inside a token is held back while the first part of that token is told.
 #[test]
-fn text_before_a_stop_string_is_told_whole_wherever_it_begins() {
+fn text_before_a_stop_string_is_reported_whole_wherever_it_begins() {
     let server = Server::start(&[]);
     let request = json!({"prompt": "Once upon a time", "max_tokens": 48});
     let text = said(&server.completion(&request));

@@ -161,8 +161,8 @@ fn another_choice_than_the_heads_is_reported_once_and_dense_engines_refuse_quant
     let refused = |more: &[&str]| world.complaint(&generate(more).iter().map(String::as_str).collect::<Vec<_>>(), 2);
     let trained = "the heads were trained on a backbone";
     for (flag, words) in [("none", "quantised to nf4"), ("int8", "quantised to nf4")] {
-        let told = said(&["--quantization", flag]);
-        assert_eq!(told.matches(&format!("--quantization {flag}: {trained} {words}")).count(), 1, "{told}");
+        let printed = said(&["--quantization", flag]);
+        assert_eq!(printed.matches(&format!("--quantization {flag}: {trained} {words}")).count(), 1, "{printed}");
     }
     let same = said(&["--quantization", "nf4"]);
     assert!(!same.contains(trained) && same.matches("nf4 weights decode on libtorch").count() == 1, "{same}");
@@ -176,8 +176,8 @@ fn another_choice_than_the_heads_is_reported_once_and_dense_engines_refuse_quant
         }
     }
     world.write("h/config.json", &json!({"backbone_dtype": "float32"}));
-    let told = said(&["--quantization", "nf4"]);
-    assert!(told.contains(&format!("--quantization nf4: {trained} that was not quantised")), "{told}");
+    let printed = said(&["--quantization", "nf4"]);
+    assert!(printed.contains(&format!("--quantization nf4: {trained} that was not quantised")), "{printed}");
     world.write("h/config.json", &json!({"quantization": "awq"}));
     let unknown = refused(&[]);
     assert!(unknown.contains("config.json: quantization: expected \"nf4\" or \"int8\", got \"awq\""), "{unknown}");

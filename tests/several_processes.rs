@@ -102,12 +102,12 @@ impl<'a> Run<'a> {
         Seen { lines, outcome }
     }
 
-    fn outcome(self, name: &str, ranks: Ranks, tell: &mut dyn FnMut(RunEvent)) -> Result<RunOutcome, TrainError> {
+    fn outcome(self, name: &str, ranks: Ranks, report: &mut dyn FnMut(RunEvent)) -> Result<RunOutcome, TrainError> {
         let resume = self.folder.join(name).exists();
-        let resume = ranks.of_first(ranks.is_first().then_some(resume))?; // before rank 0 makes the folder
+        let resume = ranks.from_first(ranks.is_first().then_some(resume))?; // before rank 0 makes the folder
         let checked =
             ranks.first_of_machine_first(|| CheckedRun::load(self.recipe(name).plan(Device::Cpu), Watch::default()))?;
-        ranks.agree(TrainRun::load(checked))?.train(ranks, resume, &INTERRUPTED_BY_NOBODY, tell)
+        ranks.agree(TrainRun::load(checked))?.train(ranks, resume, &INTERRUPTED_BY_NOBODY, report)
     }
 
     fn recipe(&self, name: &str) -> Recipe {
@@ -278,24 +278,24 @@ fn ranks_read_only_a_whole_cache_of_hidden_states() {
     let cache = format!("hidden_state_cache = {:?}", folder.path().join("states"));
     let run = Run { train: &cache, rows: 16, ..Run::new(&folder, MEDUSA1) };
     let of_cache = |name: &str, ranks: Ranks| {
-        let told = RefCell::new(vec![]);
+        let printed = RefCell::new(vec![]);
         let seen = run.train_rank(name, ranks, &|event| match event {
-            RunEvent::CacheIncomplete(_) => told.borrow_mut().push(None),
-            RunEvent::HiddenStates { filled, rows, .. } => told.borrow_mut().push(Some((*filled, *rows))),
+            RunEvent::CacheIncomplete(_) => printed.borrow_mut().push(None),
+            RunEvent::HiddenStates { filled, rows, .. } => printed.borrow_mut().push(Some((*filled, *rows))),
             _ => (),
         });
-        (seen, told.into_inner())
+        (seen, printed.into_inner())
     };
     let as_two = |name: &str| {
-        let (seen, told): (Vec<Seen>, Vec<_>) = as_ranks(2, |ranks| of_cache(name, ranks)).into_iter().unzip();
-        (seen, told)
+        let (seen, printed): (Vec<Seen>, Vec<_>) = as_ranks(2, |ranks| of_cache(name, ranks)).into_iter().unzip();
+        (seen, printed)
     };
-    let (computed, told) = as_two("computed");
-    assert_eq!(told, [[None], [None]]);
-    let (alone, told) = of_cache("alone", Ranks::alone());
-    assert_eq!(told, [Some((0, 16))], "the ranks have written none");
-    let (read, told) = as_two("read");
-    assert_eq!(told, [[Some((16, 16))]; 2]);
+    let (computed, printed) = as_two("computed");
+    assert_eq!(printed, [[None], [None]]);
+    let (alone, printed) = of_cache("alone", Ranks::alone());
+    assert_eq!(printed, [Some((0, 16))], "the ranks have written none");
+    let (read, printed) = as_two("read");
+    assert_eq!(printed, [[Some((16, 16))]; 2]);
     for (name, ranks) in [("computed", &computed), ("read", &read)] {
         assert_same_run(&run, [("alone", std::slice::from_ref(&alone)), (name, ranks)], [TOLERANCE, HEADS_TOLERANCE]);
     }
@@ -335,7 +335,7 @@ fn each_rank_keeps_the_moments_and_sends_the_bytes_that_are_planned() {
             let sent = rounds * element * parameters * (world_size as u64 - 1) / world_size as u64;
             assert_eq!((memory.world_size, memory.sent_bytes), (world_size, sent));
             let drafter = loaded.checked.drafter.build(&loaded.backbone, None, 0).expect("untrained heads");
-            let kept = TrainState::of_rank(drafter, &loaded.backbone, &plan, ranks).optimizer.state_bytes() as f64;
+            let kept = TrainState::for_rank(drafter, &loaded.backbone, &plan, ranks).optimizer.state_bytes() as f64;
             let planned: u64 = memory.groups.iter().map(|group| group.optimizer_bytes).sum();
             assert!(
                 (kept / planned as f64 - 1.0).abs() < 0.02,
@@ -421,7 +421,7 @@ fn a_folder_that_rank_0_loses_ends_all() {
 }
 
 #[test]
-fn numbers_that_are_not_finite_are_told_with_the_rows_of_all_ranks() {
+fn numbers_that_are_not_finite_are_reported_with_the_rows_of_all_ranks() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let run = Run { learning_rate: 1e30, rows: 16, ..Run::new(&folder, MEDUSA1) };
     let errors = run.train("run", 2).into_iter().map(|seen| seen.outcome.expect_err("no numbers").to_string());
@@ -438,7 +438,7 @@ fn errors_of_a_failed_update(run: &Run) -> Vec<String> {
         let loaded = TrainRun::load(CheckedRun::load(recipe.plan(Device::Cpu), Watch::default()).expect("rows"));
         let TrainRun { checked, backbone } = loaded.expect("a backbone");
         let drafter = checked.drafter.build(&backbone, None, 0).expect("untrained heads");
-        let mut state = TrainState::of_rank(drafter, &backbone, &checked.plan, ranks);
+        let mut state = TrainState::for_rank(drafter, &backbone, &checked.plan, ranks);
         let states = StatesSource::Backbone(Box::new(StatesCaches::default()));
         let mut training = TrainingBackbone::new(&backbone, &checked.plan, states);
         let maker = training.batch_maker(&*state.drafter, MetricsSplit::Train);

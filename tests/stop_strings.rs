@@ -24,13 +24,13 @@ fn tokenizer() -> TextTokenizer {
 
 /// Decodes these tokens with the given numbers of tokens per step; returns the text and the pieces in which it was
 /// passed on.
-fn told(tokenizer: &TextTokenizer, ids: &[i64], steps: &[usize], stop: &[String]) -> (FinishedText, Vec<String>) {
-    let (mut pieces, wording) = (vec![], TextOptions { tokenizer, prompt: &[1, FIRST + 1], stop });
+fn reported(tokenizer: &TextTokenizer, ids: &[i64], steps: &[usize], stop: &[String]) -> (FinishedText, Vec<String>) {
+    let (mut pieces, options) = (vec![], TextOptions { tokenizer, prompt: &[1, FIRST + 1], stop });
     let mut hear = |piece: &str| {
         pieces.push(piece.to_owned());
         ControlFlow::Continue(())
     };
-    let told = stream_text(wording, &mut hear, |on_tokens| {
+    let reported = stream_text(options, &mut hear, |on_tokens| {
         let (mut new_ids, mut accept_lengths, mut sizes) = (vec![], vec![], steps.iter().cycle());
         let mut finish_reason = FinishReason::Length;
         while new_ids.len() < ids.len() && finish_reason == FinishReason::Length {
@@ -56,7 +56,7 @@ fn told(tokenizer: &TextTokenizer, ids: &[i64], steps: &[usize], stop: &[String]
             decoding,
         })
     });
-    (told.expect("known tokens"), pieces)
+    (reported.expect("known tokens"), pieces)
 }
 
 /// The text, and where each token's part of it ends; a token that completes no character ends where the next complete
@@ -103,18 +103,18 @@ proptest! {
     ) {
         let tokenizer = tokenizer();
         let (whole, ends) = ends(&tokenizer, &ids);
-        let (told, pieces) = told(&tokenizer, &ids, &steps, &stop);
+        let (reported, pieces) = reported(&tokenizer, &ids, &steps, &stop);
         let before = before_stop(&whole, &stop);
         let expected = before.unwrap_or(&whole);
-        prop_assert_eq!(&told.text, expected);
+        prop_assert_eq!(&reported.text, expected);
         prop_assert_eq!(pieces.concat(), expected, "what is told is the text, and nothing of the stop string");
         prop_assert!(pieces.iter().all(|piece| !piece.is_empty()));
         let kept = if before.is_some() { ends.iter().take_while(|&&end| end <= expected.len()).count() } else { ids.len() };
-        prop_assert_eq!(&told.generation.new_ids, &ids[..kept]);
-        prop_assert_eq!(told.generation.accept_lengths.iter().sum::<usize>(), kept);
-        prop_assert!(told.generation.accept_lengths.iter().all(|&length| length > 0));
+        prop_assert_eq!(&reported.generation.new_ids, &ids[..kept]);
+        prop_assert_eq!(reported.generation.accept_lengths.iter().sum::<usize>(), kept);
+        prop_assert!(reported.generation.accept_lengths.iter().all(|&length| length > 0));
         let reason = if before.is_some() { FinishReason::Stop } else { FinishReason::Length };
-        prop_assert_eq!(told.generation.finish_reason, reason);
+        prop_assert_eq!(reported.generation.finish_reason, reason);
     }
 }
 
@@ -123,19 +123,19 @@ fn a_stop_string_inside_a_token_cuts_the_text_and_not_the_tokens() {
     let tokenizer = tokenizer();
     let id = |piece: &str| FIRST + PIECES.iter().position(|&known| known == piece).expect("a piece") as i64;
     let ids = [id("▁"), id("ab"), id("ab"), id("ba▁"), id("bb")];
-    let (told, pieces) = told(&tokenizer, &ids, &[1, 3], &["bba".to_owned()]);
-    assert_eq!((told.text.as_str(), told.text_alone.as_str()), (" aba", "aba"));
-    assert_eq!(told.generation.new_ids, [id("▁"), id("ab")], "the third one goes on into the stop string");
-    assert_eq!(told.generation.accept_lengths, [1, 1]);
+    let (reported, pieces) = reported(&tokenizer, &ids, &[1, 3], &["bba".to_owned()]);
+    assert_eq!((reported.text.as_str(), reported.text_alone.as_str()), (" aba", "aba"));
+    assert_eq!(reported.generation.new_ids, [id("▁"), id("ab")], "the third one goes on into the stop string");
+    assert_eq!(reported.generation.accept_lengths, [1, 1]);
     assert_eq!(pieces, [" ", "aba"]);
 }
 
 #[test]
-fn bytes_of_a_character_are_told_together_or_not_at_all() {
+fn bytes_of_a_character_are_reported_together_or_not_at_all() {
     let tokenizer = tokenizer();
     let ids: Vec<i64> = "a👍b".bytes().map(|byte| BYTES + i64::from(byte)).collect();
-    assert_eq!(told(&tokenizer, &ids, &[1], &[]).1, ["a", "👍", "b"]);
-    let (cut, pieces) = told(&tokenizer, &ids, &[2], &["👍".to_owned()]);
+    assert_eq!(reported(&tokenizer, &ids, &[1], &[]).1, ["a", "👍", "b"]);
+    let (cut, pieces) = reported(&tokenizer, &ids, &[2], &["👍".to_owned()]);
     assert_eq!((cut.generation.new_ids.len(), cut.text.as_str(), pieces), (1, "a", vec!["a".to_owned()]));
 }
 

@@ -172,7 +172,7 @@ fn shares_of_a_calibration_count_the_prompts_of_all_rows() {
 #[test]
 fn what_was_trained_on_goes_with_the_heads_and_is_handed_on() {
     let small = trained();
-    let prompts = |folder: &str| TrainedPrompts::of_heads(&small.path(folder)).unwrap().expect("prompts");
+    let prompts = |folder: &str| TrainedPrompts::for_heads(&small.path(folder)).unwrap().expect("prompts");
     assert_eq!(prompts("run").len(), 4);
     let export = ["export", "--heads", "run", "--format", "heads", "--out", "exported"];
     small.medusa(&export).succeeded();

@@ -78,7 +78,7 @@ fn json_lines(stdout: &[u8]) -> Vec<Value> {
 }
 
 #[test]
-fn check_tells_the_plan_and_writes_nothing() {
+fn check_shows_the_plan_and_writes_nothing() {
     let dir = workplace(3);
     let output = train(&dir, &["--check", "--json", "--quiet"]).output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty());
@@ -128,7 +128,7 @@ fn check_prints_the_plan_and_then_the_defaults_of_the_shortest_recipe_and_it_tra
 }
 
 #[test]
-fn mistakes_and_missing_files_are_told_at_once() {
+fn mistakes_and_missing_files_are_reported_at_once() {
     let dir = workplace(3);
     let wrong = recipe(dir.path(), 3)
         .replace("rows.jsonl", "none.jsonl")
@@ -149,7 +149,7 @@ fn mistakes_and_missing_files_are_told_at_once() {
 }
 
 #[test]
-fn a_run_is_told_step_by_step_and_never_overwritten() {
+fn a_run_is_reported_step_by_step_and_never_overwritten() {
     let dir = workplace(3);
     let output = train(&dir, &["--json", "--quiet"]).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

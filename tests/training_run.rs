@@ -686,8 +686,8 @@ fn a_full_disk_turns_the_cache_of_hidden_states_off_and_the_run_goes_on() {
         let trainer = env!("CARGO_BIN_EXE_medusa-train");
         let unshare = ["--map-root-user", "--mount", "bash", "-c", WITH_A_SMALL_CACHE, "bash", kib, trainer];
         let said = Ended::from(small.program("unshare", &unshare).output().expect("unshare")).succeeded();
-        let is_told = said.stderr.contains("warning: train.hidden_state_cache: states has 0.0 MiB free");
-        assert_eq!(is_told, kib == "16", "{}", said.stderr);
+        let is_reported = said.stderr.contains("warning: train.hidden_state_cache: states has 0.0 MiB free");
+        assert_eq!(is_reported, kib == "16", "{}", said.stderr);
         assert!(small.bytes("run/final/heads.safetensors") == expected, "{kib} KiB");
     }
 }
@@ -896,8 +896,8 @@ fn heads_of_low_rank_are_trained_inspected_and_exported_at_full_rank() {
     let small = SmallRun::new();
     small.edit("recipe.toml", "[stage.medusa1]", "w2_rank = 3\n[stage.medusa1]");
     small.train(&[]).succeeded();
-    let told = small.medusa(&["inspect", "run/final"]).succeeded();
-    assert!(told.stdout.contains("by rank 3"), "{}", told.stdout);
+    let printed = small.medusa(&["inspect", "run/final"]).succeeded();
+    assert!(printed.stdout.contains("by rank 3"), "{}", printed.stdout);
     small.medusa(&["export", "--heads", "run/final", "--format", "tgi", "--out", "out"]).succeeded();
     let [own, written] = ["run/final", "out"].map(|folder| HeadsFile::open(&small.path(folder)).expect("heads"));
     for head in 0..2 {
@@ -919,8 +919,8 @@ fn heads_with_one_w2_are_trained_resumed_inspected_and_exported() {
     let small = SmallRun::new();
     small.edit("recipe.toml", "[stage.medusa1]", "shared_w2 = true\n[stage.medusa1]");
     small.train(&[]).succeeded();
-    let told = small.medusa(&["inspect", "run/final"]).succeeded();
-    assert!(told.stdout.contains("one W2 for all heads"), "{}", told.stdout);
+    let printed = small.medusa(&["inspect", "run/final"]).succeeded();
+    assert!(printed.stdout.contains("one W2 for all heads"), "{}", printed.stdout);
     let names = |file: &str| WeightFiles::open_file(&small.path(file)).expect("heads").names().len();
     assert_eq!(names("run/final/heads.safetensors"), 2 * 2 + 1, "W1 and b1 of each head, and one W2");
     for format in ["tgi", "vllm"] {
@@ -962,8 +962,8 @@ fn a_truncated_vocabulary_is_counted_kept_resumed_and_exported_to_vllm() {
         "[stage.medusa1]",
         "draft_vocab_size = 24\nshared_w2 = true\nw2_rank = 5\n[stage.medusa1]",
     );
-    let told = small.train(&["--check"]).succeeded();
-    assert!(told.stdout.contains("24 of 48 tokens, "), "{}", told.stdout);
+    let printed = small.train(&["--check"]).succeeded();
+    assert!(printed.stdout.contains("24 of 48 tokens, "), "{}", printed.stdout);
     small.train(&[]).succeeded();
     let mut counts = vec![0_usize; 48];
     let labels = token_rows(&small, "rows.jsonl", "labels").concat();

@@ -27,8 +27,8 @@ fn the_wheel_has_cargos_version_and_requires_the_torch_that_was_linked() {
 }
 
 /// The libraries of libtorch that the loader has started.
-fn libraries(told: &str) -> Vec<&str> {
-    told.lines().filter(|line| line.contains("calling init: ") && line.contains("torch")).collect()
+fn libraries(printed: &str) -> Vec<&str> {
+    printed.lines().filter(|line| line.contains("calling init: ") && line.contains("torch")).collect()
 }
 
 /// `<prefix>/bin` and `<prefix>/lib/python3.12/site-packages`, as pip fills them.
@@ -55,11 +55,11 @@ fn the_programs_run_in_a_python_environment() {
     // The loader itself tells which file it takes: the programs of this build would also find the libtorch of the build.
     let mut doctor = Command::new(bin.join("medusa"));
     let output = doctor.arg("doctor").env("LD_DEBUG", "libs").output().expect("it starts");
-    let told = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{told}");
+    let printed = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{printed}");
     let torch = torch.canonicalize().expect("it is there");
     let loaded = format!("calling init: {}", torch.join("lib/libtorch_cpu.so").display());
-    assert!(told.contains(&loaded), "the loader took another libtorch_cpu.so: {}", libraries(&told).join("\n"));
+    assert!(printed.contains(&loaded), "the loader took another libtorch_cpu.so: {}", libraries(&printed).join("\n"));
     let output = Command::new(bin.join("medusa-train")).arg("--version").output().expect("it starts");
     assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), concat!("medusa-train ", env!("CARGO_PKG_VERSION")));
 }

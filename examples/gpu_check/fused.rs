@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_result_that_is_far_or_no_number_is_told() {
+    fn a_result_that_is_far_or_no_number_is_reported() {
         let both =
             |distance| BothWays { operation: "x".into(), distance, kernel_ms: None, libtorch_ms: 1.0, bytes: 1.0 };
         assert_eq!([0.0, 0.02, f64::NAN].map(|far| both(far).print().unwrap().is_some()), [false, true, true]);

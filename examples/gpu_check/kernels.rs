@@ -53,7 +53,7 @@ pub(crate) fn beside_oracle(
             let ids = prompt(context, llama.config.vocab_size);
             let temperature = NonNegative::new(temperature).expect("of the list above");
             let sampling =
-                Sampling { top_p: Probability::new(0.9).expect("above 0"), ..Sampling::of_temperature(temperature) };
+                Sampling { top_p: Probability::new(0.9).expect("above 0"), ..Sampling::with_temperature(temperature) };
             session.decode(Drafting::On, &Request { sampling, ..Request::greedy(&ids, 5) }, &mut go_on())?;
             let found = session.engine().ops().distances();
             wrong.extend(found.iter().filter(|(name, of)| is_far(name, of.distance)).map(|(name, _)| name.clone()));

@@ -26,7 +26,7 @@ const WINDOWS: [Option<i64>; 2] = [None, Some(40)];
 /// Those that failed.
 pub(crate) fn check(on: Device) -> anyhow::Result<()> {
     let mut wrong = vec![];
-    let mut tell = |operation: String, distance: f64, most: f64| -> anyhow::Result<()> {
+    let mut report = |operation: String, distance: f64, most: f64| -> anyhow::Result<()> {
         print_json(&json!({"check": "operators", "operation": operation, "distance": distance.min(f64::MAX)}))?;
         if distance.is_nan() || distance > most {
             wrong.push(operation);
@@ -37,20 +37,20 @@ pub(crate) fn check(on: Device) -> anyhow::Result<()> {
     for (kind, d, window) in cases.flat_map(|(kind, d)| WINDOWS.map(|window| (kind, d, window))) {
         let what = format!("{kind:?}, heads of {d}, window {window:?}");
         for (part, far) in batch_attention(on, kind, d, window)? {
-            tell(format!("attention of a batch: {part}, {what}"), far, FARTHEST)?;
+            report(format!("attention of a batch: {part}, {what}"), far, FARTHEST)?;
         }
         for (part, far) in packed_attention(on, kind, d, window) {
-            tell(format!("flash attention: {part}, {what}"), far, 2.0 * FARTHEST)?; // backwards, scores are rounded twice
+            report(format!("flash attention: {part}, {what}"), far, 2.0 * FARTHEST)?; // backwards, scores are rounded twice
         }
     }
     for kind in KINDS {
-        tell(format!("products in float32 of {kind:?}"), products(on, kind), 1e-4)?;
+        report(format!("products in float32 of {kind:?}"), products(on, kind), 1e-4)?;
     }
     for (what, differing) in draws(on) {
-        tell(format!("draws: {what}"), differing, 1.0)?; // a border between two tokens may be rounded otherwise
+        report(format!("draws: {what}"), differing, 1.0)?; // a border between two tokens may be rounded otherwise
     }
-    tell("pinned copies".to_owned(), f64::from(!copies_come_back(on)), 0.0)?;
-    tell("allocator".to_owned(), f64::from(!allocator_counts(on)?), 0.0)?;
+    report("pinned copies".to_owned(), f64::from(!copies_come_back(on)), 0.0)?;
+    report("allocator".to_owned(), f64::from(!allocator_counts(on)?), 0.0)?;
     anyhow::ensure!(wrong.is_empty(), "wrong on this GPU: {wrong:?}");
     Ok(())
 }
@@ -154,7 +154,7 @@ fn draws(on: Device) -> Vec<(String, f64)> {
     let of = |temperature: f64, top_k: usize, top_p: f64| Sampling {
         top_k: std::num::NonZeroUsize::new(top_k),
         top_p: Probability::new(top_p).expect("above 0"),
-        ..Sampling::of_temperature(number(temperature))
+        ..Sampling::with_temperature(number(temperature))
     };
     let drawn = |logits_bv: &Tensor, sampling: Sampling| {
         let sampler = |index| Sampler::new(sampling, Stream { index, ..Stream::default() });
@@ -175,7 +175,7 @@ fn copies_come_back(on: Device) -> bool {
     let busy = normal(1, &[2048, 2048], Kind::Float, on);
     [0usize, 1, 1000, 1 << 20].into_iter().all(|count| {
         let list: Vec<i64> = (0..count as i64).map(|at| at * at - 7).collect();
-        let host = HostTensor::of_integers(&list, on);
+        let host = HostTensor::from_integers(&list, on);
         let queued = busy.matmul(&busy);
         let (there, uploaded) = (host.on_device(), upload(&list, on));
         let [back, again] = [&there, &uploaded].map(HostTensor::copied);

@@ -63,7 +63,8 @@ pub(crate) fn check(on: Device) -> anyhow::Result<()> {
 fn texts(session: &mut DeviceLoop, vocabulary: i64, acceptance: Acceptance) -> anyhow::Result<Vec<Vec<i64>>> {
     let temperature = if acceptance == Acceptance::Greedy { 0.0 } else { 0.8 };
     let temperature = NonNegative::new(temperature).expect("of the line above");
-    let sampling = Sampling { top_p: Probability::new(0.9).expect("above 0"), ..Sampling::of_temperature(temperature) };
+    let sampling =
+        Sampling { top_p: Probability::new(0.9).expect("above 0"), ..Sampling::with_temperature(temperature) };
     let mut texts = vec![];
     for index in 0..TEXTS as u64 {
         let ids = prompt(30 * index as i64 + 1, vocabulary);

@@ -23,7 +23,7 @@ pub(crate) fn time(on: Device) -> anyhow::Result<()> {
     print_json(&json!({"check": "copy", "gigabytes_per_second": copied, "read_gigabytes_per_second": read}))?;
     let llama = backbone(llama_7b(), Kind::BFloat16, on);
     let heads = heads(&llama);
-    let mut told = HashSet::new();
+    let mut seen = HashSet::new();
     for nodes in [1, 8, 16, 32, 64, 128] {
         let (tree, drafting) = (tree(nodes.max(2))?, if nodes == 1 { Drafting::Off } else { Drafting::On });
         let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
@@ -32,7 +32,7 @@ pub(crate) fn time(on: Device) -> anyhow::Result<()> {
             DeviceLoop::on_gpu(&llama, Some((&medusa.on_device(), Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
         let start_seconds = started.elapsed().as_secs_f64();
         for timed in engine.engine().ops().timed_products() {
-            if told.insert(timed.product) {
+            if seen.insert(timed.product) {
                 print_json(
                     &json!({"check": "products", "product": timed.product, "ways": timed.ways, "refused": timed.refused}),
                 )?;

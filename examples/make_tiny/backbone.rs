@@ -280,7 +280,7 @@ fn answer(llama: &Llama, tokenizer: &Tokenizer, question: &str) -> Result<String
     let end = id(tokenizer, EOS)?;
     let mut next = encode_text(tokenizer, &format!("{USER}{question}{EOS}{ASSISTANT}"))?;
     anyhow::ensure!(next[0] == id(tokenizer, BOS)? && next[1] != next[0], "one BOS opens a text");
-    let mut cache = KvCache::of_one_row(&llama.config, Kind::Float, Device::Cpu);
+    let mut cache = KvCache::with_one_row(&llama.config, Kind::Float, Device::Cpu);
     let mut ids = Vec::new();
     while ids.len() < MAX_NEW_TOKENS {
         let n = next.len() as i64;

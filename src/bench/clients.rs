@@ -16,7 +16,7 @@ use crate::http::endpoint::{EndpointClient, EndpointRequest};
 
 /// Answers of status 429 until a request has failed.
 const MOST_WAITS: usize = 20;
-/// Wait where the server does not tell one.
+/// Wait where the server does not name one.
 const USUAL_WAIT: Duration = Duration::from_secs(1);
 const LONGEST_WAIT: Duration = Duration::from_secs(300);
 
@@ -38,12 +38,12 @@ pub fn closed_loop(
     on_end: &mut dyn FnMut(usize),
 ) -> LevelRun {
     let next = AtomicUsize::new(0);
-    let (tell, told) = mpsc::channel();
+    let (sender, outcomes) = mpsc::channel();
     let mut run = LevelRun::default();
     let began = Instant::now();
     thread::scope(|scope| {
         for _ in 0..level.concurrency.get() {
-            let (tell, next) = (tell.clone(), &next);
+            let (sender, next) = (sender.clone(), &next);
             scope.spawn(move || {
                 loop {
                     let at = next.fetch_add(1, Ordering::Relaxed);
@@ -51,12 +51,12 @@ pub fn closed_loop(
                         break;
                     }
                     let outcome = answer(client, &requests[at % requests.len()], stop);
-                    let _ = tell.send(outcome); // the receiver lives as long as the clients
+                    let _ = sender.send(outcome); // the receiver lives as long as the clients
                 }
             });
         }
-        drop(tell);
-        for outcome in told {
+        drop(sender);
+        for outcome in outcomes {
             run.rate_limited += outcome.rate_limited;
             match outcome.answer {
                 Ok(answered) => run.answered.push(answered),

@@ -72,18 +72,18 @@ struct ChunkUsageDetails {
 impl ChunkChoice {
     fn has_text(&self) -> bool {
         let is_text = |text: &Option<String>| text.as_ref().is_some_and(|text| !text.is_empty());
-        let of_delta = |delta: &ChunkDelta| {
+        let has_text = |delta: &ChunkDelta| {
             [&delta.content, &delta.reasoning_content, &delta.reasoning].into_iter().any(is_text)
                 || delta.tool_calls.as_ref().is_some_and(|calls| !calls.is_empty())
         };
-        is_text(&self.text) || self.delta.as_ref().is_some_and(of_delta)
+        is_text(&self.text) || self.delta.as_ref().is_some_and(has_text)
     }
 }
 
 impl ChunkUsage {
     fn counts(&self) -> TokenCounts {
         let new = self.completion_tokens;
-        // Each step makes one token itself; the others are accepted guesses. A server that does not guess tells 0 of both.
+        // Each step makes one token itself; the others are accepted guesses. A server that does not guess reports 0 of both.
         let steps = self.completion_tokens_details.as_ref().and_then(|details| {
             let accepted = details.accepted_prediction_tokens?;
             let guessed = accepted + details.rejected_prediction_tokens.unwrap_or(0);

@@ -48,13 +48,13 @@ impl CountedRows {
     pub fn ranks_by_row(&self) -> Vec<RanksOfRow> {
         let (mut runs, mut dynamic, mut rows) = (0, 0, vec![]);
         for end in &self.row_ends {
-            let of_row = RanksOfRow {
+            let row_ranks = RanksOfRow {
                 row: end.row,
                 runs: self.counts.runs()[runs..end.runs].to_vec(),
                 dynamic: self.dynamic.runs[dynamic..end.dynamic].to_vec(),
             };
             (runs, dynamic) = (end.runs, end.dynamic);
-            rows.push(of_row);
+            rows.push(row_ranks);
         }
         rows.retain(|row| !(row.runs.is_empty() && row.dynamic.is_empty()));
         rows
@@ -191,12 +191,12 @@ fn ranks_at(
     top_k: usize,
 ) -> Result<Vec<RankedPosition>, NotFinite> {
     let positions: Vec<i64> = asked.iter().map(|asked| asked.position as i64).collect();
-    let of_level = |level: usize| {
+    let level_ranks = |level: usize| {
         let target = |asked: &AskedPosition| asked.targets[level].map_or(Some(0), |token| output_of(drafter, token));
         let targets: Vec<Option<i64>> = asked.iter().map(target).collect();
         ranks_of(&text.logits(level, &positions), &targets, top_k).ok_or(NotFinite { level })
     };
-    let by_level = (0..drafter.reads().levels).map(of_level).collect::<Result<Vec<_>, _>>()?;
+    let by_level = (0..drafter.reads().levels).map(level_ranks).collect::<Result<Vec<_>, _>>()?;
     let position = |(row, asked): (usize, &AskedPosition)| RankedPosition {
         is_step: asked.is_step,
         ranks: by_level.iter().zip(&asked.targets).map(|(ranks, target)| target.map(|_| ranks[row])).collect(),

@@ -217,7 +217,7 @@ fn trained_on(
 ) -> anyhow::Result<Option<MeasuredPrompts>> {
     let Some(heads) = &plan.heads else { return Ok(None) };
     let count = |trained| trained_on::count_prompts(&trained, prompts, args.backbone(), template);
-    let measured = trained_on::of_heads(&heads.path)?.map(count).transpose()?;
+    let measured = trained_on::for_heads(&heads.path)?.map(count).transpose()?;
     trained_on::report(measured, &heads.path.display().to_string(), args.fit.strict, common)?;
     Ok(measured)
 }
@@ -231,7 +231,7 @@ fn drafts<'a>(
 ) -> anyhow::Result<Drafts<'a>> {
     let loaded = &decoder.drafters[at];
     let rule = setting.decoding.acceptance()?;
-    let drafter = ReadyDrafter::of_loaded(&decoder.backbone, loaded, trees[at].as_ref(), rule)?;
+    let drafter = ReadyDrafter::from_loaded(&decoder.backbone, loaded, trees[at].as_ref(), rule)?;
     let acceptance = match (setting.forced, drafter.tree()) {
         (None, _) => rule,
         (Some(rate), Some(tree)) => Acceptance::at_rate(rate.get(), tree).map_err(|why| UsageError(why.to_string()))?,

@@ -112,7 +112,7 @@ impl CalibrateArgs {
     /// The backbone's own answer to a prompt, given the prompt's index and turn.
     fn answer(&self, backbone: &Llama, prompt: &[i64], [index, turn]: [u64; 2]) -> Result<TokenRow, DecodeError> {
         let (sampling, stream) =
-            (Sampling::of_temperature(self.temperature), Stream { index, turn, ..Stream::default() });
+            (Sampling::with_temperature(self.temperature), Stream { index, turn, ..Stream::default() });
         own_answer(backbone, &Request { sampling, stream, ..Request::greedy(prompt, self.max_new_tokens) })
     }
 }
@@ -139,7 +139,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     drop(counter);
     let heads_sha256 = heads_file.file.sha256()?;
     if args.shard != Share::WHOLE {
-        let of = CalibratedWork {
+        let work = CalibratedWork {
             heads_sha256,
             backbone_fingerprint: WeightFiles::open(&folder)?.fingerprint()?,
             dtype: Dtype::of(backbone.kind()).to_string(),
@@ -152,7 +152,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
             dynamic_top_k: counted_rows.dynamic.top_k,
             backbone: hub::name_of(&folder),
         };
-        return save_share(args, counted_rows, of, common);
+        return save_share(args, counted_rows, work, common);
     }
     let calibration = counted_rows.counts.sign(hub::name_of(&folder), heads_sha256)?;
     let calibration = Calibration { dynamic: Some(counted_rows.dynamic), prompts, ..calibration };
@@ -202,7 +202,7 @@ impl CalibratedModel {
         common: &CommonFlags,
     ) -> anyhow::Result<Option<MeasuredPrompts>> {
         let path = &self.heads.path;
-        let prompts = trained_on::of_heads(path)?.map(|trained| count(&trained)).transpose()?;
+        let prompts = trained_on::for_heads(path)?.map(|trained| count(&trained)).transpose()?;
         trained_on::report(prompts, &path.display().to_string(), args.fit.strict, common)?;
         Ok(prompts)
     }
@@ -342,7 +342,7 @@ fn read_rows(
 ) -> anyhow::Result<(RowStore, String)> {
     // Rows of token ids need no tokenizer; rows of text report a missing one.
     let tokenizer = TextTokenizer::load_if_there(folder)?;
-    let (cache, config) = (TokenCache::of_user(), &backbone.config);
+    let (cache, config) = (TokenCache::for_user(), &backbone.config);
     let context = usize::try_from(config.max_position_embeddings)?.try_into()?;
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),

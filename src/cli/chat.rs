@@ -246,7 +246,7 @@ impl Chat<'_> {
         }
     }
 
-    /// Tells why a turn has no answer. With --json that is its object, so that each line of the user has one.
+    /// Reports why a turn has no answer. With --json that is its object, so that each line of the user has one.
     fn drop_turn(&mut self, why: &anyhow::Error) -> anyhow::Result<()> {
         self.dropped += 1;
         report(why);
@@ -259,12 +259,12 @@ impl Chat<'_> {
         let stream = Stream { seed: self.common.seed, turn: self.answers, ..Stream::default() };
         let request = self.args.decoding.request(&prompt, stream);
         self.stop.store(false, Ordering::Relaxed);
-        let told = if self.common.json { self.as_json(&request) } else { self.as_text(&request) }?;
+        let finished = if self.common.json { self.as_json(&request) } else { self.as_text(&request) }?;
         self.answers += 1;
         let context = self.decoder.backbone.config.max_position_embeddings;
-        let is_full = (prompt.len() + told.generation.new_ids.len()) as i64 >= context;
-        self.conversation.add(words, prompt, &told);
-        if is_full && told.generation.finish_reason == FinishReason::Length {
+        let is_full = (prompt.len() + finished.generation.new_ids.len()) as i64 >= context;
+        self.conversation.add(words, prompt, &finished);
+        if is_full && finished.generation.finish_reason == FinishReason::Length {
             self.common.say(format_args!(
                 "the conversation fills the backbone's context of {context} tokens; /reset starts a new one"
             ));
@@ -274,10 +274,10 @@ impl Chat<'_> {
 
     fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<FinishedText> {
         let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
-        let wording = TextOptions { tokenizer, prompt: request.prompt, stop };
+        let options = TextOptions { tokenizer, prompt: request.prompt, stop };
         let drafting = if self.is_plain { Drafting::Off } else { Drafting::On };
         let (decoding, stopped) = (&mut self.decoding, self.stop);
-        Ok(text::stream_text(wording, on_text, |on_tokens| {
+        Ok(text::stream_text(options, on_text, |on_tokens| {
             let mut until_stopped = |ids: &[i64]| {
                 let goes_on = on_tokens(ids); // show the tokens that are kept
                 if stopped.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { goes_on }
@@ -287,24 +287,24 @@ impl Chat<'_> {
     }
 
     fn as_json(&mut self, request: &Request) -> anyhow::Result<FinishedText> {
-        let told = self.decode(request, &mut |_| ControlFlow::Continue(()))?;
-        print_json(&generate::as_json(request.prompt, &told, self.decoding.engine_name()))?;
-        Ok(told)
+        let finished = self.decode(request, &mut |_| ControlFlow::Continue(()))?;
+        print_json(&generate::as_json(request.prompt, &finished, self.decoding.engine_name()))?;
+        Ok(finished)
     }
 
     /// Streams the answer to stdout; prints the figures to stderr.
     fn as_text(&mut self, request: &Request) -> anyhow::Result<FinishedText> {
-        let told = generate::to_stdout(|on_text| self.decode(request, on_text))?;
-        let tally = told.generation.tally();
+        let finished = generate::to_stdout(|on_text| self.decode(request, on_text))?;
+        let tally = finished.generation.tally();
         self.common.say(format_args!(
             "[{}, {:.0} tokens/s, {:.2} a step, {}, ended by {}]",
             counted(tally.tokens, "token"),
             tally.tokens_per_second(),
             tally.tokens_per_step(),
             self.guesses.filter(|_| !self.is_plain).map_or("plain".into(), |guesses| format!("with {guesses}")),
-            told.generation.finish_reason.name()
+            finished.generation.finish_reason.name()
         ));
-        Ok(told)
+        Ok(finished)
     }
 }
 

@@ -86,7 +86,7 @@ pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let tokenizer = TextTokenizer::load_if_there(&args.backbone)?;
     let (vocab_size, max_length) = limits(args, tokenizer.as_ref())?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
-    let cache = TokenCache::of_user();
+    let cache = TokenCache::for_user();
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),
         long_rows: args.long_rows,
@@ -102,7 +102,7 @@ pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let (rows, report) = watched(common, |watch| data::load_entries(&entries, &LoadSettings { watch, ..settings }))?;
     match args.row {
         Some(row) => show(args, row, &rows, tokenizer.as_ref(), common),
-        None => tell(args, rows, &report, max_length, common),
+        None => print_report(args, rows, &report, max_length, common),
     }
 }
 
@@ -131,7 +131,7 @@ fn limits(args: &DataArgs, tokenizer: Option<&TextTokenizer>) -> anyhow::Result<
     Ok((usize::try_from(config.vocab_size)?, args.max_length.unwrap_or(context)))
 }
 
-fn tell(
+fn print_report(
     args: &DataArgs,
     rows: RowStore,
     report: &LoadReport,
@@ -155,9 +155,9 @@ fn tell(
     }
     let mut files = &report.files[..];
     for (entry, count) in args.files.iter().zip(&report.files_of_entries) {
-        let (of_entry, rest) = files.split_at(*count);
+        let (entry_files, rest) = files.split_at(*count);
         files = rest;
-        print_text(rows_of(entry, of_entry))?;
+        print_text(rows_of(entry, entry_files))?;
     }
     print_text(report)?;
     if let Some(took) = &report.tokenised {

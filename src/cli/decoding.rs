@@ -110,28 +110,28 @@ impl DecodingFlags {
 
     /// A notice that a flag was given and does nothing: because no token is drawn, nothing is guessed, or another rule accepts.
     pub(super) fn unused_sampling(&self, is_drafted: bool) -> Option<String> {
-        let of_draws = [("--top-k", self.top_k.is_some()), ("--top-p", self.top_p.is_some())];
-        let of_typical = [
+        let draw_flags = [("--top-k", self.top_k.is_some()), ("--top-p", self.top_p.is_some())];
+        let typical_flags = [
             ("--posterior-threshold", self.posterior_threshold.is_some()),
             ("--posterior-alpha", self.posterior_alpha.is_some()),
         ];
         if self.temperature.get() == 0.0 {
-            return effect_of(&[of_draws, of_typical].concat(), "at --temperature 0, which is greedy");
+            return effect_of(&[draw_flags, typical_flags].concat(), "at --temperature 0, which is greedy");
         }
         // Rejection is what plain decoding does.
-        let of_guesses = [("--acceptance", self.acceptance.is_some_and(|rule| rule != AcceptanceName::Rejection))];
+        let guess_flags = [("--acceptance", self.acceptance.is_some_and(|rule| rule != AcceptanceName::Rejection))];
         match self.rule() {
-            _ if !is_drafted => effect_of(&[&of_guesses[..], &of_typical].concat(), "without a drafter"),
+            _ if !is_drafted => effect_of(&[&guess_flags[..], &typical_flags].concat(), "without a drafter"),
             AcceptanceName::Greedy => effect_of(
-                &[of_draws, of_typical].concat(),
+                &[draw_flags, typical_flags].concat(),
                 "with --acceptance greedy, which does not sample; use --acceptance rejection or nucleus",
             ),
             AcceptanceName::Typical => effect_of(
-                &of_draws,
+                &draw_flags,
                 "with --acceptance typical, which does not sample; use --acceptance rejection or nucleus",
             ),
             AcceptanceName::Nucleus | AcceptanceName::Rejection => {
-                effect_of(&of_typical, "without --acceptance typical")
+                effect_of(&typical_flags, "without --acceptance typical")
             }
         }
     }
@@ -196,8 +196,8 @@ mod tests {
             (true, "", "at --temperature 0, which is greedy"),
             (true, "--temperature 1 --acceptance rejection", "without --acceptance typical"),
         ] {
-            let told = notice(is_drafted, &format!("--posterior-threshold 0.1 {flags}"));
-            assert_eq!(told, Some(format!("--posterior-threshold has no effect {place}")));
+            let text = notice(is_drafted, &format!("--posterior-threshold 0.1 {flags}"));
+            assert_eq!(text, Some(format!("--posterior-threshold has no effect {place}")));
         }
         for (is_drafted, flags) in [
             (false, "--top-k 5 --temperature 1"),

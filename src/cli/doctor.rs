@@ -284,7 +284,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_without_a_core_and_other_programs_are_told() {
+    fn threads_without_a_core_and_other_programs_are_reported() {
         let warnings = |cores, threads, busy_cores| {
             let (name, instructions) = (None, Vec::new());
             Cpu { name, cores, threads, busy_cores, own_kernels: true, onednn: true, mkl: true, instructions }
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torch_installed_by_pip_tells_its_version() {
+    fn a_torch_installed_by_pip_has_its_version() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(version_of(dir.path()), None);
         crate::files::write_atomic(&dir.path().join("version.py"), |out| {

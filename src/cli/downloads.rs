@@ -32,7 +32,7 @@ impl<'a> HubArgument<'a> {
     }
 
     /// The path of a drafter's own weights, if it has one.
-    pub(super) fn of_drafter(part: &'a mut DrafterPart) -> Option<Self> {
+    pub(super) fn drafter(part: &'a mut DrafterPart) -> Option<Self> {
         let wanted = match part.name.weights() {
             DrafterWeights::None => return None,
             DrafterWeights::Heads => Wanted::Heads,
@@ -64,13 +64,13 @@ pub(super) fn fetch(mut places: Vec<HubArgument<'_>>, common: &CommonFlags) -> a
 
 /// Runs `work` with a connection to the Hub and progress of its transfers.
 pub(super) fn with_hub<T>(common: &CommonFlags, work: impl FnOnce(&Hub<'_>) -> anyhow::Result<T>) -> anyhow::Result<T> {
-    told(common, |tell| work(&Hub::from_env(tell)?))
+    observed(common, |observer| work(&Hub::from_env(observer)?))
 }
 
 /// Runs `work` with an observer that shows transfers.
-pub(super) fn told<T>(common: &CommonFlags, work: impl FnOnce(Observer<'_>) -> T) -> T {
-    let teller = TransferBar::new(common);
-    work(&|event| teller.tell(event))
+pub(super) fn observed<T>(common: &CommonFlags, work: impl FnOnce(Observer<'_>) -> T) -> T {
+    let bar = TransferBar::new(common);
+    work(&|event| bar.observe(event))
 }
 
 fn fetch_one(hub: &Hub<'_>, place: HubArgument<'_>) -> anyhow::Result<()> {
@@ -121,7 +121,7 @@ impl<'c> TransferBar<'c> {
         Self { common, state: Mutex::new(None) }
     }
 
-    fn tell(&self, event: TransferEvent) {
+    fn observe(&self, event: TransferEvent) {
         let mut state = self.state.lock().expect("no thread panics with it");
         match (event, state.as_mut()) {
             (TransferEvent::Began { what, files, bytes }, _) => {

@@ -25,13 +25,13 @@ pub struct Interrupted(pub String);
 /// Prints `error: …`, then a `caused by: …` line for each cause that the text does not contain yet: many errors quote
 /// their cause.
 pub(super) fn report(error: &anyhow::Error) {
-    let mut told = format!("error: {error}");
+    let mut message = format!("error: {error}");
     for cause in error.chain().skip(1).map(ToString::to_string) {
-        if !told.contains(&cause) {
-            told = format!("{told}\ncaused by: {cause}");
+        if !message.contains(&cause) {
+            message = format!("{message}\ncaused by: {cause}");
         }
     }
-    CommonFlags::print(visible(&shortened(told)));
+    CommonFlags::print(visible(&shortened(message)));
 }
 
 /// Ends the program with clap's text and status, on a terminal with its lines broken between words; clap breaks only those of help.

@@ -78,7 +78,7 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     };
     bring_backbone(&mut request, common)?;
     let progress = Progress::waiting(format!("writing {}", args.out.display()), common);
-    let exported = export::export(&request).map_err(of_usage)?;
+    let exported = export::export(&request).map_err(as_usage)?;
     drop(progress);
     exported.notices.iter().for_each(|notice| common.say(notice));
     common.say(checked(&exported));
@@ -91,7 +91,7 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
 /// Downloads the backbone if `--backbone`, or else the config.json of the heads, is a Hub id: with its weights if the
 /// export needs them; otherwise, for `--backbone`, the files that the heads are checked against.
 fn bring_backbone(request: &mut ExportRequest, common: &CommonFlags) -> anyhow::Result<()> {
-    let needed = export::backbone_needed(request).map_err(of_usage)?;
+    let needed = export::backbone_needed(request).map_err(as_usage)?;
     let wanted = if needed.is_some() { Wanted::Backbone } else { Wanted::BackboneWithoutWeights };
     if let Some(folder) = request.backbone.as_deref().filter(|folder| folder.is_dir()) {
         checksums::verify(folder)?;
@@ -107,7 +107,7 @@ fn bring_backbone(request: &mut ExportRequest, common: &CommonFlags) -> anyhow::
 }
 
 /// An unsupported combination of flags: exit status 2.
-fn of_usage(error: ExportError) -> anyhow::Error {
+fn as_usage(error: ExportError) -> anyhow::Error {
     match error {
         ExportError::NoBackbone { .. }
         | ExportError::TooManyHeads { .. }

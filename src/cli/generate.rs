@@ -169,28 +169,28 @@ impl Answers<'_> {
     fn answer(&mut self, prompt: &Prompt, ids: &[i64], stream: Stream) -> anyhow::Result<String> {
         let logprobs = self.args.logprobs.filter(|_| self.decoding.scores_tokens());
         let request = Request { logprobs, ..self.args.decoding.request(ids, stream) };
-        let told = if self.common.json {
-            let told = self.decode(&request, &mut |_| ControlFlow::Continue(()))?;
-            let mut line = as_json(ids, &told, self.decoding.engine_name());
+        let finished = if self.common.json {
+            let finished = self.decode(&request, &mut |_| ControlFlow::Continue(()))?;
+            let mut line = as_json(ids, &finished, self.decoding.engine_name());
             (line["index"], line["sample"]) = (stream.index.into(), stream.sample.into());
             add_names(&mut line, prompt, stream.turn);
             if let Some(count) = self.args.logprobs {
-                line["logprobs"] = self.logprobs(ids, &told.generation, count)?;
+                line["logprobs"] = self.logprobs(ids, &finished.generation, count)?;
             }
             print_json(&line)?;
-            told
+            finished
         } else {
             let is_one_of_many = self.args.prompts.is_some();
             if is_one_of_many {
                 print_line(self.heading(prompt, stream))?;
             }
-            let told = self.stream(&request)?;
+            let finished = self.stream(&request)?;
             if is_one_of_many {
                 print_line("")?;
             }
-            told
+            finished
         };
-        Ok(told.text_alone)
+        Ok(finished.text_alone)
     }
 
     /// The line above an answer to `--prompts`, as `[2 of 80, id 7, turn 1] What is beam search?`.
@@ -214,11 +214,11 @@ impl Answers<'_> {
             let named = |id: i64, log_p: f64| -> anyhow::Result<Value> {
                 Ok(json!({"id": id, "token": stream.text_of(narrow(&[id])[0])?, "logprob": log_p}))
             };
-            let mut of_token = named(token.id, token.log_p)?;
+            let mut chosen = named(token.id, token.log_p)?;
             let likeliest = token.likeliest.iter().map(|&(id, log_p)| named(id, log_p));
-            of_token["top_logprobs"] = likeliest.collect::<anyhow::Result<_>>()?;
+            chosen["top_logprobs"] = likeliest.collect::<anyhow::Result<_>>()?;
             stream.push(narrow(&[token.id])[0])?;
-            Ok(of_token)
+            Ok(chosen)
         };
         if self.decoding.scores_tokens() {
             return generation.scored.iter().map(scored).collect();
@@ -228,28 +228,28 @@ impl Answers<'_> {
 
     fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<FinishedText> {
         let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
-        let wording = TextOptions { tokenizer, prompt: request.prompt, stop };
+        let options = TextOptions { tokenizer, prompt: request.prompt, stop };
         let decoding = &mut self.decoding;
-        Ok(text::stream_text(wording, on_text, |on_tokens| decoding.decode(Drafting::On, request, on_tokens))?)
+        Ok(text::stream_text(options, on_text, |on_tokens| decoding.decode(Drafting::On, request, on_tokens))?)
     }
 
     /// Streams the text to stdout; prints the figures to stderr.
     fn stream(&mut self, request: &Request) -> anyhow::Result<FinishedText> {
-        let told = to_stdout(|on_text| self.decode(request, on_text))?;
-        let tally = told.generation.tally();
+        let finished = to_stdout(|on_text| self.decode(request, on_text))?;
+        let tally = finished.generation.tally();
         let figures = format!(
             "[{} in {}, {:.2} a step, {:.0} tokens/s, ended by {}]",
             counted(tally.tokens, "token"),
             counted(tally.steps, "step"),
             tally.tokens_per_step(),
             tally.tokens_per_second(),
-            told.generation.finish_reason.name()
+            finished.generation.finish_reason.name()
         );
         match &self.counter {
             Some(counter) => counter.say(figures),
             None => self.common.say(figures),
         }
-        Ok(told)
+        Ok(finished)
     }
 }
 
@@ -277,12 +277,12 @@ fn add_names(line: &mut Value, prompt: &Prompt, turn: u64) {
 }
 
 /// The `--json` object of an answer.
-pub(super) fn as_json(prompt: &[i64], told: &FinishedText, engine: &str) -> Value {
-    let (generation, tally) = (&told.generation, told.generation.tally());
+pub(super) fn as_json(prompt: &[i64], finished: &FinishedText, engine: &str) -> Value {
+    let (generation, tally) = (&finished.generation, finished.generation.tally());
     json!({
         "prompt_ids": prompt,
         "new_ids": generation.new_ids,
-        "text": told.text_alone,
+        "text": finished.text_alone,
         "steps": tally.steps,
         "tokens_per_step": tally.tokens_per_step(),
         "accept_lengths": generation.accept_lengths,
@@ -297,11 +297,11 @@ pub(super) fn to_stdout(
     decode: impl FnOnce(&mut OnText) -> anyhow::Result<FinishedText>,
 ) -> anyhow::Result<FinishedText> {
     let mut trouble = Ok(());
-    let told = decode(&mut |piece| {
+    let finished = decode(&mut |piece| {
         trouble = write_out(piece);
         if trouble.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
     trouble?;
     write_out("\n")?;
-    Ok(told)
+    Ok(finished)
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::downloads::told;
+use super::downloads::observed;
 use super::reading::watched;
 use super::{CommonFlags, UsageError};
 use crate::data::store::RowStore;
@@ -28,7 +28,7 @@ pub(super) fn rows(heads: &Path, common: &CommonFlags) -> anyhow::Result<(RowSto
         Some(text) => WrittenRecipe::parse(&run.join(RECIPE), text.clone())?,
         None => WrittenRecipe::read(&run.join(RECIPE))?, // of 0.1.0
     };
-    let loaded = told(common, |tell| written.fetch(device, SharedGpus::alone(device), tell))?;
+    let loaded = observed(common, |watch| written.fetch(device, SharedGpus::alone(device), watch))?;
     let plan = TrainPlan { skip_bad_rows: provenance.skip_bad_rows, ..loaded.plan(device) };
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     let run = run.display();

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use serde_json::json;
 use tch::Device;
 
-use super::downloads::told;
+use super::downloads::observed;
 use super::reading::{check_data, watched};
 use super::served::chat_template;
 use super::{CommonFlags, UsageError, outputs, print_json, print_line};
@@ -204,14 +204,14 @@ fn checked(
     common: &CommonFlags,
 ) -> anyhow::Result<(LoadedRecipe, CheckedRun)> {
     let written = WrittenRecipe::parse(&args.out, text)?;
-    let loaded = told(common, |tell| written.fetch(device, SharedGpus::alone(device), tell)).map_err(of_flag)?;
+    let loaded = observed(common, |watch| written.fetch(device, SharedGpus::alone(device), watch)).map_err(as_flag)?;
     let plan = TrainPlan { skip_bad_rows: args.skip_bad_rows, ..loaded.plan(device) };
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     Ok((loaded, checked))
 }
 
 /// An error of the Hub names the flag: the recipe that it points into is not written yet.
-fn of_flag(error: RecipeError) -> anyhow::Error {
+fn as_flag(error: RecipeError) -> anyhow::Error {
     let RecipeError::Hub { key, error, .. } = error else { return error.into() };
     let flag = match key {
         "data.train" => "--data",

@@ -302,15 +302,15 @@ fn calibration_share_text(found: &CalibrationShareFound, out: &mut String) -> st
 
 fn distilled_text(found: &DistilledFolder, out: &mut String) -> std::fmt::Result {
     let refused = |count: usize| if count > 0 { format!(", {count} refused") } else { String::new() };
-    let (all, of_all) = (counted(found.conversations, "conversation"), refused(found.refused));
-    writeln!(out, "distilled    {} of {all}{of_all}", found.kept)?;
-    for DistilledShare { share, conversations, kept, refused: of_share, state } in &found.shares {
+    let (all, refused_note) = (counted(found.conversations, "conversation"), refused(found.refused));
+    writeln!(out, "distilled    {} of {all}{refused_note}", found.kept)?;
+    for DistilledShare { share, conversations, kept, refused: refused_here, state } in &found.shares {
         let state = match state {
             ShareState::Whole => "whole",
             ShareState::Unfinished => "not finished: continue with --resume",
             ShareState::Missing => "missing",
         };
-        writeln!(out, "share {share:<6} {kept} of {conversations}{}, {state}", refused(*of_share))?;
+        writeln!(out, "share {share:<6} {kept} of {conversations}{}, {state}", refused(*refused_here))?;
     }
     Ok(())
 }
@@ -411,7 +411,7 @@ mod tests {
     use crate::formats::run_folder::LOAD;
 
     #[test]
-    fn one_thread_is_told_in_the_singular() {
+    fn one_thread_is_reported_in_the_singular() {
         let mut out = String::new();
         latency_text(&Latency { threads: 1, ..latency(&[(1, 1, 2.5)]) }, &mut out).unwrap();
         assert!(out.starts_with("latencies    float32 on cpu, 1 CPU thread, behind 256 tokens\n"), "{out}");

@@ -131,13 +131,13 @@ impl Verb {
                 ]
             }
             Verb::Generate(args) => {
-                of_decoding(args.prompts.as_mut(), &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone)
+                hub_inputs(args.prompts.as_mut(), &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone)
             }
-            Verb::Chat(args) => of_decoding(None, &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone),
-            Verb::Serve(args) => of_decoding(None, &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone),
+            Verb::Chat(args) => hub_inputs(None, &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone),
+            Verb::Serve(args) => hub_inputs(None, &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone),
             Verb::Bench(args) => {
                 let drafters = args.drafters.iter_mut().chain(args.drafter.drafter.as_mut());
-                of_decoding(Some(&mut args.prompts), &mut args.heads, drafters, args.backbone.as_mut())
+                hub_inputs(Some(&mut args.prompts), &mut args.heads, drafters, args.backbone.as_mut())
             }
             Verb::Calibrate(args) => vec![
                 args.prompts.as_mut().map(HubArgument::File),
@@ -214,13 +214,13 @@ impl Verb {
 }
 
 /// The arguments of decoding verbs that may be Hub ids.
-fn of_decoding<'a>(
+fn hub_inputs<'a>(
     prompts: Option<&'a mut PathBuf>,
     heads: &'a mut Option<PathBuf>,
     drafters: impl IntoIterator<Item = &'a mut DrafterSpec>,
     backbone: impl Into<Option<&'a mut PathBuf>>,
 ) -> Vec<Option<HubArgument<'a>>> {
-    let drafters = drafters.into_iter().flat_map(DrafterSpec::parts_mut).filter_map(HubArgument::of_drafter).map(Some);
+    let drafters = drafters.into_iter().flat_map(DrafterSpec::parts_mut).filter_map(HubArgument::drafter).map(Some);
     let heads = heads.as_mut().map(HubArgument::heads);
     let first = [prompts.map(HubArgument::File), heads].into_iter();
     first.chain(drafters).chain([backbone.into().map(HubArgument::backbone)]).collect()

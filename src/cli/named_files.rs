@@ -52,14 +52,14 @@ impl Verb {
                 ]
             }
             Verb::Generate(args) => {
-                let mut inputs = of_decoding(&args.heads, &args.tree, args.drafter.drafter.iter());
+                let mut inputs = decoding_files(&args.heads, &args.tree, args.drafter.drafter.iter());
                 inputs.push(("--prompts", args.prompts.as_ref()));
                 inputs
             }
-            Verb::Chat(args) => of_decoding(&args.heads, &args.tree, args.drafter.drafter.iter()),
-            Verb::Serve(args) => of_decoding(&args.heads, &args.tree, args.drafter.drafter.iter()),
+            Verb::Chat(args) => decoding_files(&args.heads, &args.tree, args.drafter.drafter.iter()),
+            Verb::Serve(args) => decoding_files(&args.heads, &args.tree, args.drafter.drafter.iter()),
             Verb::Bench(args) => {
-                let mut inputs = of_decoding(&args.heads, &args.tree, args.specs());
+                let mut inputs = decoding_files(&args.heads, &args.tree, args.specs());
                 inputs.extend([("--prompts", Some(&args.prompts)), ("--calibration", args.calibration.as_ref())]);
                 inputs.push(("--api-key-file", args.load.api_key_file.as_ref()));
                 inputs
@@ -141,7 +141,7 @@ impl Verb {
     }
 }
 
-fn of_decoding<'a>(
+fn decoding_files<'a>(
     heads: &'a Option<PathBuf>,
     tree: &'a Option<PathBuf>,
     drafters: impl Iterator<Item = &'a DrafterSpec>,

@@ -50,7 +50,7 @@ pub(super) fn claim(flag: &str, path: &Path, common: &CommonFlags) -> anyhow::Re
 /// # Errors
 /// [`UsageError`].
 pub(super) fn check_is_no_data(flag: &str, output: &Path, data: &[String]) -> Result<(), UsageError> {
-    let files = |entry| source::find(slice::from_ref(entry)).unwrap_or_default().files; // who reads the data tells what is not there
+    let files = |entry| source::find(slice::from_ref(entry)).unwrap_or_default().files; // reading the data reports what is missing
     match data.iter().flat_map(files).any(|file| location(&file) == location(output)) {
         true => Err(would_replace(flag, output, "the data")),
         false => Ok(()),

@@ -108,7 +108,7 @@ impl Progress {
         Self::drawn_as(BAR, [total, before], text, common)
     }
 
-    /// Work that does not tell how far it is.
+    /// Work of unknown length.
     pub(super) fn waiting(text: impl Into<String>, common: &CommonFlags) -> Self {
         Self::drawn_as("{progress}", [0, 0], text, common)
     }

@@ -52,7 +52,7 @@ pub(super) fn read(prompt: Option<&String>, file: Option<&Path>, common: &Common
     }
 }
 
-/// Reads `--prompts`. A user who types them is told how to end them.
+/// Reads `--prompts`. A user who types them learns how to end them.
 ///
 /// # Errors
 /// A file that cannot be read.
@@ -134,7 +134,7 @@ pub(super) fn say_unread<'c>(
     common: &CommonFlags,
 ) {
     let Some(template) = template else { return };
-    let others = OtherKeys::of_chats(chats, template);
+    let others = OtherKeys::from_chats(chats, template);
     if !others.not_read.is_empty() {
         common.say(format_args!("the chat template does not read: {others}"));
     }
@@ -215,11 +215,11 @@ impl EndedEarly {
 
 /// Whether decoding failed because the prompt does not fit.
 fn is_too_long(error: &anyhow::Error) -> bool {
-    let of_text = error.downcast_ref().and_then(|error| match error {
+    let decode_error = error.downcast_ref().and_then(|error| match error {
         TextError::Decode(error) => Some(error),
         TextError::Tokenize(_) => None,
     });
-    matches!(of_text.or_else(|| error.downcast_ref()), Some(DecodeError::PromptTooLong { .. }))
+    matches!(decode_error.or_else(|| error.downcast_ref()), Some(DecodeError::PromptTooLong { .. }))
 }
 
 #[cfg(test)]

@@ -61,15 +61,15 @@ pub fn run(args: &PushArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let PushArgs { folder, repo, private, revision, .. } = args;
     let push = Push { folder, repo, private: *private, message: &message, revision };
     let pushed = with_hub(common, |hub| Ok(hub.push(&push)?))?;
-    tell(&pushed, common)
+    print_pushed(&pushed, common)
 }
 
 fn name(folder: &Path) -> String {
-    let whole = folder.canonicalize().unwrap_or_else(|_| folder.to_owned()); // `.` has no name of its own
-    whole.file_name().map_or_else(|| "a folder".into(), |name| name.to_string_lossy().into_owned())
+    let path = folder.canonicalize().unwrap_or_else(|_| folder.to_owned()); // `.` has no name of its own
+    path.file_name().map_or_else(|| "a folder".into(), |name| name.to_string_lossy().into_owned())
 }
 
-fn tell(pushed: &Pushed, common: &CommonFlags) -> anyhow::Result<()> {
+fn print_pushed(pushed: &Pushed, common: &CommonFlags) -> anyhow::Result<()> {
     let Pushed { commit, files, unchanged, left_out } = pushed;
     if common.json {
         return print_json(&json!({

@@ -39,7 +39,7 @@ pub struct ReportArgs {
 /// then.
 pub fn run(args: &ReportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let out = out(args);
-    let runs = args.runs.iter().map(|folder| Run::read(folder).map_err(of_usage)).collect::<Result<Vec<_>, _>>()?;
+    let runs = args.runs.iter().map(|folder| Run::read(folder).map_err(as_usage)).collect::<Result<Vec<_>, _>>()?;
     for note in runs.iter().flat_map(Run::notes) {
         common.say(note);
     }
@@ -55,7 +55,7 @@ pub fn run(args: &ReportArgs, common: &CommonFlags) -> anyhow::Result<()> {
 }
 
 /// A path that is not of a run: exit status 2.
-fn of_usage(error: ReportError) -> anyhow::Error {
+fn as_usage(error: ReportError) -> anyhow::Error {
     match error {
         ReportError::NotARun { .. } => UsageError(error.to_string()).into(),
         other => other.into(),

@@ -141,18 +141,18 @@ pub fn run(args: &ServeArgs, common: &CommonFlags) -> anyhow::Result<()> {
             template: decoder.template.clone(),
             context: usize::try_from(decoder.backbone.config.max_position_embeddings)?,
         },
-        limits: args.limits.of_request(),
+        limits: args.limits.request(),
         hosts: args.hosts.names(&args.host, address.ip(), &keys),
         keys,
-        recorder: Recorder { sink: log.sink(), metrics: metrics.clone(), tells_texts: args.log_texts },
+        recorder: Recorder { sink: log.sink(), metrics: metrics.clone(), logs_texts: args.log_texts },
         jobs,
         places: Arc::new(Semaphore::new(capacity)),
         capacity,
-        bodies: Arc::new(Semaphore::new(BODIES * kibibytes(args.limits.of_request().body_bytes) as usize)),
+        bodies: Arc::new(Semaphore::new(BODIES * kibibytes(args.limits.request().body_bytes) as usize)),
         phase: heard,
-        acceptance: AcceptanceRules { of_server: decoder.drafter().map(|_| acceptance), typical: args.typical() },
+        acceptance: AcceptanceRules { server_rule: decoder.drafter().map(|_| acceptance), typical: args.typical() },
     });
-    let server = HttpServer::new(listener, routes(&service, origins), args.limits.of_connections(), phase)?;
+    let server = HttpServer::new(listener, routes(&service, origins), args.limits.connections(), phase)?;
     announce(&service, address, common);
     drop(service); // the routes have it; when they are gone, the worker ends
     let serving = thread::Builder::new().name("http".into()).spawn(move || server.run())?;
@@ -309,10 +309,10 @@ impl ServeArgs {
         let engine = self.engine.options().for_batches(decoder)?;
         let guesses = drafts.as_ref().map_or(0, |(_, guesses)| *guesses);
         let tokens = usize::try_from(backbone.config.max_position_embeddings)?.saturating_add(guesses);
-        let fits = || batch_size::of_server(&*engine, [tokens, guesses], common);
+        let fits = || batch_size::for_server(&*engine, [tokens, guesses], common);
         let size = self.limits.max_texts.map_or_else(fits, Ok)?;
         let drafts = drafts.map(|(drafter, _)| (drafter, acceptance));
-        let prefixes = batch_size::of_prefixes(&*engine)?;
+        let prefixes = batch_size::prefix_bytes(&*engine)?;
         let batch = SequenceBatch::new(engine, drafts, size).with_prompt_tokens(PROMPT_TOKENS);
         let batch = prefixes.into_iter().fold(batch, SequenceBatch::with_prefix_cache);
         let room = NonZeroUsize::new(tokens).filter(|_| backbone.device() != Device::Cpu);

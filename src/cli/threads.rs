@@ -18,7 +18,7 @@ const WAITING: &str = "OMP_WAIT_POLICY";
 /// a run took 105 s and 15 s with it, 11.6 s with this value (benches/results/cpu-2026-11-22-threads.md).
 const DEFAULT_SPINS: &str = "10000";
 
-/// Whether the environment tells how long threads wait for each other.
+/// Whether the environment sets how long threads wait for each other.
 pub(super) fn is_waiting_set() -> bool {
     [SPINS, WAITING].iter().any(|name| env::var_os(name).is_some())
 }
@@ -33,7 +33,7 @@ pub(super) fn environment(threads: Option<NonZeroUsize>) -> Vec<(&'static str, S
 /// No machine has more cores; the threads that tokenise are all started at once.
 const MOST_THREADS: usize = 1024;
 
-/// Variables that tell how many threads a library starts. None of them checks it.
+/// Variables that set how many threads a library starts. None of them checks it.
 const COUNTS: [&str; 3] = [COUNT, "MKL_NUM_THREADS", "RAYON_NUM_THREADS"];
 
 /// Refuses a variable with more threads than any machine runs: the libraries abort where the system refuses a thread.
@@ -68,9 +68,9 @@ pub(super) fn count(text: &str) -> Result<NonZeroUsize, String> {
 /// # Errors
 /// If the system refuses to start them.
 pub(super) fn start_tokenisers(threads: Option<NonZeroUsize>) -> anyhow::Result<()> {
-    let of_rayon = 0; // RAYON_NUM_THREADS, or the number of cores
+    let rayons_choice = 0; // RAYON_NUM_THREADS, or the number of cores
     let started =
-        rayon::ThreadPoolBuilder::new().num_threads(threads.map_or(of_rayon, NonZeroUsize::get)).build_global();
+        rayon::ThreadPoolBuilder::new().num_threads(threads.map_or(rayons_choice, NonZeroUsize::get)).build_global();
     let count = threads.map_or_else(String::new, |count| format!("{count} "));
     started.with_context(|| format!("cannot start {count}threads; use a smaller --threads"))
 }

@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-use super::downloads::told;
+use super::downloads::observed;
 use super::reading::watched;
 use super::signals::set_last_words;
 use super::{CommonFlags, Interrupted, UsageError, interrupted_to_save, print_json, print_line, print_text};
@@ -103,7 +103,7 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
     nproc::end_with_starter()?;
     let group = ProcessGroup::join(&place, timeout)?; // first: the others hear of whatever is wrong from here on
-    let shared = SharedGpus::of_rank(&group, common.device);
+    let shared = SharedGpus::for_rank(&group, common.device);
     let ranks = Ranks::new(&group, Device::Cpu);
     let read = || {
         let gpus = shared?; // an error of this process ends the others, too
@@ -111,7 +111,7 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
         let device = device_of_process(common.device, gpus, written.device_map())?;
         anyhow::Ok((written, gpus, device))
     };
-    let (written, gpus, device) = ranks.agree(read()).map_err(|error| OfRank::told(ranks, error))?;
+    let (written, gpus, device) = ranks.agree(read()).map_err(|error| OfRank::wrap(ranks, error))?;
     run_rank(args, common, &written, &RunPlace { ranks: Ranks::new(&group, device), gpus })
 }
 
@@ -137,7 +137,7 @@ struct RunPlace<'c> {
 /// The first of the GPUs that this process has for itself, or the CPU.
 fn device_of_process(choice: DeviceChoice, gpus: SharedGpus, map: Option<&DeviceMap>) -> anyhow::Result<Device> {
     let stages = map.map_or(1, |map| map.stages(Some(gpus.gpus / gpus.processes)));
-    Ok(choice.of_process(gpus, stages)?.resolve()?)
+    Ok(choice.for_process(gpus, stages)?.resolve()?)
 }
 
 /// The GPUs of a process that is alone, or with `--check --nproc` of one of those that it plans for, if there are enough.
@@ -161,7 +161,7 @@ fn run_rank(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, pla
     let ranks = place.ranks;
     let quiet = CommonFlags { quiet: true, json: false, ..common.clone() };
     let common = if ranks.is_first() { common } else { &quiet };
-    train(args, common, written, place).map_err(|error| OfRank::told(ranks, error))
+    train(args, common, written, place).map_err(|error| OfRank::wrap(ranks, error))
 }
 
 /// An error of one of several processes.
@@ -174,9 +174,9 @@ struct OfRank {
 }
 
 impl OfRank {
-    fn told(ranks: Ranks, error: anyhow::Error) -> anyhow::Error {
-        let is_told_as_it_is = ranks.is_alone() || error.is::<Interrupted>();
-        if is_told_as_it_is { error } else { Self { rank: ranks.rank(), error }.into() }
+    fn wrap(ranks: Ranks, error: anyhow::Error) -> anyhow::Error {
+        let is_unchanged = ranks.is_alone() || error.is::<Interrupted>();
+        if is_unchanged { error } else { Self { rank: ranks.rank(), error }.into() }
     }
 }
 
@@ -188,8 +188,8 @@ fn train(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, place:
         false => "interrupted before the first step",
     });
     let (loaded, checked) = ranks.first_of_machine_first(|| {
-        let loaded = told(common, |tell| written.clone().fetch(ranks.device(), gpus, tell))?;
-        let loaded = if args.check { loaded } else { told(common, |tell| loaded.with_weights(tell))? };
+        let loaded = observed(common, |watch| written.clone().fetch(ranks.device(), gpus, watch))?;
+        let loaded = if args.check { loaded } else { observed(common, |watch| loaded.with_weights(watch))? };
         let checked = load(&loaded, place, args, common)?;
         anyhow::Ok((loaded, checked))
     })?;
@@ -209,7 +209,7 @@ fn train(args: &TrainArgs, common: &CommonFlags, written: &WrittenRecipe, place:
     }
     let mut progress = TrainProgress::new(common, checked.total_steps);
     let run = ranks.agree_after_long_work(TrainRun::load(checked))?;
-    let outcome = run.train(ranks, args.resume, interrupted_to_save(), &mut |event| progress.tell(&event));
+    let outcome = run.train(ranks, args.resume, interrupted_to_save(), &mut |event| progress.report(&event));
     drop(progress);
     let outcome = outcome?;
     if ranks.is_first() { report(outcome, args, common) } else { report_of_other(&outcome, ranks) }
@@ -223,7 +223,7 @@ fn print_check(loaded: &LoadedRecipe, preview: RunPreview, common: &CommonFlags)
     }
 }
 
-/// Of a process that is not rank 0, which tells the rest.
+/// Of a process that is not rank 0, which reports the rest.
 fn report_of_other(outcome: &RunOutcome, ranks: Ranks) -> anyhow::Result<()> {
     match outcome {
         RunOutcome::Interrupted(_) | RunOutcome::InterruptedBefore => {

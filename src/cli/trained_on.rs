@@ -17,8 +17,8 @@ use crate::formats::trained_prompts::{MeasuredPrompts, TrainedPrompts};
 ///
 /// # Errors
 /// A file that cannot be read, or is damaged.
-pub(super) fn of_heads(heads: &Path) -> Result<Option<TrainedPrompts>, FormatError> {
-    TrainedPrompts::of_heads(folder_of(heads))
+pub(super) fn for_heads(heads: &Path) -> Result<Option<TrainedPrompts>, FormatError> {
+    TrainedPrompts::for_heads(folder_of(heads))
 }
 
 /// Counts the prompts whose first turn was trained on. Those that cannot be rendered are none: they are refused with their place where they are decoded.

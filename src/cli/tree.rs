@@ -50,7 +50,7 @@ pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
 /// As [`run`].
 pub fn run_without_latency(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let calibration = calibration(args, common)?;
-    let (tree, file) = of_size(args, &calibration)?;
+    let (tree, file) = tree_of_size(args, &calibration)?;
     write(args, &tree, file, &calibration, common)
 }
 
@@ -92,7 +92,7 @@ fn write(
 }
 
 /// The tree of --nodes.
-fn of_size(args: &TreeArgs, calibration: &Calibration) -> anyhow::Result<(GuessTree, TreeFile)> {
+fn tree_of_size(args: &TreeArgs, calibration: &Calibration) -> anyhow::Result<(GuessTree, TreeFile)> {
     let nodes = args.nodes.map_or(0, NonZeroUsize::get);
     if !args.dynamic {
         let found = calibration.cross_validated_tree(nodes, calibration.heads.len());
@@ -103,9 +103,9 @@ fn of_size(args: &TreeArgs, calibration: &Calibration) -> anyhow::Result<(GuessT
     if nodes > TREE_NODES {
         return Err(SearchError::BadNodes { asked: nodes }.into());
     }
-    let of_depth = |depth: usize| calibration.dynamic_tree(nodes, depth);
+    let with_depth = |depth: usize| calibration.dynamic_tree(nodes, depth);
     let best =
-        (1..=calibration.heads.len()).rev().filter_map(of_depth).max_by(|a, b| a.1.per_step.total_cmp(&b.1.per_step));
+        (1..=calibration.heads.len()).rev().filter_map(with_depth).max_by(|a, b| a.1.per_step.total_cmp(&b.1.per_step));
     let (limits, expected) = best.ok_or_else(|| {
         let path = args.calibration.display();
         UsageError(format!(
@@ -124,7 +124,7 @@ fn file_of(tree: GuessTree, ExpectedTokens { per_step, interval }: ExpectedToken
 }
 
 fn say_what_is_expected(tree: &GuessTree, file: &TreeFile, calibration: &Calibration, common: &CommonFlags) {
-    let (nodes, heads) = (counted(tree.nodes(), "node"), of_heads(tree.depth(), calibration));
+    let (nodes, heads) = (counted(tree.nodes(), "node"), heads_note(tree.depth(), calibration));
     let when = if tree.as_static().is_some() { "" } else { ", chosen at each step" };
     let expected = file.expected_tokens_per_step.unwrap_or(1.0);
     let how = match tree.as_static() {
@@ -153,7 +153,7 @@ fn in_words(interval: Option<[f64; 2]>, texts: usize) -> String {
 }
 
 /// The heads whose guesses a tree of this depth has.
-fn of_heads(depth: usize, calibration: &Calibration) -> String {
+fn heads_note(depth: usize, calibration: &Calibration) -> String {
     let all = counted(calibration.heads.len(), "head");
     if depth == calibration.heads.len() { all } else { format!("the first {depth} of {all}") }
 }

@@ -41,14 +41,14 @@ pub(super) fn hide(command: Command) -> Command {
 /// A notice about a typed flag that the verb has no use for. Training refuses such flags itself, with the keys to set instead;
 /// `--device cpu` is what all others do.
 pub(super) fn notice(matches: &ArgMatches) -> Option<String> {
-    let (verb, of_verb) = matches.subcommand().filter(|(verb, _)| *verb != "train")?;
+    let (verb, verb_matches) = matches.subcommand().filter(|(verb, _)| *verb != "train")?;
     let is_typed = |flag: &str| {
         let typed = |matches: &ArgMatches| matches.value_source(flag) == Some(ValueSource::CommandLine);
-        typed(of_verb) || typed(matches)
+        typed(verb_matches) || typed(matches)
     };
-    let device = || [of_verb, matches].into_iter().find_map(|matches| matches.get_one::<DeviceChoice>("device"));
+    let device = || [verb_matches, matches].into_iter().find_map(|matches| matches.get_one::<DeviceChoice>("device"));
     let on_cpu = || device().is_some_and(|device| matches!(device, DeviceChoice::Auto | DeviceChoice::Cpu));
-    let asking = ENDPOINTS.iter().find(|(name, _)| *name == verb && of_verb.value_source("endpoint").is_some());
+    let asking = ENDPOINTS.iter().find(|(name, _)| *name == verb && verb_matches.value_source("endpoint").is_some());
     let verb = asking.map_or(verb, |(_, asking)| *asking);
     let flag = unused(verb).iter().find(|flag| is_typed(flag) && !(**flag == "device" && on_cpu()))?;
     Some(format!("--{flag} has no effect on `medusa {verb}`"))

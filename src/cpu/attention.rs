@@ -170,14 +170,14 @@ impl SingleQuery<'_> {
             lanes.multiply_add(lanes.all(p), value, sum)
         };
         let mut sums = [lanes.all(0.0); 4];
-        let ((p_of_4, _), (whole, rest)) = (p.as_chunks::<4>(), self.slots.as_chunks::<4>());
-        for (slots, p) in whole.iter().zip(p_of_4) {
+        let ((p_of_4, _), (slots_of_4, rest)) = (p.as_chunks::<4>(), self.slots.as_chunks::<4>());
+        for (slots, p) in slots_of_4.iter().zip(p_of_4) {
             for i in 0..4 {
                 sums[i] = add(sums[i], p[i], slots[i]);
             }
         }
         for (i, &slot) in rest.iter().enumerate() {
-            sums[i] = add(sums[i], p[4 * whole.len() + i], slot);
+            sums[i] = add(sums[i], p[4 * slots_of_4.len() + i], slot);
         }
         lanes.add(lanes.add(sums[0], sums[1]), lanes.add(sums[2], sums[3]))
     }

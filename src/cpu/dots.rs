@@ -220,7 +220,7 @@ fn dots<L: Lanes, const BF16: bool, const FETCH: usize, const R: usize, const T:
     }
     let mut out = [0.0; TOGETHER * BLOCK_ROWS];
     for (sums, out) in all.chunks(LANES / TOGETHER).zip(out.chunks_mut(LANES)) {
-        let sum = |at: usize| sums.get(at / TOGETHER).map_or(lanes.all(0.0), |of_row| of_row[at % TOGETHER]);
+        let sum = |at: usize| sums.get(at / TOGETHER).map_or(lanes.all(0.0), |row| row[at % TOGETHER]);
         lanes.store(out, lanes.sum_each(array::from_fn(sum)));
     }
     out
@@ -243,13 +243,13 @@ impl PackedActivations {
     #[inline(always)]
     fn new<L: Lanes>(lanes: L, x_ni: &[f32], weights: &DotWeights) -> Self {
         let rows = x_ni.len() / weights.inputs;
-        let of_row = weights.row_lines * x_lines::<L>(weights.number == Number::BFloat16);
-        let mut packed = Self { lines: vec![VectorLine::ZERO; rows * of_row], blocks: vec![] };
+        let row_lines = weights.row_lines * x_lines::<L>(weights.number == Number::BFloat16);
+        let mut packed = Self { lines: vec![VectorLine::ZERO; rows * row_lines], blocks: vec![] };
         let blocks = rows.div_ceil(L::BLOCK_ROWS);
         let mut first = 0;
         for block in 0..blocks {
             let rows = rows / blocks + usize::from(block < rows % blocks);
-            let block = Block { first, rows, lines: first * of_row..(first + rows) * of_row };
+            let block = Block { first, rows, lines: first * row_lines..(first + rows) * row_lines };
             packed.fill(lanes, &block, &x_ni[first * weights.inputs..(first + rows) * weights.inputs], weights);
             packed.blocks.push(block);
             first += rows;
@@ -268,9 +268,9 @@ impl PackedActivations {
                     (false, _) => weights.number.write(x, &mut bytes_of(line)[..size_of_val(x)]),
                     (true, Some(x)) => lanes.write_bfloat16_x(x, line),
                     (true, None) => {
-                        let mut whole = [0.0; 32];
-                        whole[..x.len()].copy_from_slice(x);
-                        lanes.write_bfloat16_x(&whole, line);
+                        let mut padded = [0.0; 32];
+                        padded[..x.len()].copy_from_slice(x);
+                        lanes.write_bfloat16_x(&padded, line);
                     }
                 }
             }

@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     /// One number of each lane of what `kernel` returns, for each kind of vectors that this CPU has.
-    macro_rules! of_each {
+    macro_rules! by_lanes {
         ($lanes:ident => $vector:expr) => {{
             let mut found: Vec<[f32; LANES]> = vec![];
             let mut out = [0.0; LANES];
@@ -78,7 +78,7 @@ mod tests {
     fn each_lane_is_the_sum_of_its_vector() {
         let vectors: [[f32; LANES]; LANES] =
             std::array::from_fn(|v| std::array::from_fn(|lane| (v * 100 + lane * lane) as f32));
-        for sums in of_each!(lanes => lanes.sum_each(vectors.map(|v| lanes.load(&v)))) {
+        for sums in by_lanes!(lanes => lanes.sum_each(vectors.map(|v| lanes.load(&v)))) {
             assert_eq!(sums, vectors.map(|v| v.iter().sum::<f32>()));
         }
     }
@@ -89,12 +89,12 @@ mod tests {
         for step in -8700..8800 {
             let x = step as f32 / 100.0;
             let expected = f64::from(x).exp();
-            for got in of_each!(lanes => lanes.exp(lanes.all(x))) {
+            for got in by_lanes!(lanes => lanes.exp(lanes.all(x))) {
                 let off = (f64::from(got[0]) - expected).abs() / expected;
                 assert!(off < 2.0 * f64::from(f32::EPSILON), "e^{x} = {}, expected {expected}", got[0]);
             }
         }
-        for ends in of_each!(lanes => lanes.exp(lanes.load(&[f32::NEG_INFINITY, 200.0, f32::NAN]))) {
+        for ends in by_lanes!(lanes => lanes.exp(lanes.load(&[f32::NEG_INFINITY, 200.0, f32::NAN]))) {
             assert_eq!((ends[0], ends[1]), (0.0, f32::INFINITY));
             assert!(ends[2].is_nan());
         }
@@ -108,7 +108,7 @@ mod tests {
         };
         for seed in 0..200 {
             let (a, b) = (numbers(seed), numbers(seed + 1));
-            let each = of_each!(lanes => {
+            let each = by_lanes!(lanes => {
                 let (a, b) = (lanes.load(&a), lanes.load(&b));
                 let sums = lanes.sum_each([lanes.multiply(a, b); LANES]);
                 let quotient = lanes.divide(lanes.exp(a), lanes.larger(lanes.all(0.5), b));
@@ -123,8 +123,8 @@ mod tests {
     fn parts_of_a_vector_are_read_and_written() {
         let x: [f32; LANES] = std::array::from_fn(|i| i as f32 + 1.0);
         for len in 0..=LANES {
-            for whole in of_each!(lanes => lanes.load(&x[..len])) {
-                assert_eq!((&whole[..len], whole[len..].iter().all(|&x| x == 0.0)), (&x[..len], true));
+            for loaded in by_lanes!(lanes => lanes.load(&x[..len])) {
+                assert_eq!((&loaded[..len], loaded[len..].iter().all(|&x| x == 0.0)), (&x[..len], true));
             }
             for lanes in
                 Avx512::detected().map(Instructions::Avx512).into_iter().chain(Avx2::detected().map(Instructions::Avx2))

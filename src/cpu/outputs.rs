@@ -14,12 +14,12 @@ const PARTS_OF_THREAD: usize = 2;
 /// Where the outputs of a product go: `[N, outputs]`.
 pub(super) struct Outputs<'y> {
     y: Shared<'y, f32>,
-    of_row: usize,
+    row_length: usize,
 }
 
 impl<'y> Outputs<'y> {
-    pub(super) fn new(y_no: &'y mut [f32], of_row: usize) -> Self {
-        Self { y: Shared::new(y_no), of_row }
+    pub(super) fn new(y_no: &'y mut [f32], row_length: usize) -> Self {
+        Self { y: Shared::new(y_no), row_length }
     }
 
     /// Writes some outputs of a row, from `first` on.
@@ -28,7 +28,7 @@ impl<'y> Outputs<'y> {
     /// No other part reads or writes them.
     pub(super) unsafe fn write(&self, row: usize, first: usize, outputs: &[f32]) {
         // SAFETY: the caller's promise.
-        unsafe { self.y.write(row * self.of_row + first, outputs) }
+        unsafe { self.y.write(row * self.row_length + first, outputs) }
     }
 }
 

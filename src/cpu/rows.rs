@@ -151,10 +151,10 @@ pub(crate) fn likeliest(logits_nv: &[f32], v: usize, count: usize, team: &Team) 
     let count = count.min(v);
     let rows = logits_nv.len() / v;
     let mut likeliest = vec![(0, 0.0); rows * count];
-    let of_part = LOGITS_OF_PART.div_ceil(v);
+    let part_rows = LOGITS_OF_PART.div_ceil(v);
     let out = Shared::new(&mut likeliest);
-    team.run(rows.div_ceil(of_part), |part| {
-        for row in part * of_part..rows.min((part + 1) * of_part) {
+    team.run(rows.div_ceil(part_rows), |part| {
+        for row in part * part_rows..rows.min((part + 1) * part_rows) {
             let logits_v = &logits_nv[row * v..(row + 1) * v];
             let total = log_sum_exp(logits_v);
             let with_log_p: Vec<_> =

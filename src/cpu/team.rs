@@ -65,14 +65,14 @@ impl Team {
         Self { shared, busy: Mutex::new(()), size: helpers + 1 }
     }
 
-    /// The number of threads of [`Team::of_process`], in place of `OMP_NUM_THREADS`. Has no effect on a team that runs.
+    /// The number of threads of [`Team::shared`], in place of `OMP_NUM_THREADS`. Has no effect on a team that runs.
     pub fn limit_process(size: usize) {
         PROCESS_SIZE.store(size, Ordering::Relaxed);
     }
 
     /// The process's team: as many threads as [`Team::limit_process`] says, else `OMP_NUM_THREADS`, else one a processor that the
     /// system shows.
-    pub fn of_process() -> &'static Self {
+    pub fn shared() -> &'static Self {
         static TEAM: OnceLock<Team> = OnceLock::new();
         let limit = NonZeroUsize::new(PROCESS_SIZE.load(Ordering::Relaxed)).map(NonZeroUsize::get);
         let asked = || limit.or_else(|| std::env::var("OMP_NUM_THREADS").ok()?.parse().ok());

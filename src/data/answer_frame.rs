@@ -23,14 +23,14 @@ impl AnswerFrame {
     /// turn among them: templates open thoughts behind it.
     pub(super) fn of(render: impl Fn(&[Message], bool) -> Option<WrittenText>) -> Option<Self> {
         let turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")];
-        let talk = turns.map(|(role, content)| Message::new(role, content));
-        let (opened, short, long) = (render(&talk[..1], true)?, render(&talk[..2], false)?, render(&talk, false)?);
-        let [_, of_opened] = around(&opened, 0);
-        let [of_short, behind_last] = around(&short, 1);
-        let ([of_first, behind_inner], [of_second, _]) = (around(&long, 1), around(&long, 3));
-        let header = header_of(of_opened, of_short);
-        let of_all = common(common(header, of_first), of_second);
-        let header = if of_all.trim().is_empty() { header } else { of_all };
+        let turns = turns.map(|(role, content)| Message::new(role, content));
+        let (opened, short, long) = (render(&turns[..1], true)?, render(&turns[..2], false)?, render(&turns, false)?);
+        let [_, before_opened] = around(&opened, 0);
+        let [before_short, behind_last] = around(&short, 1);
+        let ([before_first, behind_inner], [before_second, _]) = (around(&long, 1), around(&long, 3));
+        let header = header_of(before_opened, before_short);
+        let in_all = common(common(header, before_first), before_second);
+        let header = if in_all.trim().is_empty() { header } else { in_all };
         let frame = Self {
             header: header.to_owned(),
             behind_last: behind_last.to_owned(),

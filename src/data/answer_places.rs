@@ -69,7 +69,7 @@ impl AnswerPlaces<'_> {
     /// Behind others than the user's turns, the header is what the template writes to let the assistant speak.
     fn opened_header(&mut self, at: usize, before: &str) -> Option<usize> {
         let opened = self.template.written(&self.messages[..at], self.inputs, true).ok()?;
-        let header = header_of(opened.tail(), before);
+        let header = header_of(opened.after_last(), before);
         let frame = self.template.frame.as_ref();
         let end = frame.map_or(header.len(), |frame| frame.without_thoughts(header));
         if end > 0 {
@@ -79,7 +79,7 @@ impl AnswerPlaces<'_> {
     }
 
     /// How many answers without a place in the text stand between this message and the last one before it that has one. `None` where a
-    /// message between them says what a header is: it could not be told from one.
+    /// message between them says what a header is: it could not be distinguished from one.
     fn answers_without_place_before(&self, at: usize) -> Option<usize> {
         let mut answers = 0;
         for earlier in (0..at).rev().take_while(|&earlier| !self.written.is_marked(earlier)) {
@@ -110,7 +110,7 @@ impl AnswerPlaces<'_> {
     /// The end of the turn where it is the last one, if the turn ends so here, too.
     fn end_as_last(&mut self, at: usize, behind: &str) -> Option<usize> {
         let alone = self.template.written(&self.messages[..=at], self.inputs, false).ok()?;
-        let end = ending(alone.tail());
+        let end = ending(alone.after_last());
         if end.is_empty() || !behind.starts_with(end) {
             return None;
         }

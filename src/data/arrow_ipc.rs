@@ -44,7 +44,7 @@ enum ArrowReader {
 
 impl ArrowBatches {
     /// The file format: a footer says where its batches are.
-    pub(super) fn of_file(file: File, path: &Path, names: Option<&ColumnNames>) -> Result<Self, RowError> {
+    pub(super) fn in_file(file: File, path: &Path, names: Option<&ColumnNames>) -> Result<Self, RowError> {
         let open = || {
             let size = file.metadata()?.len();
             claims::check_file(&file)?;
@@ -55,8 +55,8 @@ impl ArrowBatches {
             Ok(wanted.map(|wanted| (size, wanted)))
         };
         let (size, FileColumns { wanted, others }) =
-            told(path, open)?.map_err(|problem| RowLocation::file(path).error(problem))?;
-        let reader = told(path, || FileReader::try_new_buffered(file, Some(wanted)))?;
+            as_row_error(path, open)?.map_err(|problem| RowLocation::file(path).error(problem))?;
+        let reader = as_row_error(path, || FileReader::try_new_buffered(file, Some(wanted)))?;
         let batches = reader.num_batches() as u64;
         Ok(Self {
             reader: ArrowReader::File { reader: Box::new(reader), batches, read: 0 },
@@ -68,7 +68,7 @@ impl ArrowBatches {
     }
 
     /// The stream format: batch after batch until the end.
-    pub(super) fn of_stream(
+    pub(super) fn in_stream(
         bytes: BufReader<CountedFile>,
         path: &Path,
         names: Option<&ColumnNames>,
@@ -78,9 +78,9 @@ impl ArrowBatches {
             claims::check_stream(&file)?;
             Ok(StreamReader::try_new_buffered(file, None)?.schema())
         };
-        let columns = FileColumns::of(&*told(path, schema)?, names);
+        let columns = FileColumns::of(&*as_row_error(path, schema)?, names);
         let FileColumns { wanted, others } = columns.map_err(|problem| RowLocation::file(path).error(problem))?;
-        let reader = told(path, || StreamReader::try_new(bytes, Some(wanted)))?;
+        let reader = as_row_error(path, || StreamReader::try_new(bytes, Some(wanted)))?;
         let (reader, others) = (ArrowReader::Stream(Box::new(reader)), others.into());
         Ok(Self { reader, rest: None, at_once: ROWS_AT_ONCE, size: 0, others })
     }
@@ -95,7 +95,7 @@ impl ArrowBatches {
     }
 
     fn read(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {
-        let batch = told(path, || match &mut self.reader {
+        let batch = as_row_error(path, || match &mut self.reader {
             ArrowReader::File { reader, read, .. } => {
                 *read += 1;
                 reader.next().transpose()
@@ -103,7 +103,7 @@ impl ArrowBatches {
             ArrowReader::Stream(reader) => reader.next().transpose(),
         })?;
         if let Some(batch) = &batch {
-            let bytes = told(path, || Ok(columns::bytes_of(batch)))?;
+            let bytes = as_row_error(path, || Ok(columns::bytes_of(batch)))?;
             self.at_once = columns::rows_at_once(bytes, batch.num_rows() as u64, ROWS_AT_ONCE);
         }
         Ok(batch)
@@ -118,8 +118,8 @@ impl ArrowBatches {
     }
 }
 
-fn told<T>(path: &Path, read: impl FnOnce() -> Result<T, ArrowError>) -> Result<T, RowError> {
-    let read = panics::of_library(|| read().map_err(|error| error.to_string())).flatten();
+fn as_row_error<T>(path: &Path, read: impl FnOnce() -> Result<T, ArrowError>) -> Result<T, RowError> {
+    let read = panics::catch(|| read().map_err(|error| error.to_string())).flatten();
     read.map_err(|error| RowLocation::file(path).error(RowProblem::BrokenArrow(error)))
 }
 
@@ -149,7 +149,7 @@ mod tests {
             writer.write(&batch).unwrap();
             writer.finish().unwrap();
             assert!(path.metadata().unwrap().len() < 2 << 20);
-            let mut batches = ArrowBatches::of_file(File::open(&path).unwrap(), &path, None).unwrap();
+            let mut batches = ArrowBatches::in_file(File::open(&path).unwrap(), &path, None).unwrap();
             assert_eq!(batches.next(&path).unwrap().unwrap().num_rows(), 4);
         }
     }
@@ -191,7 +191,7 @@ mod tests {
         let mut writer = FileWriter::try_new(File::create(&path).unwrap(), &batch.schema()).unwrap();
         writer.write(&batch).unwrap();
         writer.finish().unwrap();
-        let mut batches = ArrowBatches::of_file(File::open(&path).unwrap(), &path, None).unwrap();
+        let mut batches = ArrowBatches::in_file(File::open(&path).unwrap(), &path, None).unwrap();
         assert_eq!(batches.next(&path).unwrap().unwrap().num_rows(), 100);
     }
 }

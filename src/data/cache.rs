@@ -29,7 +29,7 @@ pub enum CacheError {
     /// A file that is there and that the disk does not give.
     #[error("cannot read the token cache {}, which stays: look at its disk and at who may read it", path.display())]
     Unreadable { path: PathBuf, source: io::Error },
-    /// A file that was whole when it was opened, as far as its footer told, and of which a batch is not.
+    /// A file that was whole when it was opened, by its footer, and of which a batch is not.
     #[error("the token cache {} is damaged ({how}); it was removed: start again (a run with --resume), and it is made anew", path.display())]
     Damaged { path: PathBuf, how: String },
 }
@@ -63,7 +63,7 @@ impl TokenCache {
     }
 
     /// In [`files::user_cache`]; `None` for a user without a home.
-    pub fn of_user() -> Option<Self> {
+    pub fn for_user() -> Option<Self> {
         files::user_cache().map(Self::new)
     }
 
@@ -82,7 +82,7 @@ impl TokenCache {
         let name = path.file_stem().map(OsStr::to_string_lossy).unwrap_or_default();
         let sha256 = name.rsplit('-').next().filter(|sha256| sha256.len() == 32);
         Ok(match TokenFile::open(Storage::new(file), &path, Some(sha256.unwrap_or("no hash"))) {
-            Ok(whole) => CacheEntry::Rows(Box::new(whole)),
+            Ok(opened) => CacheEntry::Rows(Box::new(opened)),
             Err(Fault::Damage(how)) => CacheEntry::Damaged(format!("{}: {how}", path.display())),
             Err(Fault::Io(source)) => return Err(CacheError::Unreadable { path, source }),
         })
@@ -287,8 +287,8 @@ mod tests {
         let mut writer = TokenFileWriter::new(new.writer().unwrap()).unwrap();
         writer.push(TokenRow { input_ids: vec![token; 3], labels: vec![token; 3] }).unwrap();
         writer.finish(FileSummary::default()).unwrap().flush().unwrap();
-        let whole = cache.commit(key, new).unwrap();
-        assert_eq!(whole.file.row(whole.rows[0]).unwrap().input_ids, [token; 3]);
+        let opened = cache.commit(key, new).unwrap();
+        assert_eq!(opened.file.row(opened.rows[0]).unwrap().input_ids, [token; 3]);
     }
 
     fn names(folder: &Path) -> Vec<String> {
@@ -347,7 +347,7 @@ mod tests {
         };
         let first = write("one", 0);
         assert_eq!(first, files::sha256(&path).unwrap());
-        assert_eq!(write("two", 0), first, "nothing tells that it changed, so it was not read");
+        assert_eq!(write("two", 0), first, "nothing shows that it changed, so it was not read");
         let second = write("two", 1);
         assert_ne!(second, first);
         assert!(cache.knows(&path));

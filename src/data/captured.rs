@@ -74,7 +74,7 @@ impl CapturedSet {
                 let taken = file.and_then(|(file, tokens)| set.take(file, tokens));
                 taken.or_else(|error| set.leave_out(error, settings.skip_bad_rows))?;
             }
-            set.tell(settings, paths.len());
+            set.report_progress(settings, paths.len());
         }
         if set.files.is_empty() {
             let first =
@@ -107,7 +107,7 @@ impl CapturedSet {
     }
 
     /// The bytes of files that are not open yet are estimated.
-    fn tell(&self, settings: &LoadSettings, all: usize) {
+    fn report_progress(&self, settings: &LoadSettings, all: usize) {
         let Some(hear) = settings.watch else { return };
         let left_out: usize = self.left_out.values().map(|bad| bad.rows).sum();
         let (read, opened) = (self.bytes(), (self.files.len() + left_out) as u64);
@@ -243,8 +243,8 @@ impl CapturedSet {
     /// # Errors
     /// A file without a mask, or an error of reading.
     pub fn rows(&self, settings: &LoadSettings) -> Result<(RowStore, LoadReport), DataError> {
-        let (whole, cache) = self.token_file(settings)?;
-        let OpenedTokenFile { file, rows, summary, tokens_sha256 } = whole;
+        let (opened, cache) = self.token_file(settings)?;
+        let OpenedTokenFile { file, rows, summary, tokens_sha256 } = opened;
         let path = PathBuf::from(&self.entry);
         let mut report = LoadReport { max_length: settings.max_length.get(), ..LoadReport::default() };
         let (read, left_out) = (summary.counts.read, summary.counts.left_out());
@@ -265,7 +265,7 @@ impl CapturedSet {
         };
         let key = settings.cache_key(Path::new(&self.entry), &self.stamp().sha256);
         match cache.read(&key)? {
-            CacheEntry::Rows(whole) => Ok((*whole, CacheUse::Read)),
+            CacheEntry::Rows(opened) => Ok((*opened, CacheUse::Read)),
             CacheEntry::Nothing => Ok((self.build(settings, cache, &key)?, CacheUse::Written)),
             CacheEntry::Damaged(how) => Ok((self.build(settings, cache, &key)?, CacheUse::Rebuilt(how))),
         }

@@ -141,9 +141,9 @@ impl ConversationRenderer<'_> {
     }
 
     /// The template's own `{% generation %}` blocks: one for each of the assistant's turns.
-    fn generation(&self, messages: &[Message], whole: &str) -> Result<Option<Vec<Range<usize>>>, TemplateError> {
+    fn generation(&self, messages: &[Message], rendered: &str) -> Result<Option<Vec<Range<usize>>>, TemplateError> {
         let marked = self.template.render_generation(messages, self.inputs)?;
-        let Some(MarkedText { spans, .. }) = marked.filter(|marked| marked.text == whole) else { return Ok(None) };
+        let Some(MarkedText { spans, .. }) = marked.filter(|marked| marked.text == rendered) else { return Ok(None) };
         let mut assistants = (0..messages.len()).filter(|&at| messages[at].is_from_assistant());
         if spans.len() == assistants.clone().count() {
             let learned = spans.into_iter().zip(assistants).filter(|(_, at)| self.is_learned(messages, *at));
@@ -176,9 +176,9 @@ impl ConversationRenderer<'_> {
     }
 
     /// Where the text of a turn begins: behind that of the turns before it.
-    fn begin_of(&self, before: &[Message], whole: &str) -> Option<usize> {
+    fn begin_of(&self, before: &[Message], rendered: &str) -> Option<usize> {
         let before = self.written(before, false).ok()?.text;
-        whole.starts_with(&before).then_some(before.len())
+        rendered.starts_with(&before).then_some(before.len())
     }
 }
 
@@ -217,21 +217,21 @@ mod tests {
 
     #[test]
     fn a_token_across_the_border_is_learned_whole() {
-        let of = |spans: &[Range<usize>]| labels(&[1, 2, 3, 4], &[0..2, 2..5, 5..6, 6..9], spans);
-        assert_eq!(of(&[4..7, 9..9]), [X, 2, 3, 4]);
-        assert_eq!(of(&[2..5, 9..9]), [X, 2, X, X]);
-        assert_eq!(of(&[0..1, 6..9]), [1, X, X, 4]);
-        assert_eq!(of(&[]), [X; 4]);
+        let labelled = |spans: &[Range<usize>]| labels(&[1, 2, 3, 4], &[0..2, 2..5, 5..6, 6..9], spans);
+        assert_eq!(labelled(&[4..7, 9..9]), [X, 2, 3, 4]);
+        assert_eq!(labelled(&[2..5, 9..9]), [X, 2, X, X]);
+        assert_eq!(labelled(&[0..1, 6..9]), [1, X, X, 4]);
+        assert_eq!(labelled(&[]), [X; 4]);
     }
 
     #[test]
     fn a_token_whose_blanks_are_not_placed_is_learned_where_it_stands() {
         // As byte-level tokenizers that trim offsets place blanks: [1..1] stands for byte 0, [5..5] for bytes 3 and 4.
         let places = [1..1, 1..3, 5..5, 5..6, 6..6];
-        let of = |span: Range<usize>| labels(&[1, 2, 3, 4, 5], &places, std::slice::from_ref(&span));
-        assert_eq!(of(0..6), [1, 2, 3, 4, X]);
-        assert_eq!(of(3..6), [X, X, 3, 4, X]);
-        assert_eq!(of(1..3), [X, 2, X, X, X]);
+        let labelled = |span: Range<usize>| labels(&[1, 2, 3, 4, 5], &places, std::slice::from_ref(&span));
+        assert_eq!(labelled(0..6), [1, 2, 3, 4, X]);
+        assert_eq!(labelled(3..6), [X, X, 3, 4, X]);
+        assert_eq!(labelled(1..3), [X, 2, X, X, X]);
     }
 
     /// A conversation of many answers, some with blanks around them, some of them equal.

@@ -215,7 +215,7 @@ impl ChatTemplate {
     /// # Errors
     /// Files that cannot be read, a template that does not parse.
     pub fn load(folder: &Path) -> Result<Option<Self>, TemplateError> {
-        match Self::of_file(&folder.join("chat_template.jinja"), folder) {
+        match Self::from_file(&folder.join("chat_template.jinja"), folder) {
             Err(TemplateError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
             read => return read.map(Some),
         }
@@ -232,7 +232,7 @@ impl ChatTemplate {
     }
 
     /// The template of a file, with the special tokens of the backbone in `folder`.
-    fn of_file(path: &Path, folder: &Path) -> Result<Self, TemplateError> {
+    fn from_file(path: &Path, folder: &Path) -> Result<Self, TemplateError> {
         let special = special_tokens(folder)?;
         let unreadable = |source| TemplateError::Read { path: path.to_owned(), source };
         Self::parse(&files::read_text(path).map_err(unreadable)?, special, path.display().to_string())
@@ -249,7 +249,7 @@ impl ChatTemplate {
             TemplateChoice::BuiltIn(BuiltIn { name, source }) => {
                 Self::parse(source, special_tokens(folder)?, format!("the built-in template {name:?}")).map(Some)
             }
-            TemplateChoice::File(path) => Self::of_file(path, folder).map(Some),
+            TemplateChoice::File(path) => Self::from_file(path, folder).map(Some),
         }
     }
 

@@ -3,7 +3,7 @@
 /// What columns of questions and of answers are called.
 const QUESTIONS: [&str; 8] = ["question", "query", "input", "source", "user", "problem", "instruction", "prompt"];
 const ANSWERS: [&str; 8] = ["answer", "response", "output", "target", "assistant", "solution", "completion", "reply"];
-/// What rows are told that have no answer.
+/// What is reported for rows that have no answer.
 pub(super) const NO_ANSWERS: &str =
     "these are prompts without answers: `medusa distill --prompts` lets the backbone write the answers";
 

@@ -140,7 +140,7 @@ impl ColumnNames {
     }
 
     /// The named columns of a row, under the keys that are known.
-    pub(super) fn of_object(&self, object: &Map<String, Value>) -> Result<Map<String, Value>, RowProblem> {
+    pub(super) fn pick(&self, object: &Map<String, Value>) -> Result<Map<String, Value>, RowProblem> {
         let take = |(key, column): &(&'static str, String)| match object.get(column) {
             None | Some(Value::Null) if *key == "input" => None, // Alpaca's rows leave it out
             Some(Value::Null) => Some(Err(RowProblem::null(column))),
@@ -173,19 +173,19 @@ mod tests {
 
     #[test]
     fn columns_are_one_form_of_a_row() {
-        let of = |text: &str| text.parse::<ColumnNames>();
-        let names = of("completion=answer,prompt=question").unwrap();
+        let parsed = |text: &str| text.parse::<ColumnNames>();
+        let names = parsed("completion=answer,prompt=question").unwrap();
         assert_eq!(names.to_string(), "prompt=question,completion=answer");
         assert_eq!(names.to_toml(), "{ prompt = \"question\", completion = \"answer\" }");
         assert_eq!(toml::to_string(&names).unwrap(), "prompt = \"question\"\ncompletion = \"answer\"\n");
         assert_eq!(toml::from_str::<ColumnNames>(&toml::to_string(&names).unwrap()).unwrap(), names);
-        assert!(of("instruction=a,input=b,output=c").is_ok() && of("instruction=a,output=c").is_ok());
-        assert!(of("prompt=question").unwrap_err().ends_with("got prompt"));
-        assert!(of("text=a,messages=b").unwrap_err().ends_with("got text and messages"));
-        assert!(of("question").unwrap_err().contains("such as prompt=question"));
-        assert!(of("question=prompt").unwrap_err().starts_with("\"question\": expected text, messages"));
-        assert_eq!(of("text=a,text=b").unwrap_err(), "text is there twice");
-        assert_eq!(of("text= ").unwrap_err(), "text: expected the name of a column, got nothing");
+        assert!(parsed("instruction=a,input=b,output=c").is_ok() && parsed("instruction=a,output=c").is_ok());
+        assert!(parsed("prompt=question").unwrap_err().ends_with("got prompt"));
+        assert!(parsed("text=a,messages=b").unwrap_err().ends_with("got text and messages"));
+        assert!(parsed("question").unwrap_err().contains("such as prompt=question"));
+        assert!(parsed("question=prompt").unwrap_err().starts_with("\"question\": expected text, messages"));
+        assert_eq!(parsed("text=a,text=b").unwrap_err(), "text is there twice");
+        assert_eq!(parsed("text= ").unwrap_err(), "text: expected the name of a column, got nothing");
         let blank = toml::from_str::<ColumnNames>("text = \"\"").unwrap_err().to_string();
         assert!(blank.contains("text: expected the name of a column, got nothing"), "{blank}");
     }
@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn a_row_has_the_named_columns_alone() {
         let names: ColumnNames = "prompt=question,completion=answer".parse().unwrap();
-        let row = |value: Value| names.of_object(value.as_object().unwrap()).map_err(|e| e.to_string());
+        let row = |value: Value| names.pick(value.as_object().unwrap()).map_err(|e| e.to_string());
         let read = row(json!({"text": "t", "answer": "a", "question": "q"})).unwrap();
         assert_eq!(Value::Object(read), json!({"prompt": "q", "completion": "a"}));
         let with_tools = json!({"question": [], "answer": [], "tools": [1], "chat_template_kwargs": {"a": 1}, "x": 1});
@@ -210,7 +210,7 @@ mod tests {
     fn an_input_may_be_absent() {
         let names: ColumnNames = "instruction=task,input=context,output=answer".parse().unwrap();
         for row in [json!({"task": "t", "answer": "a"}), json!({"task": "t", "context": null, "answer": "a"})] {
-            let read = Value::Object(names.of_object(row.as_object().unwrap()).unwrap());
+            let read = Value::Object(names.pick(row.as_object().unwrap()).unwrap());
             assert_eq!(read, json!({"instruction": "t", "output": "a"}));
         }
     }

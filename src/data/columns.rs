@@ -93,7 +93,7 @@ impl<'n> Columns<'n> {
         let (mut lists, mut others) = (Vec::new(), Vec::new());
         for (field, column) in batch.schema_ref().fields().iter().zip(batch.columns()) {
             match LISTS.into_iter().find(|key| names.is_none() && field.name() == key) {
-                Some(key) => lists.push((key, cast(&of_own_values(column)?, &as_lists)?)),
+                Some(key) => lists.push((key, cast(&own_lists(column)?, &as_lists)?)),
                 None => others.push((field.clone(), column.clone())),
             }
         }
@@ -210,7 +210,7 @@ fn number(array: &dyn Array, at: usize) -> Option<Value> {
 
 /// A column of lists, with the values of its own rows alone: a slice of a large batch has all of the batch's, and to convert them for every
 /// slice would take the square of their number.
-fn of_own_values(column: &ArrayRef) -> Result<LargeListArray, ArrowError> {
+fn own_lists(column: &ArrayRef) -> Result<LargeListArray, ArrowError> {
     let (DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _)) = column.data_type()
     else {
         return Err(ArrowError::SchemaError("a list was expected".to_owned()));
@@ -230,10 +230,10 @@ pub(super) fn bytes_of(batch: &RecordBatch) -> u64 {
 
 /// At most so many bytes are in an array when nothing is shared.
 fn full_bytes(array: &ArrayData) -> u64 {
-    let of_each = |longest: u64| longest.saturating_mul(array.len() as u64);
+    let all_values = |longest: u64| longest.saturating_mul(array.len() as u64);
     match array.data_type() {
-        DataType::Dictionary(_, _) => of_each(array.child_data().first().map_or(0, longest)),
-        DataType::Utf8View | DataType::BinaryView => of_each(longest(array)),
+        DataType::Dictionary(_, _) => all_values(array.child_data().first().map_or(0, longest)),
+        DataType::Utf8View | DataType::BinaryView => all_values(longest(array)),
         _ if array.child_data().is_empty() => array.get_slice_memory_size().map_or(u64::MAX, |bytes| bytes as u64),
         // A list's own offsets are small beside what they point to.
         _ => array.child_data().iter().map(full_bytes).fold(0, u64::saturating_add),
@@ -302,8 +302,8 @@ mod tests {
         }
         let numbers: ArrayRef = Arc::new(ListArray::from_iter_primitive::<Int64Type, _, _>(rows));
         for column in [Arc::new(views.finish()) as ArrayRef, numbers.clone()] {
-            let all = of_own_values(&column).unwrap();
-            let part = of_own_values(&column.slice(40, 10)).unwrap();
+            let all = own_lists(&column).unwrap();
+            let part = own_lists(&column.slice(40, 10)).unwrap();
             assert_eq!((all.values().len(), part.values().len()), (300, 30));
             assert_eq!(part.value(9).as_ref(), all.value(49).as_ref());
         }

@@ -126,7 +126,7 @@ impl Message {
 
 impl ChatInput {
     /// What a user says, without tools and variables.
-    pub fn of_user(content: impl Into<String>) -> Self {
+    pub fn user(content: impl Into<String>) -> Self {
         Self { messages: vec![Message::new("user", content)], inputs: TemplateInputs::default() }
     }
 
@@ -213,7 +213,7 @@ pub(super) fn is_known_role(role: &str) -> bool {
 ///
 /// # Errors
 /// The first value that is not valid in a conversation.
-pub fn of_messages(key: &str, value: &Value) -> Result<Vec<Message>, MessageProblem> {
+pub fn read_messages(key: &str, value: &Value) -> Result<Vec<Message>, MessageProblem> {
     let Some(messages) = value.as_array() else {
         return wrong(key, "a list of messages", value);
     };
@@ -222,7 +222,7 @@ pub fn of_messages(key: &str, value: &Value) -> Result<Vec<Message>, MessageProb
 
 /// One user turn, the instruction and (if there is one) a blank line and the input; one assistant turn, the output.
 /// Alpaca's own prompt ("Below is an instruction …") is left out: the chat template is the model's prompt.
-pub(super) fn of_alpaca(instruction: &str, input: Option<&str>, output: &str) -> Vec<Message> {
+pub(super) fn from_alpaca(instruction: &str, input: Option<&str>, output: &str) -> Vec<Message> {
     let asked = match input.filter(|input| !input.trim().is_empty()) {
         Some(input) => format!("{instruction}\n\n{input}"),
         None => instruction.to_owned(),
@@ -364,7 +364,7 @@ mod tests {
     use crate::data::rows::RowProblem;
 
     fn read(value: Value) -> Vec<Message> {
-        of_messages("messages", &value).unwrap()
+        read_messages("messages", &value).unwrap()
     }
 
     #[test]
@@ -421,32 +421,32 @@ mod tests {
 
     #[test]
     fn a_turn_says_whether_it_is_learned() {
-        let of = |more: Value| {
+        let parsed = |more: Value| {
             let mut message = json!({"role": "assistant", "content": "a"});
             message.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap());
-            of_messages("messages", &json!([message])).map(|read| (read[0].learned, read[0].more.len()))
+            read_messages("messages", &json!([message])).map(|read| (read[0].learned, read[0].more.len()))
         };
-        assert_eq!(of(json!({})).unwrap(), (None, 0));
+        assert_eq!(parsed(json!({})).unwrap(), (None, 0));
         for no in
             [json!({"weight": 0}), json!({"weight": 0.0}), json!({"train": false}), json!({"loss": 0, "weight": 0})]
         {
-            assert_eq!(of(no).unwrap(), (Some(false), 0));
+            assert_eq!(parsed(no).unwrap(), (Some(false), 0));
         }
-        assert_eq!(of(json!({"weight": 1, "train": true})).unwrap(), (Some(true), 0));
-        let complaint = |more| RowProblem::from(of(more).unwrap_err()).to_string();
+        assert_eq!(parsed(json!({"weight": 1, "train": true})).unwrap(), (Some(true), 0));
+        let complaint = |more| RowProblem::from(parsed(more).unwrap_err()).to_string();
         assert_eq!(complaint(json!({"weight": 0.5})), "messages[0].weight: expected true, false, 0 or 1, got 0.5");
         let two = "messages[0].train: expected what the turn's other key says, got true";
         assert_eq!(complaint(json!({"weight": 0, "train": true})), two);
         let user = json!([{"role": "user", "content": "a", "train": true}]);
         assert_eq!(
-            of_messages("messages", &user).unwrap_err().expected,
+            read_messages("messages", &user).unwrap_err().expected,
             "false: only turns of the assistant carry loss"
         );
     }
 
     #[test]
     fn a_complaint_names_the_turn() {
-        let complaint = |value| RowProblem::from(of_messages("messages", &value).unwrap_err()).to_string();
+        let complaint = |value| RowProblem::from(read_messages("messages", &value).unwrap_err()).to_string();
         assert_eq!(complaint(json!("hi")), "messages: expected a list of messages, got \"hi\"");
         assert_eq!(
             complaint(json!([{"content": "a"}])),
@@ -466,11 +466,11 @@ mod tests {
 
     #[test]
     fn an_alpaca_row_is_one_question_and_one_answer() {
-        let asked = |input| of_alpaca("Add.", input, "3").swap_remove(0).content;
+        let asked = |input| from_alpaca("Add.", input, "3").swap_remove(0).content;
         assert_eq!(
             (asked(Some("1 2")), asked(Some(" ")), asked(None)),
             ("Add.\n\n1 2".into(), "Add.".into(), "Add.".into())
         );
-        assert_eq!(of_alpaca("Add.", None, "3")[1], Message::new("assistant", "3"));
+        assert_eq!(from_alpaca("Add.", None, "3")[1], Message::new("assistant", "3"));
     }
 }

@@ -185,10 +185,10 @@ mod tests {
         let path = dir.path().join(name);
         crate::files::write_atomic(&path, |out| io::Write::write_all(out, text)).unwrap();
         let Ok(Opened::Csv { text, delimiter }) = Opened::open(&path) else { panic!("no CSV") };
-        let of_file = |error: DataError| error.to_string().replace(&path.display().to_string(), "FILE");
-        let mut rows = CsvRows::open(text, delimiter, &path, names.as_ref()).map_err(of_file)?;
+        let shown = |error: DataError| error.to_string().replace(&path.display().to_string(), "FILE");
+        let mut rows = CsvRows::open(text, delimiter, &path, names.as_ref()).map_err(shown)?;
         let mut found = Vec::new();
-        while let Some(record) = rows.next(&path).map_err(of_file)? {
+        while let Some(record) = rows.next(&path).map_err(shown)? {
             let row =
                 rows.header.row(&record, names.as_ref()).map(|(row, _)| row).map_err(|problem| problem.to_string());
             found.push((record.number, row));
@@ -215,15 +215,15 @@ mod tests {
     #[test]
     fn an_empty_cell_leaves_the_row_to_the_other_cells() {
         let read = rows("rows.csv", b"instruction,output,text\n,,a\nb,,c\n,,\n", None).unwrap();
-        let of_text = |text: &str| Ok(RawRow::Text(text.to_owned()));
-        assert_eq!(read[..2], [(1, of_text("a")), (2, of_text("c"))]);
+        let text_row = |text: &str| Ok(RawRow::Text(text.to_owned()));
+        assert_eq!(read[..2], [(1, text_row("a")), (2, text_row("c"))]);
         assert!(matches!(&read[2], (3, Ok(RawRow::Conversation { key: "instruction", .. }))), "{:?}", read[2]);
         let blank = rows("texts.csv", b"text\na\n\n\"\"\nb\n", None).unwrap();
-        assert_eq!(blank, [(1, of_text("a")), (2, of_text("")), (3, of_text("b"))], "a blank line is no record");
+        assert_eq!(blank, [(1, text_row("a")), (2, text_row("")), (3, text_row("b"))], "a blank line is no record");
     }
 
     #[test]
-    fn a_record_beyond_the_limit_is_told_with_both_causes() {
+    fn a_record_beyond_the_limit_is_reported_with_both_causes() {
         let mut text = b"text\na\n\"".to_vec();
         text.resize(ROW_BYTES + (1 << 20), b'x');
         let error = rows("texts.csv", &text, None).unwrap_err();

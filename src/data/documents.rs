@@ -80,10 +80,11 @@ mod tests {
 
     #[test]
     fn a_file_is_a_document_or_has_a_sign_between_them() {
-        let of = |found: &[(usize, &str)]| found.iter().map(|(at, text)| (*at, (*text).to_owned())).collect::<Vec<_>>();
-        assert_eq!(documents("\u{feff}\n\n  one\r\n\r\ntwo\n\n"), of(&[(3, "  one\n\ntwo")]));
+        let owned =
+            |found: &[(usize, &str)]| found.iter().map(|(at, text)| (*at, (*text).to_owned())).collect::<Vec<_>>();
+        assert_eq!(documents("\u{feff}\n\n  one\r\n\r\ntwo\n\n"), owned(&[(3, "  one\n\ntwo")]));
         let several = "<|endoftext|>\none\n<|endoftext|>\n\n<|endoftext|> \n\ntwo <|endoftext|>\nthree\n<|endoftext|>";
-        assert_eq!(documents(several), of(&[(2, "one"), (7, "two <|endoftext|>\nthree")]));
+        assert_eq!(documents(several), owned(&[(2, "one"), (7, "two <|endoftext|>\nthree")]));
         assert_eq!(documents(" \n"), []);
     }
 

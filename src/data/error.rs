@@ -60,7 +60,7 @@ pub enum DataError {
     #[error(
         "{} {} no hidden states in {entry}: the first is row {row} (counted from 0) of {length} tokens ({}, …), and no file has these token_ids{namesake}; let \
          the server capture them, or leave such rows out with --skip-bad-rows; with data.hidden_states alone, rows are those of the files",
-        of_all(*without, *rows), if *without == 1 { "has" } else { "have" }, numbers(tokens)
+        some_of(*without, *rows), if *without == 1 { "has" } else { "have" }, numbers(tokens)
     )]
     NoStatesOfRow {
         row: usize,
@@ -100,7 +100,7 @@ pub enum DataError {
     },
 }
 
-fn of_all(some: usize, all: usize) -> String {
+fn some_of(some: usize, all: usize) -> String {
     format!("{some} of {}", counted(all, "row"))
 }
 

@@ -43,21 +43,21 @@ impl Template {
             Err(refused(message.chars().take(QUOTED_CHARACTERS).collect()))
         });
         environment.add_function("strftime_now", |format: &str| strftime(format, seconds_now()));
-        of_library(|| environment.add_template_owned(NAME, source))?;
+        catch(|| environment.add_template_owned(NAME, source))?;
         Ok(Self(environment))
     }
 
     /// An output of more than [`TEMPLATE_OUTPUT_BYTES`] is an [`ErrorKind::WriteFailure`].
     pub(super) fn render(&self, context: Value) -> Result<String, Error> {
         let mut text = Limited(Vec::new());
-        of_library(|| self.0.get_template(NAME)?.render_captured_to(context, &mut text).map(drop))?;
+        catch(|| self.0.get_template(NAME)?.render_captured_to(context, &mut text).map(drop))?;
         String::from_utf8(text.0).map_err(|error| refused(error.to_string()))
     }
 }
 
 /// Runs minijinja on a user's template; a panic in it becomes an error.
-fn of_library<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    panics::of_library(work).unwrap_or_else(|panic| Err(refused(panic)))
+fn catch<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    panics::catch(work).unwrap_or_else(|panic| Err(refused(panic)))
 }
 
 fn refused(message: String) -> Error {
@@ -110,7 +110,7 @@ impl<'s> Pieces<'s> {
         Self { rest: source, raw: false }
     }
 
-    /// Bytes before the next tag. Of an expression or comment that does not end Jinja itself will tell.
+    /// Bytes before the next tag. Jinja itself reports an expression or comment that does not end.
     fn before_tag(&self) -> usize {
         let mut at = 0;
         while let Some(found) = self.rest[at..].find('{') {

@@ -280,7 +280,7 @@ mod tests {
     #[test]
     fn a_conversation_counts_before_its_text() {
         let alpaca = br#"{"instruction": "Add.", "input": "1 2", "output": "3", "text": "Instruction: Add."}"#;
-        let turns = conversation::of_alpaca("Add.", Some("1 2"), "3");
+        let turns = conversation::from_alpaca("Add.", Some("1 2"), "3");
         assert_eq!(row(alpaca).unwrap(), RawRow::conversation("instruction", turns, TemplateInputs::default()));
         let no_answer = br#"{"instruction": "Add.", "text": "x"}"#;
         assert_eq!(row(no_answer).unwrap(), RawRow::Text("x".to_owned()));
@@ -313,8 +313,8 @@ mod tests {
         assert_eq!(complaint(r#"{"text": ["a"]}"#), r#"text: expected a string, got ["a"]"#);
         assert_eq!(complaint("[1, 2]"), "the row: expected an object, got [1,2]");
         let known = r#"expected a key "input_ids", "messages", "conversations", "instruction" (with "output"), "prompt" (with "completion") or "text""#;
-        let of_prompt = complaint(r#"{"prompt": "x", "input": "y"}"#);
-        assert_eq!(of_prompt, format!(r#"{known}, got "prompt", "input"; {}"#, column_advice::NO_ANSWERS));
+        let complained = complaint(r#"{"prompt": "x", "input": "y"}"#);
+        assert_eq!(complained, format!(r#"{known}, got "prompt", "input"; {}"#, column_advice::NO_ANSWERS));
         assert_eq!(complaint("{}"), format!("{known}, got no key at all; {}", column_advice::advice(&[])));
         assert_eq!(complaint(r#"{"prompt": "x", "completion": null}"#), "completion: expected a value, got null");
         assert_eq!(complaint(r#"{"text": null, "id": 1}"#), "text: expected a value, got null");

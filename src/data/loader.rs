@@ -122,9 +122,9 @@ impl Loader {
     /// Sequences of an optimizer step (0-based, over all epochs) ÷ those of the largest: below 1 only in the last step of an epoch, which takes what
     /// is left.
     pub fn fraction_of_step(&self, step: usize) -> f64 {
-        let (all, whole) = (self.sequences_per_epoch(), self.step_size());
-        let left = all - step % self.steps_per_epoch() * whole;
-        left.min(whole) as f64 / all.min(whole) as f64
+        let (all, per_step) = (self.sequences_per_epoch(), self.step_size());
+        let left = all - step % self.steps_per_epoch() * per_step;
+        left.min(per_step) as f64 / all.min(per_step) as f64
     }
 
     /// The micro batches of an optimizer step, counted from 0 over all epochs.
@@ -175,7 +175,7 @@ impl Loader {
         let count = self.sequences_per_epoch();
         let (sequences, order) = match (self.shuffle, &self.mix) {
             (Some(seed), Some(mix)) => (mix.epoch(number, seed), shuffled(count, seed, number as u64)),
-            (Some(seed), None) => (self.sequences.of_epoch(number as u64, seed), shuffled(count, seed, number as u64)),
+            (Some(seed), None) => (self.sequences.for_epoch(number as u64, seed), shuffled(count, seed, number as u64)),
             (None, _) => (self.sequences.clone(), (0..count as u32).collect()),
         };
         Epoch { number, sequences, order }
@@ -458,10 +458,10 @@ mod tests {
             steps.map(|step| loader.step(step).unwrap().remove(0).row_ids.concat()).collect::<Vec<_>>()
         };
         let pairs = |groups: Vec<Vec<usize>>| {
-            let of_group = |rows: Vec<usize>| {
+            let pairs = |rows: Vec<usize>| {
                 rows.iter().flat_map(|&a| rows.iter().map(move |&b| (a, b)).filter(|(a, b)| a < b)).collect::<Vec<_>>()
             };
-            groups.into_iter().flat_map(of_group).collect::<std::collections::BTreeSet<_>>()
+            groups.into_iter().flat_map(pairs).collect::<std::collections::BTreeSet<_>>()
         };
         for (one, other) in [(0, 1), (1, 2), (0, 2)] {
             let (one, other) = (pairs(groups(Some(5), one)), pairs(groups(Some(5), other)));

@@ -132,8 +132,8 @@ mod tests {
 
     #[test]
     fn a_conversation_is_cut_between_exchanges() {
-        let talk = [X, X, 0, 0, X, 0, X, X, X, 0, 0, 0, 0, X, 0];
-        assert_eq!(lengths(&talk, &[], 8), [6, 7, 2], "behind answers, where exchanges are not known");
+        let labels = [X, X, 0, 0, X, 0, X, X, X, 0, 0, 0, 0, X, 0];
+        assert_eq!(lengths(&labels, &[], 8), [6, 7, 2], "behind answers, where exchanges are not known");
         assert_eq!(lengths(&[0; 15], &[3, 7, 12], 8), [7, 5, 3], "every token carries loss");
         let with_calls = [X, 0, 0, X, X, 0, 0, X, X, 0, 0, X, X, 0];
         assert_eq!(lengths(&with_calls, &[8], 12), [8, 6], "not between a call and its result");

@@ -258,7 +258,7 @@ impl WrittenText {
     }
 
     /// The text behind all that was said.
-    pub(super) fn tail(&self) -> &str {
+    pub(super) fn after_last(&self) -> &str {
         &self.text[self.end_before(self.marks.len())..]
     }
 
@@ -317,17 +317,17 @@ mod tests {
         written.around(message).map(|place| &written.text[place])
     }
 
-    fn talk() -> Vec<Message> {
+    fn conversation() -> Vec<Message> {
         [("user", " a] "), ("assistant", "[a] b"), ("user", ""), ("assistant", "b\n")]
             .map(|(r, c)| Message::new(r, c))
             .into()
     }
 
     #[test]
-    fn what_the_template_writes_is_told_from_what_was_said() {
+    fn what_the_template_writes_is_distinguished_from_what_was_said() {
         let chat =
             |messages: &[Message]| messages.iter().map(|m| format!("[{}] {};", m.role, m.content.trim())).collect();
-        let written = written(&talk(), chat);
+        let written = written(&conversation(), chat);
         assert_eq!(written.text, "[user] a];[assistant] [a] b;[user] ;[assistant] b;");
         assert_eq!(
             (around(&written, 0), around(&written, 1)),

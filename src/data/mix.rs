@@ -159,7 +159,7 @@ mod tests {
     use super::*;
     use crate::data::rows::TokenRow;
 
-    /// Rows of lengths 1 to 5 and so on; the first token of each tells its number.
+    /// Rows of lengths 1 to 5 and so on; the first token of each is its number.
     fn rows(count: usize) -> RowStore {
         RowStore::in_memory((0..count as i32).map(|row| TokenRow {
             input_ids: vec![row; 2 + row as usize % 4],
@@ -220,8 +220,8 @@ mod tests {
         for epoch in [0, 3] {
             let sequences = mix.epoch(epoch, 1);
             for sequence in 0..sequences.len() {
-                let of_first = sequences.members(sequence).filter(|&row| row < 100).count();
-                assert!(of_first == 0 || of_first == sequences.members(sequence).count());
+                let from_first = sequences.members(sequence).filter(|&row| row < 100).count();
+                assert!(from_first == 0 || from_first == sequences.members(sequence).count());
                 assert!(sequences.length(sequence) <= 16);
             }
         }

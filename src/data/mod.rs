@@ -97,9 +97,9 @@ pub fn load_entries(entries: &[&[String]], settings: &LoadSettings) -> Result<(R
                 break;
             }
             let rest = LoadSettings { limit: limit.and_then(NonZeroUsize::new), ..*settings };
-            let (file, whole) = read_file(&path, &rest, &mut report)?;
+            let (file, opened) = read_file(&path, &rest, &mut report)?;
             file.sha256.as_ref().map_or(Ok(()), |sha256| listed.compare(&path, sha256))?;
-            let OpenedTokenFile { file: tokens, rows, summary, tokens_sha256 } = whole;
+            let OpenedTokenFile { file: tokens, rows, summary, tokens_sha256 } = opened;
             report.has_conversations |= summary.rendered;
             limit = limit.map(|limit| limit.saturating_sub(summary.counts.read));
             let (rows_read, left_out) = (summary.counts.read, summary.counts.left_out());
@@ -153,7 +153,7 @@ fn read_file(
     settings: &LoadSettings,
     report: &mut LoadReport,
 ) -> Result<(DataFile, OpenedTokenFile), DataError> {
-    let of = |sha256: Option<String>, cache: CacheUse| DataFile {
+    let data_file = |sha256: Option<String>, cache: CacheUse| DataFile {
         path: path.to_owned(),
         sha256: sha256.filter(|_| settings.limit.is_none()), // also of a file that has no stamp yet
         tokens_sha256: String::new(),
@@ -167,17 +167,17 @@ fn read_file(
         let (bytes, took) = reading::write(path, settings, Vec::new(), failed)?;
         watched.check()?;
         report.add_time(took);
-        let whole = reading::in_memory(bytes).map_err(failed)?;
-        return Ok((of(watched.sha256, CacheUse::NotUsed), whole));
+        let opened = reading::in_memory(bytes).map_err(failed)?;
+        return Ok((data_file(watched.sha256, CacheUse::NotUsed), opened));
     };
     let key = settings.cache_key(path, watched.version());
     let damaged = match cache.read(&key)? {
-        CacheEntry::Rows(whole) => return Ok((of(watched.sha256, CacheUse::Read), *whole)),
+        CacheEntry::Rows(opened) => return Ok((data_file(watched.sha256, CacheUse::Read), *opened)),
         CacheEntry::Nothing => None,
         CacheEntry::Damaged(how) => Some(how),
     };
-    let whole = build(&watched, &key, cache, settings, report)?;
-    Ok((of(watched.sha256, damaged.map_or(CacheUse::Written, CacheUse::Rebuilt)), whole))
+    let opened = build(&watched, &key, cache, settings, report)?;
+    Ok((data_file(watched.sha256, damaged.map_or(CacheUse::Written, CacheUse::Rebuilt)), opened))
 }
 
 /// A file that is read twice, for its hash and for its rows; it must not change in between. With `data.limit` the stamp stands for the hash,
@@ -199,12 +199,12 @@ impl<'p> Watched<'p> {
         Ok(Self { path, sha256: Some(sha256.map_err(failed("read", path))?), stamp })
     }
 
-    /// Tells its content from that of other files.
+    /// Distinguishes its content from that of other files.
     fn version(&self) -> &str {
         self.sha256.as_deref().or(self.stamp.as_deref()).expect("a file has a hash or a stamp")
     }
 
-    /// Of a file that was written a moment ago no stamp tells; it is hashed again.
+    /// A file that was written a moment ago has no stamp; it is hashed again.
     fn check(&self) -> Result<(), SourceError> {
         let stamp = files::stamp(self.path).map_err(failed("read", self.path))?;
         let sha256 = || files::sha256(self.path).map_err(failed("read", self.path));

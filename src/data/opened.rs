@@ -32,7 +32,7 @@ pub(super) enum Opened {
     ArrowStream(BufReader<CountedFile>),
 }
 
-/// A format that a file's name tells.
+/// A format by the name of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NamedFormat {
     Csv,
@@ -109,7 +109,7 @@ impl Opened {
 /// Refuses a file that does not hold data but, for example, a Git LFS pointer; a text may be an HTML page.
 fn check_content(path: &Path, start: &[u8]) -> Result<(), SourceError> {
     let is_text = format_of_name(path) == Some(NamedFormat::Text);
-    match WrongContent::of_text(start).filter(|wrong| !(is_text && *wrong == WrongContent::Html)) {
+    match WrongContent::in_text(start).filter(|wrong| !(is_text && *wrong == WrongContent::Html)) {
         Some(wrong) => Err(files::failed("read", path)(wrong.into()).into()),
         None => Ok(()),
     }
@@ -221,43 +221,43 @@ mod tests {
 
     #[test]
     #[expect(clippy::disallowed_methods, reason = "a file of a test")]
-    fn a_format_is_told_by_its_bytes() {
+    fn a_format_is_recognised_by_its_bytes() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows.parquet");
-        let of = |bytes: &[u8]| {
+        let opened = |bytes: &[u8]| {
             fs::write(&path, bytes).unwrap();
             Opened::open(&path)
         };
-        assert!(matches!(of(b"{\"text\": \"a\"}"), Ok(Opened::Jsonl(_))));
-        assert!(matches!(of(b"\xef\xbb\xbf\n [{\"text\": \"a\"}]"), Ok(Opened::JsonArray(_))));
-        assert!(matches!(of(b"a,b"), Ok(Opened::Jsonl(_))), "the name says nothing of CSV");
-        assert!(matches!(of(b"ARROW1\0\0"), Ok(Opened::ArrowFile(_))));
-        assert!(matches!(of(&[0xff, 0xff, 0xff, 0xff, 1]), Ok(Opened::ArrowStream(_))));
+        assert!(matches!(opened(b"{\"text\": \"a\"}"), Ok(Opened::Jsonl(_))));
+        assert!(matches!(opened(b"\xef\xbb\xbf\n [{\"text\": \"a\"}]"), Ok(Opened::JsonArray(_))));
+        assert!(matches!(opened(b"a,b"), Ok(Opened::Jsonl(_))), "the name says nothing of CSV");
+        assert!(matches!(opened(b"ARROW1\0\0"), Ok(Opened::ArrowFile(_))));
+        assert!(matches!(opened(&[0xff, 0xff, 0xff, 0xff, 1]), Ok(Opened::ArrowStream(_))));
         let packed = zstd::encode_all(b"PAR1".as_slice(), 1).unwrap();
-        assert!(of(&packed).unwrap_err().to_string().contains("unpack it first"));
+        assert!(opened(&packed).unwrap_err().to_string().contains("unpack it first"));
         let page = b"<!DOCTYPE html>\n<html><body>Sign in</body></html>".as_slice();
         for bytes in [page, &zstd::encode_all(page, 1).unwrap()] {
-            let error = of(bytes).unwrap_err().to_string();
+            let error = opened(bytes).unwrap_err().to_string();
             assert!(error.contains("rows.parquet: it is an HTML page"), "{error}");
         }
-        assert!(matches!(of(&packed[..6]), Err(SourceError::Unpack { format: "zstd", .. })));
+        assert!(matches!(opened(&packed[..6]), Err(SourceError::Unpack { format: "zstd", .. })));
     }
 
     #[test]
     #[expect(clippy::disallowed_methods, reason = "a file of a test")]
-    fn csv_and_text_are_told_by_their_names() {
+    fn csv_and_text_are_recognised_by_their_names() {
         let dir = tempfile::tempdir().unwrap();
-        let of = |name: &str, bytes: &[u8]| {
+        let opened = |name: &str, bytes: &[u8]| {
             fs::write(dir.path().join(name), bytes).unwrap();
             Opened::open(&dir.path().join(name)).unwrap()
         };
-        assert!(matches!(of("a.CSV", b"{\"a\",b"), Opened::Csv { delimiter: b',', .. }));
+        assert!(matches!(opened("a.CSV", b"{\"a\",b"), Opened::Csv { delimiter: b',', .. }));
         let packed = zstd::encode_all(b"a\tb".as_slice(), 1).unwrap();
-        assert!(matches!(of("a.tsv.zst", &packed), Opened::Csv { delimiter: b'\t', .. }));
-        assert!(matches!(of("a.txt", b"[Scene: a wood]"), Opened::Text(_)));
-        assert!(matches!(of("a.txt", b"<html><body>a text about HTML"), Opened::Text(_)));
-        assert!(matches!(of("a.txt", b"\xef\xbb\xbf [\n{\"text\": 1}"), Opened::JsonArray(_)));
-        assert!(matches!(of("a.txt", b"{\"text\": 1}"), Opened::Jsonl(_)));
-        assert!(matches!(of("a.txt", b"PAR1"), Opened::Parquet(_)));
+        assert!(matches!(opened("a.tsv.zst", &packed), Opened::Csv { delimiter: b'\t', .. }));
+        assert!(matches!(opened("a.txt", b"[Scene: a wood]"), Opened::Text(_)));
+        assert!(matches!(opened("a.txt", b"<html><body>a text about HTML"), Opened::Text(_)));
+        assert!(matches!(opened("a.txt", b"\xef\xbb\xbf [\n{\"text\": 1}"), Opened::JsonArray(_)));
+        assert!(matches!(opened("a.txt", b"{\"text\": 1}"), Opened::Jsonl(_)));
+        assert!(matches!(opened("a.txt", b"PAR1"), Opened::Parquet(_)));
     }
 }

@@ -52,16 +52,16 @@ impl OtherKeys {
     }
 
     /// What the chats have for a template, counted as rows; not read is what it does not name.
-    pub fn of_chats<'c>(chats: impl IntoIterator<Item = &'c ChatInput>, template: &ChatTemplate) -> Self {
+    pub fn from_chats<'c>(chats: impl IntoIterator<Item = &'c ChatInput>, template: &ChatTemplate) -> Self {
         let mut keys = Self::default();
         for ChatInput { messages, inputs } in chats {
             let says_something = |(_, value): &(&String, &Value)| !is_nothing(value) && **value != Value::Bool(false);
-            let of_messages = messages.iter().flat_map(|message| message.more.iter().filter(says_something));
-            let of_messages: BTreeSet<&String> = of_messages.map(|(name, _)| name).collect();
-            let of_messages =
-                of_messages.into_iter().map(|name| (row_keys::of_message(name), conversation::message_key(name)));
+            let in_messages = messages.iter().flat_map(|message| message.more.iter().filter(says_something));
+            let in_messages: BTreeSet<&String> = in_messages.map(|(name, _)| name).collect();
+            let in_messages =
+                in_messages.into_iter().map(|name| (row_keys::message_use(name), conversation::message_key(name)));
             let variables = inputs.names().map(|name| (ColumnUse::Template, name));
-            let for_template = of_messages.chain(variables).filter(|(usage, _)| *usage == ColumnUse::Template);
+            let for_template = in_messages.chain(variables).filter(|(usage, _)| *usage == ColumnUse::Template);
             for_template.for_each(|key| keys.count(&key, 1));
         }
         keys.settle(Some(template));

@@ -95,7 +95,7 @@ impl Sequences {
     /// The same rows in as many sequences, none longer than the longest was. Rows that [`pack`] put together have others beside them in each
     /// epoch after the first, drawn from `seed`.
     #[must_use]
-    pub fn of_epoch(&self, epoch: u64, seed: u64) -> Self {
+    pub fn for_epoch(&self, epoch: u64, seed: u64) -> Self {
         /// Apart from the streams that order the sequences of each epoch.
         const STREAMS: u64 = 1 << 63;
         let capacity = self.packed.as_ref().and_then(|packed| packed.capacity);
@@ -382,7 +382,7 @@ mod tests {
             lengths in prop::collection::vec(1_usize..=20, 1..80), epoch in 1_u64..9, seed: u64,
         ) {
             let (first, _) = pack(RowStore::in_memory(rows(&lengths)), 20);
-            let later = first.of_epoch(epoch, seed);
+            let later = first.for_epoch(epoch, seed);
             let members = |sequences: &Sequences| (0..sequences.len()).map(|id| sequences.members(id).collect()).collect::<Vec<Vec<_>>>();
             let mut found = members(&later).concat();
             found.sort_unstable();
@@ -390,7 +390,7 @@ mod tests {
             prop_assert_eq!(later.len(), first.len());
             let longest = |sequences: &Sequences| (0..sequences.len()).map(|id| sequences.length(id)).max();
             prop_assert!(longest(&later) <= longest(&first));
-            prop_assert_eq!(members(&later), members(&first.of_epoch(epoch, seed)));
+            prop_assert_eq!(members(&later), members(&first.for_epoch(epoch, seed)));
         }
 
         #[test]

@@ -14,7 +14,7 @@ pub(super) fn row(
 ) -> Result<TokenRow, TokenizeError> {
     let text = format!("{prompt}{completion}");
     if loss_on == LossOn::All {
-        return TokenRow::of_text(&text, tokenizer);
+        return TokenRow::from_text(&text, tokenizer);
     }
     let (mut input_ids, places) = tokenizer.encode_around(&text)?;
     let learned = prompt.len()..text.len();

@@ -35,7 +35,7 @@ pub(super) struct ParquetBatches {
 
 impl ParquetBatches {
     pub(super) fn open(file: File, path: &Path, names: Option<&ColumnNames>) -> Result<Self, RowError> {
-        panics::of_library(|| Self::of(file, names))
+        panics::catch(|| Self::of(file, names))
             .unwrap_or_else(|panic| Err(broken(panic)))
             .map_err(|problem| RowLocation::file(path).error(problem))
     }
@@ -59,7 +59,7 @@ impl ParquetBatches {
     }
 
     pub(super) fn next(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {
-        let batch = panics::of_library(|| self.reader.next().transpose().map_err(broken));
+        let batch = panics::catch(|| self.reader.next().transpose().map_err(broken));
         batch.unwrap_or_else(|panic| Err(broken(panic))).map_err(|problem| RowLocation::file(path).error(problem))
     }
 }
@@ -81,8 +81,8 @@ fn rows_at_once(file: &Arc<File>, group: &RowGroupMetaData, wanted: &ProjectionM
     for (_, column) in group.columns().iter().enumerate().filter(|(leaf, _)| wanted.leaf_included(*leaf)) {
         let stored = column.uncompressed_size().max(column.unencoded_byte_array_data_bytes().unwrap_or(0));
         let values = rows.max(column.num_values().try_into().unwrap_or(0));
-        let of_dictionary = longest_of_dictionary(file, column, rows)?.saturating_mul(values);
-        bytes = bytes.saturating_add(of_dictionary.max(stored.try_into().unwrap_or(0)));
+        let dictionary_bytes = longest_of_dictionary(file, column, rows)?.saturating_mul(values);
+        bytes = bytes.saturating_add(dictionary_bytes.max(stored.try_into().unwrap_or(0)));
     }
     Ok(columns::rows_at_once(bytes, rows, ROWS_AT_ONCE))
 }
@@ -102,7 +102,7 @@ fn longest_of_dictionary(file: &Arc<File>, column: &ColumnChunkMetaData, rows: u
     while let Some((length, behind)) = rest.split_first_chunk() {
         let length = u32::from_le_bytes(*length);
         longest = longest.max(length);
-        rest = behind.get(length as usize..).unwrap_or_default(); // a damaged one is told when it is read
+        rest = behind.get(length as usize..).unwrap_or_default(); // a damaged one is reported when it is read
     }
     Ok(longest.into())
 }

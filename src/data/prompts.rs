@@ -242,7 +242,7 @@ impl PromptFile {
         counts
     }
 
-    /// The objects, of JSONL or of one array, told apart by the first character; each with its place and its index from 0.
+    /// The objects, of JSONL or of one array, distinguished by the first character; each with its place and its index from 0.
     fn each_object<T>(
         &self,
         item: impl Fn(&Map<String, Value>, &RowLocation, usize) -> Result<T, RowProblem>,
@@ -298,7 +298,7 @@ pub fn chat_ids(
 
 /// The tokens with which a template opens each answer, whatever was asked; none without a template, or where it opens them with a single character.
 pub fn answer_header(tokenizer: Option<&TextTokenizer>, template: Option<&ChatTemplate>) -> Vec<i32> {
-    let asked = |question: &str| chat_ids(&ChatInput::of_user(question), tokenizer?, template).ok();
+    let asked = |question: &str| chat_ids(&ChatInput::user(question), tokenizer?, template).ok();
     let (Some(one), Some(other)) = (asked("a"), asked("7")) else { return vec![] };
     let common = one.iter().rev().zip(other.iter().rev()).take_while(|(one, other)| one == other).count();
     let header = one[one.len() - common..].to_vec();
@@ -338,8 +338,8 @@ fn questions(object: &Map<String, Value>) -> Result<Questions, RowProblem> {
     match asked(object)? {
         (_, PromptInput::Text(prompt)) => Ok(Questions::Text(prompt)),
         (_, PromptInput::Ids(ids)) => Ok(Questions::Ids(ids)),
-        (key, PromptInput::Turns { opening, user }) => of_user(key, opening.followed_by(&user)),
-        (key, PromptInput::Chat(chat)) => of_user(key, chat),
+        (key, PromptInput::Turns { opening, user }) => user_questions(key, opening.followed_by(&user)),
+        (key, PromptInput::Chat(chat)) => user_questions(key, chat),
     }
 }
 
@@ -386,14 +386,14 @@ fn other_keys(object: &Map<String, Value>) -> Vec<OtherKey> {
     };
     let others = object.iter().filter(|(key, value)| !is_known(key) && !is_nothing(value));
     let others = others.map(|(key, _)| row_keys::other_column(key));
-    let of_messages = match asked {
+    let in_messages = match asked {
         Some((key, PromptInput::Chat(_))) => chat(key, object).map(|(_, others)| others).unwrap_or_default(),
         _ => vec![],
     };
-    others.chain(of_messages).collect()
+    others.chain(in_messages).collect()
 }
 
-fn of_user(key: &str, ChatInput { messages, inputs }: ChatInput) -> Result<Questions, RowProblem> {
+fn user_questions(key: &str, ChatInput { messages, inputs }: ChatInput) -> Result<Questions, RowProblem> {
     let system = messages.first().filter(|first| first.is_from_system()).cloned();
     let opening = Box::new(ChatInput { messages: system.into_iter().collect(), inputs });
     for (at, message) in messages.iter().enumerate() {
@@ -480,20 +480,20 @@ mod tests {
     #[test]
     fn a_prompt_of_messages_is_a_conversation() {
         let line = r#"{"prompt": [{"role": "user", "content": "q"}]}"#;
-        assert_eq!(read_line(line).unwrap().input, PromptInput::Chat(ChatInput::of_user("q")));
+        assert_eq!(read_line(line).unwrap().input, PromptInput::Chat(ChatInput::user("q")));
     }
 
     #[test]
     fn a_dialogue_has_all_that_the_user_says_and_no_answer() {
-        let of = |line: &str| questions(&jsonl::object(line.as_bytes()).unwrap());
+        let parsed = |line: &str| questions(&jsonl::object(line.as_bytes()).unwrap());
         let line = r#"{"conversations": [{"from": "system", "value": "s"}, {"from": "gpt", "value": "hello"},
             {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "observation", "value": "o"},
             {"from": "human", "value": "r"}, {"from": "gpt", "value": "b"}]}"#;
         let user = vec!["q".to_owned(), "r".to_owned()];
         let opening = Box::new(ChatInput { messages: vec![Message::new("system", "s")], ..ChatInput::default() });
-        assert_eq!(of(line).unwrap(), Questions::Turns { opening, user: user.clone() });
-        assert_eq!(of(r#"{"turns": ["q", "r"]}"#).unwrap(), Questions::Turns { opening: Box::default(), user });
-        let complaint = of(r#"{"messages": [{"role": "assistant", "content": "a"}]}"#).unwrap_err().to_string();
+        assert_eq!(parsed(line).unwrap(), Questions::Turns { opening, user: user.clone() });
+        assert_eq!(parsed(r#"{"turns": ["q", "r"]}"#).unwrap(), Questions::Turns { opening: Box::default(), user });
+        let complaint = parsed(r#"{"messages": [{"role": "assistant", "content": "a"}]}"#).unwrap_err().to_string();
         assert_eq!(complaint, "messages: expected a turn of the user, got none");
     }
 

@@ -54,7 +54,7 @@ impl RawRow {
                 (TokenRow::checked(&input_ids, labels.as_deref(), vocab_size)?, RowForm::Tokens)
             }
             Self::Text(text) if text.trim().is_empty() => return Ok(Err(DropReason::EmptyText)),
-            Self::Text(text) => (TokenRow::of_text(&text, tokenizer("text")?)?, RowForm::Text),
+            Self::Text(text) => (TokenRow::from_text(&text, tokenizer("text")?)?, RowForm::Text),
             Self::Pair { completion, .. } if completion.trim().is_empty() => {
                 return Ok(Err(DropReason::EmptyCompletion));
             }

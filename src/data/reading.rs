@@ -121,8 +121,8 @@ pub(super) fn encode(rows: impl IntoIterator<Item = TokenRow>) -> Result<OpenedT
 
 /// What was written to memory, open.
 pub(super) fn in_memory(bytes: Vec<u8>) -> Result<OpenedTokenFile, ArrowError> {
-    let whole = TokenFile::open(Storage::memory(bytes), Path::new("rows in memory"), None);
-    whole.map_err(|fault| ArrowError::IpcError(fault.to_string()))
+    let opened = TokenFile::open(Storage::memory(bytes), Path::new("rows in memory"), None);
+    opened.map_err(|fault| ArrowError::IpcError(fault.to_string()))
 }
 
 /// Gives `take` the rows of a file in its order, portion by portion, with the bytes read so far.
@@ -203,8 +203,8 @@ fn portions(
                 send(RawRows::Columns(batch, first, Arc::clone(&others)), read)
             })
         }
-        Opened::ArrowFile(file) => arrow(limit, arrow_ipc::ArrowBatches::of_file(file, path, names)?, path, send),
-        Opened::ArrowStream(bytes) => arrow(limit, arrow_ipc::ArrowBatches::of_stream(bytes, path, names)?, path, send),
+        Opened::ArrowFile(file) => arrow(limit, arrow_ipc::ArrowBatches::in_file(file, path, names)?, path, send),
+        Opened::ArrowStream(bytes) => arrow(limit, arrow_ipc::ArrowBatches::in_stream(bytes, path, names)?, path, send),
     }
 }
 
@@ -329,7 +329,7 @@ fn document(text: &RowText) -> Result<RawRow, RowProblem> {
     Ok(RawRow::Text(str::from_utf8(bytes).map_err(|_| RowProblem::NotUtf8)?.to_owned()))
 }
 
-/// What is no JSON in an array is told as a place in the file: its rows have no line of their own.
+/// What is no JSON in an array is reported as a place in the file: its rows have no line of their own.
 fn json_outcome(row: &RowText, path: &Path, settings: &LoadSettings) -> (RowOutcome, Vec<OtherKey>) {
     let in_array = |problem: &RowProblem| match problem {
         RowProblem::BrokenJson { .. } if !settings.skip_bad_rows => json_array::broken(row),

@@ -285,9 +285,9 @@ impl LoadReport {
         for (reason, count) in file.dropped {
             leave_out(&mut all.dropped, reason, count);
         }
-        for (kind, of_file) in file.bad_rows {
-            let first = format!("{}{}", path.display(), of_file.first);
-            all.bad_rows.entry(kind).or_insert(BadRows { rows: 0, first }).rows += of_file.rows;
+        for (kind, bad) in file.bad_rows {
+            let first = format!("{}{}", path.display(), bad.first);
+            all.bad_rows.entry(kind).or_insert(BadRows { rows: 0, first }).rows += bad.rows;
         }
         all.others.add(file.others);
     }
@@ -401,10 +401,10 @@ impl fmt::Display for LoadReport {
         also(self.counts.truncated, &format!("cut to {limit}"))?;
         also(self.counts.without_targets, "without a target")?;
         let answers = |count: usize| if count == 1 { "answer" } else { "answers" };
-        let of = self.counts.shortened_turns;
-        also(of, &format!("{} shortened by the chat template (left out: thoughts or calls)", answers(of)))?;
-        let of = self.counts.calls_as_text;
-        also(of, &format!("{} with calls as text (the chat template writes no calls)", answers(of)))?;
+        let short = self.counts.shortened_turns;
+        also(short, &format!("{} shortened by the chat template (left out: thoughts or calls)", answers(short)))?;
+        let with_calls = self.counts.calls_as_text;
+        also(with_calls, &format!("{} with calls as text (the chat template writes no calls)", answers(with_calls)))?;
         for (reason, count) in &self.counts.dropped {
             also(*count, &format!("dropped ({reason})"))?;
         }

@@ -203,7 +203,7 @@ pub(super) fn other_column(name: &str) -> OtherKey {
 }
 
 /// How a message's key of this name is used.
-pub(super) fn of_message(name: &str) -> ColumnUse {
+pub(super) fn message_use(name: &str) -> ColumnUse {
     MESSAGE_KEYS.iter().find(|known| known.name == name).map_or(Template, |known| known.usage)
 }
 

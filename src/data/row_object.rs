@@ -28,7 +28,7 @@ impl RowObject {
         let others = object.iter().filter(|(key, value)| !is_wanted(key) && !is_nothing(value));
         let others = others.map(|(key, _)| other_column(key)).collect();
         let columns = match names {
-            Some(names) => names.of_object(&object)?,
+            Some(names) => names.pick(&object)?,
             None => object.into_iter().filter(|(key, _)| is_wanted(key)).collect(),
         };
         Ok(Self { columns, others })
@@ -60,7 +60,7 @@ impl RowObject {
         if let (true, Some(output)) = (self.has("instruction"), self.take("output")) {
             let input = self.take("input").map(|input| string("input", input)).transpose()?;
             let instruction = string("instruction", self.take("instruction").unwrap_or_default())?;
-            let turns = conversation::of_alpaca(&instruction, input.as_deref(), &string("output", output)?);
+            let turns = conversation::from_alpaca(&instruction, input.as_deref(), &string("output", output)?);
             let turns = self.behind_earlier(turns)?;
             return Ok(RawRow::conversation("instruction", turns, self.template_inputs()?));
         }
@@ -119,12 +119,12 @@ impl RowObject {
         let named = messages.as_array().into_iter().flatten().filter_map(Value::as_object).flatten();
         let mut seen = BTreeSet::new();
         for (name, _) in named.filter(|(_, value)| !is_nothing(value)) {
-            let usage = row_keys::of_message(name);
+            let usage = row_keys::message_use(name);
             if usage != ColumnUse::Read && seen.insert(name) {
                 self.others.push((usage, format!("{key}[].{name}")));
             }
         }
-        Ok(conversation::of_messages(key, &messages)?)
+        Ok(conversation::read_messages(key, &messages)?)
     }
 
     /// The turns behind LLaMA-Factory's `system` and `history`. A conversation that begins with a system message keeps its own.
@@ -302,10 +302,10 @@ mod tests {
     #[test]
     fn system_and_history_stand_before_the_last_exchange() {
         let said = |role: &str, content: &str| json!({"role": role, "content": content});
-        let talk = |turns: &[Value]| raw(json!({"conversations": turns}));
+        let said_in_turn = |turns: &[Value]| raw(json!({"conversations": turns}));
         let (asked, answer) = (said("user", "And now?"), said("assistant", "Later."));
         let earlier = [said("system", "Be brief."), said("user", "First?"), said("assistant", "Yes.")];
-        let expected = talk(&[&earlier[..], &[asked.clone(), answer.clone()]].concat());
+        let expected = said_in_turn(&[&earlier[..], &[asked.clone(), answer.clone()]].concat());
         let more = |columns: Value| {
             let mut all = json!({"system": "Be brief.", "history": [["First?", "Yes."]]});
             all.as_object_mut().unwrap().extend(columns.as_object().unwrap().clone());
@@ -320,10 +320,10 @@ mod tests {
         assert_eq!(contents, ["Be kind.", "First?", "Yes.", "And now?", "Later."]);
         let alpaca =
             json!({"instruction": "And now?", "input": "", "output": "Later.", "history": "[[\"First?\", \"Yes.\"]]"});
-        let RawRow::Conversation { messages: of_alpaca, key: "instruction", .. } = more(alpaca).unwrap().0 else {
+        let RawRow::Conversation { messages: alpaca_turns, key: "instruction", .. } = more(alpaca).unwrap().0 else {
             panic!()
         };
-        assert!(matches!(expected, RawRow::Conversation { messages: turns, .. } if turns == of_alpaca));
+        assert!(matches!(expected, RawRow::Conversation { messages: turns, .. } if turns == alpaca_turns));
         let wrong = row(json!({"instruction": "a", "output": "b", "history": [["c"]]})).unwrap_err();
         assert_eq!(wrong, "history[0]: expected a list of pairs, each a question and its answer, got [\"c\"]");
         let system = row(json!({"instruction": "a", "output": "b", "system": 3})).unwrap_err();

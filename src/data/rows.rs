@@ -195,7 +195,7 @@ impl From<MessageProblem> for RowProblem {
 }
 
 impl RowError {
-    /// Whether the columns of the whole file are others than those that are read, as far as its first row tells.
+    /// Whether the columns of the whole file are others than those that are read, judged by its first row.
     pub fn is_of_the_columns(&self) -> bool {
         let is_first = self.place.row.is_none_or(|(_, number)| number == 1);
         is_first && matches!(*self.problem, RowProblem::NoKnownKey { .. } | RowProblem::NoNamedColumn { .. })
@@ -238,7 +238,7 @@ impl TokenRow {
     ///
     /// # Errors
     /// The tokenizer's own.
-    pub fn of_text(text: &str, tokenizer: &TextTokenizer) -> Result<Self, TokenizeError> {
+    pub fn from_text(text: &str, tokenizer: &TextTokenizer) -> Result<Self, TokenizeError> {
         let mut input_ids = tokenizer.encode(text, true)?;
         if let Some(eos) = tokenizer.eos_id()
             && input_ids.last() != Some(&eos)

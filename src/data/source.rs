@@ -141,7 +141,7 @@ pub fn find(patterns: &[String]) -> Result<FoundFiles, SourceError> {
         let path = Path::new(pattern);
         if path.is_dir() {
             let inner = match described_folder::describe(path)? {
-                Some(described) => of_described(described)?,
+                Some(described) => described_files(described)?,
                 None => files_of(path)?,
             };
             found.files.extend(inner.files);
@@ -161,7 +161,7 @@ pub fn find(patterns: &[String]) -> Result<FoundFiles, SourceError> {
 }
 
 /// The files of a folder that names them.
-fn of_described(described: DescribedFolder) -> Result<FoundFiles, SourceError> {
+fn described_files(described: DescribedFolder) -> Result<FoundFiles, SourceError> {
     let text = |path: &PathBuf| {
         check_name(path)?;
         Ok(path.to_string_lossy().into_owned())
@@ -318,7 +318,7 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     #[expect(clippy::disallowed_methods, reason = "a file of a test")]
-    fn a_name_that_is_not_utf_8_is_told() {
+    fn a_name_that_is_not_utf_8_is_reported() {
         use std::os::unix::ffi::OsStrExt;
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(std::ffi::OsStr::from_bytes(b"caf\xe9.jsonl"));

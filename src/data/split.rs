@@ -46,7 +46,7 @@ pub fn split_sets(
     let mut set_of = vec![0; all];
     sources.iter().zip(set_of_row).for_each(|(&source, set)| set_of[source] = set);
     let count = ((all as f64 * fraction.get()).round() as usize).clamp(1, all.max(2) - 1);
-    let groups = of_one_prompt(&rows, &sources, header)?;
+    let groups = rows_by_prompt(&rows, &sources, header)?;
     let draw = |groups: &[Vec<usize>]| HeldOut::new(&set_of, counts.len()).draw(groups, count, seed);
     let is_drawn = draw(&groups);
     if !is_drawn.contains(&true) {
@@ -64,7 +64,7 @@ pub fn split_sets(
 }
 
 /// The source rows of each prompt, in the order in which the prompts are first met.
-fn of_one_prompt(rows: &RowStore, sources: &[usize], header: &[i32]) -> Result<Vec<Vec<usize>>, CacheError> {
+fn rows_by_prompt(rows: &RowStore, sources: &[usize], header: &[i32]) -> Result<Vec<Vec<usize>>, CacheError> {
     let (mut groups, mut group_of): (Vec<Vec<usize>>, HashMap<u64, usize>) = (vec![], HashMap::new());
     let firsts = (0..rows.len()).filter(|&row| row == 0 || sources[row] != sources[row - 1]);
     for row in firsts {

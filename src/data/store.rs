@@ -87,17 +87,17 @@ impl RowStore {
     /// Those rows for which `is_apart` is true, and the others, each in the order they have here.
     pub(super) fn partition(self, is_apart: &[bool]) -> (Self, Self) {
         let (apart, rest): (Vec<_>, Vec<_>) = self.rows.into_iter().zip(is_apart).partition(|(_, apart)| **apart);
-        let of = |rows: Vec<(RowPlace, &bool)>| Self {
+        let part = |rows: Vec<(RowPlace, &bool)>| Self {
             files: self.files.clone(),
             rows: rows.into_iter().map(|(place, _)| place).collect(),
         };
-        (of(apart), of(rest))
+        (part(apart), part(rest))
     }
 
     /// Batches of all files that were read: what was never asked for was never looked at.
     #[cfg(test)]
     pub(super) fn batches_read(&self) -> (usize, usize) {
-        let sum = |of: fn(&TokenFile) -> usize| self.files.iter().map(of).sum();
+        let sum = |count: fn(&TokenFile) -> usize| self.files.iter().map(count).sum();
         (sum(TokenFile::checked), sum(TokenFile::batches))
     }
 }

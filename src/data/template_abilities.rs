@@ -197,11 +197,11 @@ mod tests {
         assert_eq!((deaf.content, deaf.more.len()), (format!("Wait. {function}"), 0));
         let written = |m: &Message| m.calls().map(|calls| calls[0].to_string()).unwrap_or_default();
         assert_eq!(of("", written).adapt(&calls)[0], calls[0]);
-        let of_strings = |m: &Message| match m.calls() {
+        let string_calls = |m: &Message| match m.calls() {
             Some(calls) if calls[0]["function"]["arguments"].is_string() => calls[0].to_string(),
             _ => String::new(),
         };
-        let arguments = of("", of_strings).adapt(&calls)[0].calls().unwrap()[0]["function"]["arguments"].clone();
+        let arguments = of("", string_calls).adapt(&calls)[0].calls().unwrap()[0]["function"]["arguments"].clone();
         assert_eq!(arguments, r#"{"a": "b", "c": 1}"#);
     }
 

@@ -290,11 +290,11 @@ pub(super) struct OpenedTokenFile {
 impl TokenFile {
     /// Reads the footer, and where each row stands. `footer_sha256` is the beginning of the hash that the footer must have.
     pub(super) fn open(medium: Storage, path: &Path, footer_sha256: Option<&str>) -> Result<OpenedTokenFile, Fault> {
-        let tail = FooterBytes::read(&medium)?;
-        if footer_sha256.is_some_and(|expected| !tail.sha256().starts_with(expected)) {
+        let bytes = FooterBytes::read(&medium)?;
+        if footer_sha256.is_some_and(|expected| !bytes.sha256().starts_with(expected)) {
             return Err(Fault::damage("its footer is not the one that was written"));
         }
-        let footer = root_as_footer(tail.footer()).map_err(Fault::damage)?;
+        let footer = root_as_footer(bytes.footer()).map_err(Fault::damage)?;
         let facts = footer.custom_metadata().into_iter().flatten().find(|pair| pair.key() == Some(FACTS));
         let facts = facts.and_then(|pair| pair.value()).unwrap_or_default();
         let facts: FooterFacts = serde_json::from_str(facts).map_err(Fault::damage)?;
@@ -490,14 +490,14 @@ pub(super) mod tests {
 
     #[test]
     fn the_hash_of_the_tokens_is_of_nothing_else() {
-        let of = |rows: &[TokenRow], rendered: bool| {
+        let tokens_hash = |rows: &[TokenRow], rendered: bool| {
             let mut writer = TokenFileWriter::new(Vec::new()).unwrap();
             rows.iter().for_each(|row| writer.push(row.clone()).unwrap());
             let summary = FileSummary { rendered, ..FileSummary::default() };
             opened(writer.finish(summary).unwrap(), None).unwrap().tokens_sha256
         };
-        assert_eq!(of(&rows(60), true), of(&rows(60), false));
-        assert_ne!(of(&rows(60), true), of(&rows(61), true));
+        assert_eq!(tokens_hash(&rows(60), true), tokens_hash(&rows(60), false));
+        assert_ne!(tokens_hash(&rows(60), true), tokens_hash(&rows(61), true));
     }
 
     #[test]

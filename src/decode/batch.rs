@@ -160,7 +160,7 @@ impl TextDecoder for SequenceBatch<'_> {
         self.ended.clear();
     }
 
-    /// Computes prompts, then runs one step for every text whose prompt is computed. Tells the new tokens of each text, and returns the texts
+    /// Computes prompts, then runs one step for every text whose prompt is computed. Emits each text's new tokens, and returns the texts
     /// that ended, in the order of their keys. They leave the batch.
     ///
     /// Where memory runs out, the next steps go on with all texts after the cache is emptied and the beginnings of earlier texts are dropped. If
@@ -209,7 +209,7 @@ impl<'a> SequenceBatch<'a> {
         }
     }
 
-    /// Tells new tokens; texts that have ended leave.
+    /// Emits new tokens; texts that have ended leave.
     fn emit(&mut self, on_tokens: &mut OnTokensOf) {
         // Last row first: `swap_remove` then only moves rows that were already emitted.
         for row in (0..self.sequences.len()).rev() {

@@ -45,7 +45,7 @@ impl BatchMemory {
         let room = kv_cache::room_for(i64::try_from(tokens).unwrap_or(i64::MAX)).unsigned_abs();
         // A cache that grows is copied; on a GPU it is allocated once.
         let copies = if on_gpu { 1 } else { 2 };
-        let row = (copies * Size::of_cache(config, 1, kind).bytes()).saturating_mul(room);
+        let row = (copies * Size::for_cache(config, 1, kind).bytes()).saturating_mul(room);
         let tokens_of_pass = match pass {
             PromptPass::OfOne => PREFILL_CHUNK.min(tokens),
             PromptPass::OfSeveral { tokens } => tokens,

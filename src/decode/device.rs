@@ -107,7 +107,7 @@ impl DecodeLoop for DeviceLoop<'_> {
     ) -> Result<Generation, DecodeError> {
         check_prompt(&self.backbone.config, request.prompt)?;
         let acceptance = self.acceptance.filter(|_| drafting == Drafting::On);
-        let acceptance = acceptance.map(|of_loop| request.acceptance.unwrap_or(of_loop));
+        let acceptance = acceptance.map(|default| request.acceptance.unwrap_or(default));
         let mut text = Transcript::new(request, &self.backbone.config);
         let done =
             guard("decoding on the GPU", || tch::no_grad(|| self.run(acceptance, request, &mut text, on_tokens)));
@@ -179,8 +179,8 @@ mod tests {
     fn top_k_above_temperature_0_is_left_to_libtorch() {
         let typical = Acceptance::Typical(TypicalAcceptance::with_threshold(0.09));
         let rule = |temperature, top_k, acceptance| {
-            let of_temperature = Sampling::of_temperature(NonNegative::new(temperature).expect("at least 0"));
-            let sampling = Sampling { top_k: NonZeroUsize::new(top_k), ..of_temperature };
+            let unlimited = Sampling::with_temperature(NonNegative::new(temperature).expect("at least 0"));
+            let sampling = Sampling { top_k: NonZeroUsize::new(top_k), ..unlimited };
             rule_of(&Request { sampling, ..Request::greedy(&[1], 4) }, acceptance)
         };
         for acceptance in [None, Some(Acceptance::Rejection), Some(typical)] {

@@ -59,7 +59,7 @@ pub fn scored(backbone: &Llama, prompt: &[i64], text: &[i64], count: usize) -> R
 /// The next tokens of rows of logits `[N, V]`, scored as [`scored`] does.
 pub(super) fn score_tokens(logits_nv: &Tensor, next: &[i64], count: usize) -> Vec<ScoredToken> {
     let log_p_nv = log_probabilities(logits_nv);
-    let log_p_n = to_host::<f64>(&of_tokens(&log_p_nv, next).to_kind(Kind::Double));
+    let log_p_n = to_host::<f64>(&next_log_p(&log_p_nv, next).to_kind(Kind::Double));
     let count = count.min(log_p_nv.size()[1].unsigned_abs() as usize);
     let (best_nk, ids_nk) = log_p_nv.topk(count as i64, -1, true, true);
     let (best, ids) = (to_host::<f64>(&best_nk.to_kind(Kind::Double)), to_host::<i64>(&ids_nk));
@@ -78,7 +78,7 @@ fn to_host<T: tch::kind::Element + Copy>(tensor: &Tensor) -> Vec<T> {
 
 fn score(engine: &dyn Engine, prompt: &[i64], text: &[i64]) -> Result<f64, DecodeError> {
     let mut log_p = vec![];
-    read(engine, prompt, text, &mut |logits_nv, next| log_p.push(of_tokens(&log_probabilities(logits_nv), next)));
+    read(engine, prompt, text, &mut |logits_nv, next| log_p.push(next_log_p(&log_probabilities(logits_nv), next)));
     let log_p_n = Tensor::cat(&log_p, 0);
     match log_p_n.sum(Kind::Double).double_value(&[]) {
         sum if sum.is_nan() => {
@@ -92,7 +92,7 @@ fn score(engine: &dyn Engine, prompt: &[i64], text: &[i64]) -> Result<f64, Decod
 fn read(engine: &dyn Engine, prompt: &[i64], text: &[i64], take: &mut dyn FnMut(&Tensor, &[i64])) {
     let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
     let all = [prompt, text].concat();
-    let mut cache = KvCache::of_one_row(&engine.backbone().config, kind, device);
+    let mut cache = KvCache::with_one_row(&engine.backbone().config, kind, device);
     let seen = &all[..all.len() - 1]; // the last token predicts nothing that is asked for
     let mut end = 0;
     let _ = prefill(CHUNK, engine, (&mut cache, 0), seen, &mut |piece, states_nw| {
@@ -112,7 +112,7 @@ fn log_probabilities(logits_nv: &Tensor) -> Tensor {
 }
 
 /// `[N]`: of log-probabilities `[N, V]`, that of the next token of each row.
-fn of_tokens(log_p_nv: &Tensor, next: &[i64]) -> Tensor {
+fn next_log_p(log_p_nv: &Tensor, next: &[i64]) -> Tensor {
     let next_n = Tensor::from_slice(next).to_device(log_p_nv.device());
     log_p_nv.gather(1, &next_n.unsqueeze(1), false).squeeze_dim(1)
 }
@@ -145,7 +145,7 @@ mod tests {
         let one_by_one: f64 = (0..text.len())
             .map(|at| {
                 let engine = TchEngine::new(&backbone);
-                let cache = &mut KvCache::of_one_row(&backbone.config, Kind::Float, Device::Cpu);
+                let cache = &mut KvCache::with_one_row(&backbone.config, Kind::Float, Device::Cpu);
                 let state_1w = prefill(512, &engine, (cache, 0), &[&prompt[..], &text[..at]].concat(), &mut |_, _| {});
                 let log_p_1v = engine.logits(&state_1w).log_softmax(-1, Kind::Float);
                 log_p_1v.double_value(&[0, text[at]])
@@ -166,8 +166,8 @@ mod tests {
         assert!((sum - log_probability(&backbone, &prompt, &text).expect("a prompt")).abs() < 1e-5, "{sum}");
         for at in 0..text.len() {
             let before = [&prompt[..], &text[..at]].concat();
-            let of_one = |id| log_probability(&backbone, &before, &[id]).expect("a prompt");
-            let mut all: Vec<(i64, f64)> = (0..40).map(|id| (id, of_one(id))).collect();
+            let log_p = |id| log_probability(&backbone, &before, &[id]).expect("a prompt");
+            let mut all: Vec<(i64, f64)> = (0..40).map(|id| (id, log_p(id))).collect();
             all.sort_by(|a, b| b.1.total_cmp(&a.1));
             for (got, expected) in tokens[at].likeliest.iter().zip(&all[..3]) {
                 assert!(got.0 == expected.0 && (got.1 - expected.1).abs() < 1e-5, "{got:?}, expected {expected:?}");

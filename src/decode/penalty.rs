@@ -59,13 +59,13 @@ impl Penalty {
     }
 
     /// Logits after the text and the tokens `then`, `[1, V]`.
-    pub fn of_text(&self, logits_1v: &Tensor, then: &[i64]) -> Tensor {
+    pub fn apply_to_text(&self, logits_1v: &Tensor, then: &[i64]) -> Tensor {
         self.changed(logits_1v, |_| then.to_vec())
     }
 
     /// Logits after each node of a tree behind the text, `[N, V]`: the tokens on a node's path are penalised, too.
     /// - `tokens[n]`: the token that node `n` holds
-    pub fn of_tree(&self, logits_nv: &Tensor, tree: &SparseTree, tokens: &[i64]) -> Tensor {
+    pub fn apply_to_tree(&self, logits_nv: &Tensor, tree: &SparseTree, tokens: &[i64]) -> Tensor {
         self.changed(logits_nv, |node| upwards(tree, node).map(|node| tokens[node]).collect())
     }
 
@@ -95,7 +95,7 @@ impl Penalty {
         let flat = logits_nv.to_kind(kind).reshape([-1]);
         let was_m = flat.index_select(0, &places_m);
         let repeated_m = (&was_m / self.repetition).where_self(&was_m.gt(0.0), &(&was_m * self.repetition));
-        // What is finite stays so, and what is not tells that the backbone failed.
+        // What is finite stays so, and what is not shows that the backbone failed.
         let changed_m = (repeated_m - less_m).clamp(-LARGEST, LARGEST).where_self(&was_m.isfinite(), &was_m);
         flat.index_copy(0, &places_m, &changed_m).view([n, v])
     }
@@ -123,7 +123,7 @@ mod tests {
         let logits_1v = Tensor::from_slice(&[4.0, -4.0, 4.0, 0.0, 6.0]).unsqueeze(0);
         let mut penalty = penalty(2.0, 0.0, 0.0, &[0, 1, 0]);
         penalty.see(&[3]);
-        assert_eq!(rows(&penalty.of_text(&logits_1v, &[0])), [[2.0, -8.0, 4.0, 0.0, 6.0]]);
+        assert_eq!(rows(&penalty.apply_to_text(&logits_1v, &[0])), [[2.0, -8.0, 4.0, 0.0, 6.0]]);
     }
 
     #[test]
@@ -132,10 +132,10 @@ mod tests {
         let mut both = penalty(1.0, 0.5, 0.25, &[2, 4]);
         assert!(!both.is_off());
         both.see(&[0, 1, 0]);
-        assert_eq!(rows(&both.of_text(&logits_1v, &[0, 3])), [[2.25, -4.75, 4.0, -0.75, 6.0]]);
+        assert_eq!(rows(&both.apply_to_text(&logits_1v, &[0, 3])), [[2.25, -4.75, 4.0, -0.75, 6.0]]);
         let mut after_repetition = penalty(2.0, -0.5, 0.0, &[4]);
         after_repetition.see(&[0]);
-        assert_eq!(rows(&after_repetition.of_text(&logits_1v, &[1])), [[2.5, -7.5, 4.0, 0.0, 3.0]]);
+        assert_eq!(rows(&after_repetition.apply_to_text(&logits_1v, &[1])), [[2.5, -7.5, 4.0, 0.0, 3.0]]);
     }
 
     /// The most probable token must stay one: a text that no token can follow would fail.
@@ -154,7 +154,7 @@ mod tests {
             ] {
                 let mut penalty = penalty(repetition, frequency, 0.0, &[]);
                 penalty.see(&[0, 0, 1, 2]);
-                let penalised = penalty.of_text(&logits_1v, &[]).to_kind(Kind::Double);
+                let penalised = penalty.apply_to_text(&logits_1v, &[]).to_kind(Kind::Double);
                 assert!(
                     rows(&penalised)[0].iter().all(|logit| logit.is_finite()),
                     "{kind:?}, {repetition}, {frequency}"
@@ -168,7 +168,7 @@ mod tests {
         let logits_1v = Tensor::from_slice(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY]).unsqueeze(0);
         let mut all = penalty(2.0, 1.0, 1.0, &[]);
         all.see(&[0, 1, 2]);
-        let [nan, largest, least] = rows(&all.of_text(&logits_1v, &[]))[0][..] else { panic!("three logits") };
+        let [nan, largest, least] = rows(&all.apply_to_text(&logits_1v, &[]))[0][..] else { panic!("three logits") };
         assert!(nan.is_nan() && [largest, least] == [f64::INFINITY, f64::NEG_INFINITY]);
     }
 
@@ -177,14 +177,14 @@ mod tests {
         // Nodes: 0 root, 1 [0], 2 [1], 3 [0, 0].
         let tree = SparseTree::new(vec![vec![0], vec![1], vec![0, 0]]).unwrap();
         let logits_nv = Tensor::ones([4, 6], (Kind::Double, Device::Cpu));
-        let penalised = rows(&penalty(2.0, 0.0, 0.0, &[5]).of_tree(&logits_nv, &tree, &[1, 2, 3, 1]));
+        let penalised = rows(&penalty(2.0, 0.0, 0.0, &[5]).apply_to_tree(&logits_nv, &tree, &[1, 2, 3, 1]));
         let seen = |row: &[f64]| (0..6).filter(|&id| row[id] < 1.0).collect::<Vec<_>>();
         let seen: Vec<Vec<usize>> = penalised.iter().map(|row| seen(row)).collect();
         assert_eq!(seen, [vec![1, 5], vec![1, 2, 5], vec![1, 3, 5], vec![1, 2, 5]]);
         assert!(penalised.iter().flatten().all(|&logit| (logit - 1.0).abs() < 1e-12 || (logit - 0.5).abs() < 1e-12));
         let mut counted = penalty(1.0, 0.5, 0.0, &[5]);
         counted.see(&[2]);
-        let counted = rows(&counted.of_tree(&logits_nv, &tree, &[1, 2, 3, 1]));
+        let counted = rows(&counted.apply_to_tree(&logits_nv, &tree, &[1, 2, 3, 1]));
         assert_eq!(counted[2], [1.0, 0.5, 0.5, 0.5, 1.0, 1.0]);
         assert_eq!(
             counted[3],

@@ -42,7 +42,7 @@ impl<'a> Request<'a> {
         Self {
             prompt,
             max_new_tokens,
-            sampling: Sampling::of_temperature(NonNegative::ZERO),
+            sampling: Sampling::with_temperature(NonNegative::ZERO),
             repetition_penalty: Positive::ONE,
             frequency_penalty: Finite::ZERO,
             presence_penalty: Finite::ZERO,
@@ -139,7 +139,7 @@ pub struct Generation {
 #[cfg(test)]
 impl Generation {
     /// One of plain steps that ended at its limit.
-    pub(crate) fn of_tokens(new_ids: Vec<i64>) -> Self {
+    pub(crate) fn from_tokens(new_ids: Vec<i64>) -> Self {
         Self {
             accept_lengths: vec![1; new_ids.len()],
             new_ids,

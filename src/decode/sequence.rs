@@ -88,20 +88,20 @@ impl Sequence {
         self.root.as_ref().expect("the prompt is computed")
     }
 
-    /// Which guesses are accepted; `of_loop` where the text has no rule of its own.
-    pub(super) fn acceptance(&self, of_loop: Acceptance) -> Acceptance {
-        self.acceptance.unwrap_or(of_loop)
+    /// Which guesses are accepted; `default` where the text has no rule of its own.
+    pub(super) fn acceptance(&self, default: Acceptance) -> Acceptance {
+        self.acceptance.unwrap_or(default)
     }
 
     /// Whether its rule chooses a token without guesses as plain decoding does.
-    pub(super) fn chooses_as_plain(&self, of_loop: Acceptance) -> bool {
-        self.acceptance(of_loop).draws() || self.sampler.sampling().temperature.get() == 0.0
+    pub(super) fn chooses_as_plain(&self, default: Acceptance) -> bool {
+        self.acceptance(default).draws() || self.sampler.sampling().temperature.get() == 0.0
     }
 
     /// Logits `[1, V]` after the last token, penalised.
     pub(super) fn penalised(&self, logits_1v: &Tensor) -> Tensor {
         let root = self.root.as_ref().map(|root| root.id);
-        self.penalty.of_text(logits_1v, root.as_slice())
+        self.penalty.apply_to_text(logits_1v, root.as_slice())
     }
 
     /// `tokens` after rows of logits `[N, V]`, scored if the request asks for it.
@@ -114,9 +114,9 @@ impl Sequence {
     }
 
     /// The drafter's view of the text in a row.
-    pub(super) fn text_so_far(&self, row: usize, of_loop: Acceptance) -> TextSoFar<'_> {
+    pub(super) fn text_so_far(&self, row: usize, default: Acceptance) -> TextSoFar<'_> {
         let state_1w = self.state_1w.as_ref().expect("a drafted text keeps it");
-        let (sampling, may_draw) = (self.sampler.sampling(), self.acceptance(of_loop) == Acceptance::Rejection);
+        let (sampling, may_draw) = (self.sampler.sampling(), self.acceptance(default) == Acceptance::Rejection);
         TextSoFar { row, ids: self.text.ids(), root: self.root(), state_1w, sampling, stream: self.stream, may_draw }
     }
 

@@ -9,7 +9,7 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use super::sequence::{Sequence, SequenceStep};
-use super::verify::together::verify_all;
+use super::verify::together::verify_batch;
 use super::verify::{Verdict, first_root};
 use crate::draft::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
 use crate::engine::prefix_cache::PrefixCache;
@@ -169,8 +169,8 @@ impl<'a> Stepper<'a> {
 
     /// Whether a step of these rows is more than one of plain decoding: the drafter guesses, or a text chooses its tokens in another way.
     fn guesses(&mut self, sequences: &[Sequence], rows: &[usize]) -> bool {
-        let Some((drafter, of_loop)) = &mut self.drafter else { return false };
-        !drafter.rests(rows.len()) || !rows.iter().all(|&row| sequences[row].chooses_as_plain(*of_loop))
+        let Some((drafter, default)) = &mut self.drafter else { return false };
+        !drafter.rests(rows.len()) || !rows.iter().all(|&row| sequences[row].chooses_as_plain(*default))
     }
 
     fn plain_step(&mut self, sequences: &mut [Sequence], rows: &[usize], drafting: Drafting) {
@@ -187,12 +187,12 @@ impl<'a> Stepper<'a> {
         let states_bw = self.engine.extend_each(&mut self.cache, &roots_b, rows, &self.one);
         let logits_bv = self.engine.logits(&states_bw);
         let next = next_roots(&logits_bv, &mut stepping);
-        let of_text = |((sequence, next), at): ((&&mut Sequence, Chosen), i64)| {
+        let decoded = |((sequence, next), at): ((&&mut Sequence, Chosen), i64)| {
             let scored = sequence.scored(&[next.id], || logits_bv.narrow(0, at, 1));
             let state_1w = keeps_state.then(|| states_bw.narrow(0, at, 1));
             SequenceStep { accepted: vec![sequence.root().id], next, state_1w, proposed: 0, scored }
         };
-        let steps: Vec<SequenceStep> = stepping.iter().zip(next).zip(0..).map(of_text).collect();
+        let steps: Vec<SequenceStep> = stepping.iter().zip(next).zip(0..).map(decoded).collect();
         // Only now: a step that runs out of memory before can be repeated.
         for ((sequence, step), &row) in stepping.into_iter().zip(steps).zip(rows) {
             self.cache.commit(row, 1);
@@ -201,14 +201,14 @@ impl<'a> Stepper<'a> {
     }
 
     fn drafted_step(&mut self, sequences: &mut [Sequence], rows: &[usize]) {
-        let (drafter, of_loop) = self.drafter.as_mut().expect("asked before");
-        let texts: Vec<TextSoFar> = rows.iter().map(|&row| sequences[row].text_so_far(row, *of_loop)).collect();
+        let (drafter, default) = self.drafter.as_mut().expect("asked before");
+        let texts: Vec<TextSoFar> = rows.iter().map(|&row| sequences[row].text_so_far(row, *default)).collect();
         let proposals = drafter.propose(&texts);
         let states_nw = self.extend(&proposals, rows);
         let logits_nv = self.engine.logits(&read_of(&states_nw, &proposals));
         let mut stepping = at_rows(sequences, rows);
         let samplers: Vec<Sampler> = stepping.iter().map(|sequence| sequence.sampler.clone()).collect();
-        let verdicts = verify_all(self.acceptance(), &proposals, &logits_nv, &mut stepping);
+        let verdicts = verify_batch(self.acceptance(), &proposals, &logits_nv, &mut stepping);
         let (mut nodes, mut read) = (Slices::of(&states_nw), Slices::of(&logits_nv));
         let all = proposals.iter().zip(verdicts).zip(stepping).zip(samplers).zip(rows);
         for ((((proposal, verdict), sequence), sampler), &row) in all {
@@ -265,7 +265,7 @@ impl<'a> Stepper<'a> {
     /// One step of a sequence without its `refused` guesses. A guess with NaN among its keys or values spoils its whole tree, and may be one that plain
     /// decoding never comes to.
     fn step_alone(&mut self, row: usize, sequence: &mut Sequence, refused: usize) {
-        let (drafter, of_loop) = self.drafter.as_mut().expect("asked before");
+        let (drafter, default) = self.drafter.as_mut().expect("asked before");
         let root_1 = sequence.root().on_device(self.engine.backbone().device());
         let states_nw = self.engine.extend(&mut self.cache, &root_1, &[RowTokens { row, nodes: &self.one }]);
         let state_1w = states_nw.narrow(0, 0, 1);
@@ -276,7 +276,7 @@ impl<'a> Stepper<'a> {
             drafter.committed(row, &tokens);
             self.seen[row] += 1;
         }
-        let next = first_root(*of_loop, &logits_1v, sequence);
+        let next = first_root(*default, &logits_1v, sequence);
         let scored = sequence.scored(&[next.id], || logits_1v);
         let accepted = vec![sequence.root().id];
         sequence.go_on(SequenceStep { accepted, next, state_1w: Some(state_1w), proposed: refused, scored });

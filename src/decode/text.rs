@@ -258,24 +258,24 @@ mod tests {
         for (stop, new_ids, expected) in [(&["b"][..], vec![0, 1, 2], " a"), (&[], vec![0, 1, 2, 0], " ab")] {
             let mut text = StreamedText::new(&tokenizer, &[], strings(stop));
             text.take(&new_ids).unwrap();
-            assert_eq!(text.finish(Generation::of_tokens(new_ids)).unwrap().text_alone, expected);
+            assert_eq!(text.finish(Generation::from_tokens(new_ids)).unwrap().text_alone, expected);
         }
     }
 
     /// Characters one by one, as tokens of one character would bring them.
     fn by_characters(text: &str, stop: &[String]) -> (Vec<String>, String, bool) {
         let mut words = StopBuffer::new(stop.to_vec());
-        let mut told = vec![];
+        let mut streamed = vec![];
         for (character, tokens) in text.chars().map(String::from).zip(1..) {
             let from = words.emitted;
             words.add(&character, tokens);
-            told.push(words.text[from..words.emitted].to_owned());
+            streamed.push(words.text[from..words.emitted].to_owned());
             assert_eq!(words.emitted_tokens(), words.text[..words.emitted].chars().count());
             if words.stopped {
                 break;
             }
         }
-        (told, words.text, words.stopped)
+        (streamed, words.text, words.stopped)
     }
 
     proptest! {
@@ -289,12 +289,12 @@ mod tests {
             let ends = text.char_indices().map(|(at, c)| at + c.len_utf8());
             let cut = ends.filter_map(|end| stop.iter().filter(|stop| text[..end].ends_with(*stop)).map(|stop| end - stop.len()).min()).next();
             let expected = &text[..cut.unwrap_or(text.len())];
-            let (told, known, stopped) = by_characters(&text, &stop);
+            let (streamed, known, stopped) = by_characters(&text, &stop);
             prop_assert_eq!((known.as_str(), stopped), (expected, cut.is_some()));
-            let told = told.concat();
-            prop_assert!(expected.starts_with(&told), "nothing of a stop string is told");
-            let kept = &expected[told.len()..];
-            prop_assert!(kept.is_empty() || stop.iter().any(|stop| stop.starts_with(kept)), "all else is told at once: {kept}");
+            let streamed = streamed.concat();
+            prop_assert!(expected.starts_with(&streamed), "nothing of a stop string is streamed");
+            let kept = &expected[streamed.len()..];
+            prop_assert!(kept.is_empty() || stop.iter().any(|stop| stop.starts_with(kept)), "all else is streamed at once: {kept}");
             // The same text in larger pieces.
             let mut ends: Vec<usize> = cuts.iter().map(|cut| cut.index(text.len() + 1)).filter(|&at| text.is_char_boundary(at)).collect();
             ends.extend([0, text.len()]);

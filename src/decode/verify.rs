@@ -35,17 +35,17 @@ impl Verdict {
 
 /// The first root, of logits `[1, V]` after the prompt: drawn where the rule draws its roots, else the most probable token, at any
 /// temperature (it is unconditionally accepted, paper section 2.3.1).
-pub(super) fn first_root(of_loop: Acceptance, logits_1v: &Tensor, sequence: &mut Sequence) -> Chosen {
+pub(super) fn first_root(default: Acceptance, logits_1v: &Tensor, sequence: &mut Sequence) -> Chosen {
     let logits_1v = sequence.penalised(logits_1v);
-    if sequence.acceptance(of_loop).draws() { sequence.sampler.next(&logits_1v) } else { Chosen::best(&logits_1v) }
+    if sequence.acceptance(default).draws() { sequence.sampler.next(&logits_1v) } else { Chosen::best(&logits_1v) }
 }
 
 /// Decides at the tree's nodes, from logits `[N, V]` after each; those of a window may follow. At temperature 0 every rule but a
 /// forced one is greedy.
-pub(super) fn verify(of_loop: Acceptance, proposal: &Proposal, logits_nv: &Tensor, sequence: &mut Sequence) -> Verdict {
+pub(super) fn verify(default: Acceptance, proposal: &Proposal, logits_nv: &Tensor, sequence: &mut Sequence) -> Verdict {
     let nodes = VerifiedNodes::new(proposal, logits_nv, sequence);
     let above_0 = sequence.sampler.sampling().temperature.get() > 0.0;
-    match sequence.acceptance(of_loop) {
+    match sequence.acceptance(default) {
         Acceptance::Forced { rate } => {
             let path = accept::forced(nodes.tree(), rate, sequence.steps);
             nodes.best_after(|_, _| path)
@@ -67,11 +67,10 @@ struct VerifiedNodes<'s> {
 impl<'s> VerifiedNodes<'s> {
     fn new(proposal: &'s Proposal, logits_nv: &Tensor, sequence: &Sequence) -> Self {
         let tree = &proposal.tree.tree;
-        let [tokens_n, logits_nv] =
-            [&proposal.tokens_n, logits_nv].map(|of_all| of_all.narrow(0, 0, tree.len() as i64));
+        let [tokens_n, logits_nv] = [&proposal.tokens_n, logits_nv].map(|x| x.narrow(0, 0, tree.len() as i64));
         let logits_nv = match sequence.penalty.is_off() {
             true => logits_nv,
-            false => sequence.penalty.of_tree(&logits_nv, tree, &to_host::<i64>(&tokens_n)),
+            false => sequence.penalty.apply_to_tree(&logits_nv, tree, &to_host::<i64>(&tokens_n)),
         };
         Self { proposal, tokens_n, logits_nv }
     }
@@ -125,7 +124,7 @@ impl<'s> VerifiedNodes<'s> {
     /// Log-probability of each node's token after its parent, and entropy after each node.
     fn posterior(&self, temperature: f64) -> (Vec<f64>, Vec<f64>) {
         let log_p_nv = log_probabilities(&self.logits_nv, temperature);
-        in_float64(&self.of_guesses(&log_p_nv), &entropies(&log_p_nv))
+        in_float64(&self.guess_values(&log_p_nv), &entropies(&log_p_nv))
     }
 
     /// Log-probability of each node's token after its parent, and the probability of all tokens that are more probable there (of
@@ -133,7 +132,7 @@ impl<'s> VerifiedNodes<'s> {
     /// 1 for a token that is not kept.
     fn ranks(&self, temperature: f64, top_k: Option<NonZeroUsize>) -> (Vec<f64>, Vec<f64>) {
         let log_p_nv = log_probabilities(&self.logits_nv, temperature);
-        let log_p_n = self.of_guesses(&log_p_nv);
+        let log_p_n = self.guess_values(&log_p_nv);
         let after_parent_nv = log_p_nv.index_select(0, self.proposal.tree.parents_n());
         let ids_v = Tensor::arange(log_p_nv.size()[1], (Kind::Int64, log_p_nv.device()));
         let (guess_n1, id_n1) = (log_p_n.unsqueeze(1), self.tokens_n.unsqueeze(1));
@@ -154,7 +153,7 @@ impl<'s> VerifiedNodes<'s> {
     }
 
     /// Of `[N, V]` after each node, the value of each node's token after its parent, `[N]`.
-    fn of_guesses(&self, after_nv: &Tensor) -> Tensor {
+    fn guess_values(&self, after_nv: &Tensor) -> Tensor {
         let at_n = self.proposal.tree.parents_n() * after_nv.size()[1] + &self.tokens_n;
         after_nv.reshape([-1]).index_select(0, &at_n)
     }
@@ -219,9 +218,9 @@ mod tests {
         let nodes = VerifiedNodes { proposal: &proposal, tokens_n, logits_nv };
         let mut kept_counts = std::collections::BTreeSet::new();
         for (top_k, top_p) in (0..=13).flat_map(|top_k| [0.31, 0.53, 0.81, 1.0].map(|top_p| (top_k, top_p))) {
-            let of_temperature = Sampling::of_temperature(NonNegative::new(1.0).unwrap());
+            let unlimited = Sampling::with_temperature(NonNegative::new(1.0).unwrap());
             let (top_k, top_p) = (NonZeroUsize::new(top_k), Probability::new(top_p).unwrap());
-            let p = distributions(&logits_1v, Sampling { top_k, top_p, ..of_temperature }).remove(0).unwrap();
+            let p = distributions(&logits_1v, Sampling { top_k, top_p, ..unlimited }).remove(0).unwrap();
             let (_, more_probable) = nodes.ranks(1.0, top_k);
             let accepted: Vec<bool> = more_probable[1..].iter().map(|before| *before < top_p.get()).collect();
             let drawn: Vec<bool> = p.iter().map(|p| *p > 0.0).collect();

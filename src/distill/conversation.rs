@@ -171,12 +171,12 @@ impl<'a> Conversation<'a> {
         settings: &DistillSettings,
     ) -> Result<Option<OpenQuestion>, PromptError> {
         let was_written_by = std::mem::replace(&mut self.writer, Writer::Assistant);
-        let of_answer = |prompt| Some(OpenQuestion { prompt, end_mark: vec![] });
+        let open = |prompt| Some(OpenQuestion { prompt, end_mark: vec![] });
         if self.asked == 0 {
-            return render::first(&self.dialogue.questions, renderer, &mut self.chat).map(of_answer);
+            return render::first(&self.dialogue.questions, renderer, &mut self.chat).map(open);
         }
         if was_written_by == Writer::User && !self.is_over {
-            return render::answer(renderer, &self.chat).map(of_answer);
+            return render::answer(renderer, &self.chat).map(open);
         }
         let Questions::Turns { user, .. } = &self.dialogue.questions else { return Ok(None) };
         if self.is_over || self.answers >= settings.turns.get() {
@@ -188,7 +188,7 @@ impl<'a> Conversation<'a> {
         }
         let Some(question) = user.get(self.answers) else { return Ok(None) };
         self.chat.messages.push(Message::new("user", question));
-        render::answer(renderer, &self.chat).map(of_answer)
+        render::answer(renderer, &self.chat).map(open)
     }
 
     /// Takes the backbone's turn. A user turn that is empty or unfinished is dropped and ends the conversation.
@@ -232,8 +232,8 @@ impl<'a> Conversation<'a> {
     /// What is left of a conversation whose last question is refused: the turns before it, and why.
     pub fn refused(self, why: &Refusal) -> FinishedConversation {
         let refused = Some(RefusedTurn { turn: self.asked, why: why.to_string() });
-        let of_prompt = self.as_finished(FinishReason::Length);
-        let without_row = FinishedConversation { conversations: vec![], finish_reason: String::new(), ..of_prompt };
+        let finished = self.as_finished(FinishReason::Length);
+        let without_row = FinishedConversation { conversations: vec![], finish_reason: String::new(), ..finished };
         FinishedConversation { refused, ..self.kept.unwrap_or(without_row) }
     }
 
@@ -384,21 +384,24 @@ mod tests {
     fn a_template_without_tokens_for_turns_opens_and_ends_the_users() {
         let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3.", "never asked"]));
         let (renderer, settings) = (world.renderer(), settings(2, true, 500));
-        let mut talk = Conversation::new(0, &dialogue);
-        let first = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
+        let mut conversation = Conversation::new(0, &dialogue);
+        let first = conversation.next_question(Some(&renderer), &settings).unwrap().unwrap();
         assert_eq!((first.prompt.ids, first.end_mark), (world.ids("USER: Count to 3. ASSISTANT:"), vec![]));
-        talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), Some(&renderer)).unwrap();
-        let asks = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
+        conversation.hear(said(world.ids("1, 2, 3."), vec![EOS]), Some(&renderer)).unwrap();
+        let asks = conversation.next_question(Some(&renderer), &settings).unwrap().unwrap();
         assert_eq!(asks.prompt.ids, world.ids("USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER:"));
         let mark = world.ids("ASSISTANT:");
         assert_eq!((asks.end_mark, asks.stream), (mark.clone(), Stream { seed: 1, index: 0, turn: 2, sample: 0 }));
-        talk.hear(said(world.ids("And to 4?"), mark), Some(&renderer)).unwrap();
-        let answers = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
+        conversation.hear(said(world.ids("And to 4?"), mark), Some(&renderer)).unwrap();
+        let answers = conversation.next_question(Some(&renderer), &settings).unwrap().unwrap();
         let seen = "USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER: And to 4? ASSISTANT:";
         assert_eq!(answers.prompt.ids, world.ids(seen));
-        talk.hear(said(world.ids("1, 2, 3, 4."), vec![]), Some(&renderer)).unwrap();
-        assert!(talk.next_question(Some(&renderer), &settings).unwrap().is_none(), "two answers were asked for");
-        let row = talk.finish();
+        conversation.hear(said(world.ids("1, 2, 3, 4."), vec![]), Some(&renderer)).unwrap();
+        assert!(
+            conversation.next_question(Some(&renderer), &settings).unwrap().is_none(),
+            "two answers were asked for"
+        );
+        let row = conversation.finish();
         assert_eq!(world.learnt(&row), [" 1, 2, 3.<|end|>", " And to 4? ASSISTANT:1, 2, 3, 4."]);
         assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (4, "length"));
     }
@@ -408,13 +411,13 @@ mod tests {
         let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3."]));
         let (renderer, settings) = (world.renderer(), settings(3, true, 500));
         for (question, reason) in [(said(world.ids(" And"), vec![]), "length"), (said(vec![], vec![EOS]), "eos")] {
-            let mut talk = Conversation::new(0, &dialogue);
-            let _ = talk.next_question(Some(&renderer), &settings).unwrap();
-            talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), Some(&renderer)).unwrap();
-            let _ = talk.next_question(Some(&renderer), &settings).unwrap();
-            talk.hear(question, Some(&renderer)).unwrap();
-            assert!(talk.next_question(Some(&renderer), &settings).unwrap().is_none());
-            let row = talk.finish();
+            let mut conversation = Conversation::new(0, &dialogue);
+            let _ = conversation.next_question(Some(&renderer), &settings).unwrap();
+            conversation.hear(said(world.ids("1, 2, 3."), vec![EOS]), Some(&renderer)).unwrap();
+            let _ = conversation.next_question(Some(&renderer), &settings).unwrap();
+            conversation.hear(question, Some(&renderer)).unwrap();
+            assert!(conversation.next_question(Some(&renderer), &settings).unwrap().is_none());
+            let row = conversation.finish();
             assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (2, reason));
             assert_eq!(row.input_ids.last(), Some(&1));
         }
@@ -424,13 +427,13 @@ mod tests {
     fn an_answer_that_is_read_again_as_other_tokens_carries_loss_where_it_stands() {
         let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3.", "Count to 3.", "Count"]));
         let (renderer, settings) = (world.renderer(), settings(9, false, 500));
-        let mut talk = Conversation::new(0, &dialogue);
+        let mut conversation = Conversation::new(0, &dialogue);
         for answer in ["1, 2, 3.", "Count to 3.", "omelette"] {
-            let _ = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
-            talk.hear(said(world.spelt(answer), vec![EOS]), Some(&renderer)).unwrap();
+            let _ = conversation.next_question(Some(&renderer), &settings).unwrap().unwrap();
+            conversation.hear(said(world.spelt(answer), vec![EOS]), Some(&renderer)).unwrap();
         }
-        assert!(talk.next_question(Some(&renderer), &settings).unwrap().is_none(), "all is asked");
-        let row = talk.finish();
+        assert!(conversation.next_question(Some(&renderer), &settings).unwrap().is_none(), "all is asked");
+        let row = conversation.finish();
         let last = "omelette<|end|>";
         assert_eq!(world.learnt(&row), [" 1, 2, 3.<|end|>", " Count to 3.<|end|>", last]);
         let seen = "USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER: Count to 3. ASSISTANT: Count to 3.<|end|>USER: Count ASSISTANT:";
@@ -441,12 +444,12 @@ mod tests {
     fn an_answer_that_the_template_no_longer_shows_carries_no_loss() {
         let (world, dialogue) = (world(FORGETFUL), dialogue(&["Count to 3.", "Hello"]));
         let (renderer, settings) = (world.renderer(), settings(9, false, 500));
-        let mut talk = Conversation::new(0, &dialogue);
+        let mut conversation = Conversation::new(0, &dialogue);
         for answer in ["1, 2, 3.", "omelette"] {
-            let _ = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
-            talk.hear(said(world.ids(answer), vec![EOS]), Some(&renderer)).unwrap();
+            let _ = conversation.next_question(Some(&renderer), &settings).unwrap().unwrap();
+            conversation.hear(said(world.ids(answer), vec![EOS]), Some(&renderer)).unwrap();
         }
-        let row = talk.finish();
+        let row = conversation.finish();
         assert_eq!(world.learnt(&row), ["omelette<|end|>"]);
         assert_eq!(row.conversations.len(), 4);
     }
@@ -455,12 +458,12 @@ mod tests {
     fn a_turn_that_does_not_fit_ends_the_conversation_before_it() {
         let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3.", "Hello"]));
         let renderer = world.renderer();
-        let mut talk = Conversation::new(0, &dialogue);
+        let mut conversation = Conversation::new(0, &dialogue);
         let settings = settings(9, false, world.ids("USER: Count to 3. ASSISTANT: 1<|end|>").len() + 2);
-        let _ = talk.next_question(Some(&renderer), &settings).unwrap().unwrap();
-        talk.hear(said(world.ids(" 1"), vec![EOS]), Some(&renderer)).unwrap();
-        assert!(talk.next_question(Some(&renderer), &settings).unwrap().is_none());
-        let row = talk.finish();
+        let _ = conversation.next_question(Some(&renderer), &settings).unwrap().unwrap();
+        conversation.hear(said(world.ids(" 1"), vec![EOS]), Some(&renderer)).unwrap();
+        assert!(conversation.next_question(Some(&renderer), &settings).unwrap().is_none());
+        let row = conversation.finish();
         assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (2, "length"));
         assert_eq!(row.input_ids.last(), Some(&1));
     }

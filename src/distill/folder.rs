@@ -203,8 +203,9 @@ mod tests {
     #[test]
     fn shares_of_several_gpus_are_one_distillation() {
         let share = |text: &str| text.parse::<Share>().unwrap();
-        let of = |device: &str| json!({"device": device, "rows": 3, "backbone": device}).as_object().unwrap().clone();
-        let between = |other: &str| difference((share("1/2"), &of("cuda:0")), (share("2/2"), &of(other)));
+        let facts =
+            |device: &str| json!({"device": device, "rows": 3, "backbone": device}).as_object().unwrap().clone();
+        let between = |other: &str| difference((share("1/2"), &facts("cuda:0")), (share("2/2"), &facts(other)));
         assert_eq!(between("cuda:1"), None);
         let differs = ("device".to_owned(), "\"cuda:0\"".to_owned(), "\"cpu\"".to_owned());
         assert_eq!(between("cpu"), Some(differs));

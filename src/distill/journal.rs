@@ -137,8 +137,8 @@ mod tests {
         let all = [finished(0), finished(1), finished(2)];
         assert_eq!(Journal::read(&path).unwrap(), (all.to_vec(), 0));
         let whole = fs::metadata(&path).unwrap().len();
-        let of_last = line(&all[2]).len() as u64;
-        for cut in 1..=of_last {
+        let last_length = line(&all[2]).len() as u64;
+        for cut in 1..=last_length {
             journal.file.set_len(whole - cut).unwrap();
             assert_eq!(Journal::read(&path).unwrap(), (all[..2].to_vec(), 0), "{cut} bytes less");
         }
@@ -148,7 +148,7 @@ mod tests {
 
     /// As a power cut leaves them: what was written before a sync may be lost in any order.
     #[test]
-    fn of_damaged_lines_the_whole_ones_around_them_stay() {
+    fn whole_lines_around_damaged_ones_stay() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal.jsonl");
         let all: Vec<FinishedConversation> = (0..6).map(finished).collect();

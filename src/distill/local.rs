@@ -107,7 +107,7 @@ mod tests {
         };
         let heads = Heads::random(shape, Kind::Double, Device::Cpu, 5);
         let tree = SparseTree::cartesian(&[25, 8]).unwrap(); // often right, whatever it guesses
-        let greedy = Sampling::of_temperature(NonNegative::ZERO);
+        let greedy = Sampling::with_temperature(NonNegative::ZERO);
         let answer = |end_mark: Vec<i64>, prompt: i64| {
             let max_new_tokens = NonZeroUsize::new(30).unwrap();
             let stream = Stream::default();

@@ -148,25 +148,25 @@ pub fn run(
     on_step: &mut dyn FnMut(DistillProgress) -> ControlFlow<()>,
 ) -> Result<DistillEnd, DistillError> {
     output.check_refused(settings.max_refused)?;
-    let mut talk = OpenConversations::new(dialogues, renderer, settings, output);
+    let mut open = OpenConversations::new(dialogues, renderer, settings, output);
     loop {
-        match go_on(&mut talk, &mut answerer, output) {
+        match go_on(&mut open, &mut answerer, output) {
             Ok(ControlFlow::Continue(())) => {}
             Ok(ControlFlow::Break(())) => {
-                talk.end(output)?;
+                open.end(output)?;
                 return Ok(DistillEnd::Whole);
             }
             Err(error @ DistillError::Io { .. }) => return Err(error),
             Err(error) => {
                 answerer.end();
                 let _ = on_step(progress(&answerer, output)); // says what is waited for; the run ends anyway
-                talk.take_last(&mut answerer, output)?;
-                return Err(talk.known_better(error, output));
+                open.take_last(&mut answerer, output)?;
+                return Err(open.known_better(error, output));
             }
         }
         if on_step(progress(&answerer, output)).is_break() {
             answerer.end();
-            talk.take_last(&mut answerer, output)?;
+            open.take_last(&mut answerer, output)?;
             output.sync()?;
             return Ok(DistillEnd::Stopped);
         }
@@ -179,16 +179,16 @@ fn progress(answerer: &impl Answerer, output: &Output) -> DistillProgress {
 
 /// Asks, and hears what is answered meanwhile. Breaks when nothing is left to ask.
 fn go_on(
-    talk: &mut OpenConversations,
+    open: &mut OpenConversations,
     answerer: &mut impl Answerer,
     output: &mut Output,
 ) -> Result<ControlFlow<()>, DistillError> {
-    talk.ask(answerer)?;
+    open.ask(answerer)?;
     if answerer.is_idle() {
         return Ok(ControlFlow::Break(()));
     }
-    talk.hear(answerer.step()?, output)?;
-    talk.new_refusals().iter().for_each(|(id, why)| answerer.note_refused(*id, why));
+    open.hear(answerer.step()?, output)?;
+    open.new_refusals().iter().for_each(|(id, why)| answerer.note_refused(*id, why));
     Ok(ControlFlow::Continue(()))
 }
 

@@ -121,8 +121,8 @@ impl Output {
             finished.into_iter().map(|finished| (finished.id, finished)).collect();
         pending.retain(|id, _| in_shards.binary_search(id).is_err());
         let journal = Journal::start(&path, pending.values())?;
-        let of_shards = refused_in_shards(folder, share, shards)?.into_iter();
-        let refused = of_shards.chain(pending.values().filter_map(RefusedQuestion::of));
+        let in_shards = refused_in_shards(folder, share, shards)?.into_iter();
+        let refused = in_shards.chain(pending.values().filter_map(RefusedQuestion::of));
         let refused = refused.map(|question| (question.conversation, question)).collect();
         let folder = folder.into();
         Ok(Self {
@@ -261,8 +261,8 @@ impl Output {
         if !self.refused_file().exists() && !ids.iter().any(|id| self.refused.contains_key(id)) {
             return Ok(());
         }
-        let of_shards = |question: &&RefusedQuestion| is_in_shards(question.conversation, self.share, self.shards + 1);
-        refused_file::write(&self.refused_file(), self.refused.values().filter(of_shards))
+        let is_sharded = |question: &&RefusedQuestion| is_in_shards(question.conversation, self.share, self.shards + 1);
+        refused_file::write(&self.refused_file(), self.refused.values().filter(is_sharded))
     }
 }
 

@@ -53,9 +53,9 @@ mod tests {
 
     #[test]
     fn devices_of_a_kind_are_alike_and_nothing_else_is() {
-        let of_device = |a: &str, b: &str| are_alike(DEVICE, &a.into(), &b.into());
-        assert!(of_device("cuda:0", "cuda:3") && of_device("cpu", "cpu"));
-        assert!(!of_device("cpu", "cuda:0") && !are_alike(DEVICE, &"cpu".into(), &Value::Null));
+        let same_device = |a: &str, b: &str| are_alike(DEVICE, &a.into(), &b.into());
+        assert!(same_device("cuda:0", "cuda:3") && same_device("cpu", "cpu"));
+        assert!(!same_device("cpu", "cuda:0") && !are_alike(DEVICE, &"cpu".into(), &Value::Null));
         assert!(!are_alike("prompts_sha256", &"a:0".into(), &"a:1".into()));
     }
 

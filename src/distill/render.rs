@@ -97,8 +97,8 @@ impl Renderer<'_> {
     /// No template, or an error of the template.
     pub fn question(&self, ChatInput { messages, inputs }: &ChatInput) -> Result<Option<OpenQuestion>, PromptError> {
         let asked: Vec<Message> = messages.iter().cloned().chain([Message::new("user", PLACEHOLDER)]).collect();
-        let whole = self.template()?.render_with(&asked, inputs, true)?;
-        let Some((before, behind)) = whole.split_once(PLACEHOLDER) else { return Ok(None) };
+        let rendered = self.template()?.render_with(&asked, inputs, true)?;
+        let Some((before, behind)) = rendered.split_once(PLACEHOLDER) else { return Ok(None) };
         // A space before the first word belongs to the word's token, which the backbone writes.
         let prompt = self.rendered(before.trim_end_matches(' ').to_owned())?;
         Ok(Some(OpenQuestion { prompt, end_mark: self.end_mark(behind)? }))
@@ -115,8 +115,8 @@ impl Renderer<'_> {
         prompt: &str,
     ) -> Result<Option<(String, Vec<i64>)>, PromptError> {
         let answered: Vec<Message> = messages.iter().cloned().chain([Message::new("assistant", PLACEHOLDER)]).collect();
-        let whole = self.template()?.render_with(&answered, inputs, false)?;
-        let Some((before, behind)) = whole.split_once(PLACEHOLDER) else { return Ok(None) };
+        let rendered = self.template()?.render_with(&answered, inputs, false)?;
+        let Some((before, behind)) = rendered.split_once(PLACEHOLDER) else { return Ok(None) };
         let Some(lead) = before.strip_prefix(prompt) else { return Ok(None) };
         Ok(Some((lead.to_owned(), self.end_mark(behind)?)))
     }

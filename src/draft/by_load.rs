@@ -19,14 +19,14 @@ impl<'a> LoadDrafter<'a> {
         Self { parts, roots: TreeCache::new(backbone) }
     }
 
-    fn each(&mut self, mut tell: impl FnMut(&mut dyn Drafter)) {
-        self.parts.trees_mut().for_each(|part| tell(&mut **part));
+    fn each(&mut self, mut apply: impl FnMut(&mut dyn Drafter)) {
+        self.parts.trees_mut().for_each(|part| apply(&mut **part));
     }
 
-    fn followers(&mut self, mut tell: impl FnMut(&mut dyn Drafter)) {
+    fn followers(&mut self, mut apply: impl FnMut(&mut dyn Drafter)) {
         self.each(|part| {
             if part.follows() {
-                tell(part);
+                apply(part);
             }
         });
     }
@@ -89,7 +89,7 @@ mod tests {
 
     type Log = Rc<RefCell<Vec<String>>>;
 
-    /// Writes down what it is told; guesses token 7 below each root.
+    /// Logs its calls; guesses token 7 below each root.
     #[derive(Debug)]
     struct Recorder<'a> {
         name: &'static str,
@@ -173,15 +173,15 @@ mod tests {
         let llama = Llama::random(LlamaConfig::tiny(), Kind::Float, Device::Cpu, 1);
         let log = Log::default();
         let mut drafter = drafter(&llama, &log);
-        let told = || std::mem::take(&mut *log.borrow_mut());
+        let logged = || std::mem::take(&mut *log.borrow_mut());
         assert!(drafter.follows());
         drafter.push_row();
-        assert_eq!(told(), ["a has a row more", "b has a row more", "c has a row more"]);
+        assert_eq!(logged(), ["a has a row more", "b has a row more", "c has a row more"]);
         let hidden = |tokens: i64| Tensor::zeros([tokens, 32], (Kind::Float, Device::Cpu));
         drafter.committed(0, &CommittedTokens { ids: &[5, 6], states_nw: hidden(2) });
-        assert_eq!(told(), ["a hears [5, 6] in row 0", "b hears [5, 6] in row 0"]);
+        assert_eq!(logged(), ["a hears [5, 6] in row 0", "b hears [5, 6] in row 0"]);
         let (root, hidden_1h) = (Chosen::on_host(9), hidden(1));
-        let sampling = Sampling::of_temperature(NonNegative::ZERO);
+        let sampling = Sampling::with_temperature(NonNegative::ZERO);
         let text = TextSoFar {
             row: 0,
             ids: &[5, 6, 9],
@@ -193,7 +193,7 @@ mod tests {
         };
         for (texts, who, nodes) in [(1, Some("a"), 2), (2, Some("b"), 2), (4, None, 1), (9, Some("c"), 2)] {
             let proposals = drafter.propose(&vec![text; texts]);
-            assert_eq!(told(), who.map(|who| format!("{who} proposes for {texts}")).into_iter().collect::<Vec<_>>());
+            assert_eq!(logged(), who.map(|who| format!("{who} proposes for {texts}")).into_iter().collect::<Vec<_>>());
             assert_eq!(proposals.len(), texts);
             assert!(
                 proposals.iter().all(|proposal| Vec::<i64>::try_from(&proposal.tokens_n).unwrap() == [9, 7][..nodes])
@@ -202,12 +202,12 @@ mod tests {
             let logits_nv = Tensor::zeros([nodes as i64, 50], (Kind::Float, Device::Cpu));
             let verified = VerifiedTree { proposal: &proposals[0], logits_nv: &logits_nv, path: &[0], accepted };
             drafter.verified(0, &verified);
-            assert_eq!(told(), ["a hears [9] in row 0", "b hears [9] in row 0"], "whoever proposed");
+            assert_eq!(logged(), ["a hears [9] in row 0", "b hears [9] in row 0"], "whoever proposed");
         }
         drafter.truncate(0, 1);
         drafter.swap_remove(0);
         drafter.drop_rows();
         let all = |what: &str| ["a", "b", "c"].map(|part| format!("{part} {what}"));
-        assert_eq!(told(), [all("keeps 1 of row 0"), all("removes row 0"), all("drops its rows")].concat());
+        assert_eq!(logged(), [all("keeps 1 of row 0"), all("removes row 0"), all("drops its rows")].concat());
     }
 }

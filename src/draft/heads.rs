@@ -154,7 +154,7 @@ impl Heads {
 
     /// Sets the vocabulary size, which the shape of heads that share the backbone's lm_head lacks.
     #[cfg(test)]
-    pub(in crate::draft) fn of_vocabulary(self, vocab_size: i64) -> Self {
+    pub(in crate::draft) fn with_vocabulary(self, vocab_size: i64) -> Self {
         Self { vocab_size, ..self }
     }
 
@@ -226,14 +226,14 @@ impl Heads {
         let parts: Vec<_> = (0..=shape.medusa_num_layers).map(|layer| shape.parts_of_layer(layer)).collect();
         let own = if shape.shared_w2 { &parts[..shape.medusa_num_layers] } else { &parts };
         let own: usize = own.iter().map(|parts| parts.len()).sum();
-        let of_heads: Vec<Vec<Tensor>> =
+        let head_tensors: Vec<Vec<Tensor>> =
             (0..shape.medusa_num_heads).map(|_| tensors.by_ref().take(own).collect()).collect();
         let shared: Vec<Tensor> = tensors.collect();
-        let head = |of_head: Vec<Tensor>| {
-            let mut tensors = of_head.into_iter().chain(shared.iter().map(Tensor::shallow_clone));
+        let head = |own_tensors: Vec<Tensor>| {
+            let mut tensors = own_tensors.into_iter().chain(shared.iter().map(Tensor::shallow_clone));
             Head::of(&parts, || tensors.next().expect("as many tensors as the shape has"))
         };
-        let heads = of_heads.into_iter().map(head).collect();
+        let heads = head_tensors.into_iter().map(head).collect();
         Self { heads, shape, vocab_size, token_map: None, sequential: None, prefix: None }
     }
 
@@ -345,8 +345,8 @@ impl Heads {
     /// heads.
     pub fn parameters(&self) -> Vec<(String, &Tensor)> {
         let names = self.shape.tensors().into_iter().map(|(name, _)| name);
-        let of_heads = names.zip(self.tensors());
-        of_heads.chain(self.prefix.iter().flat_map(PrefixLayer::parameters)).collect()
+        let in_heads = names.zip(self.tensors());
+        in_heads.chain(self.prefix.iter().flat_map(PrefixLayer::parameters)).collect()
     }
 
     /// The heads' shape, as stored in a file.
@@ -463,9 +463,9 @@ mod tests {
             ..HeadsShape::default()
         };
         let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
-        let of_head = |head: usize| heads.head(head);
+        let head_at = |head: usize| heads.head(head);
         let tensors = (0..2).flat_map(|head| {
-            let (blocks, w2) = (of_head(head).block_parameters(), of_head(head).w2().unwrap());
+            let (blocks, w2) = (head_at(head).block_parameters(), head_at(head).w2().unwrap());
             vec![blocks[0].copy(), blocks[1].copy(), w2.matmul(blocks[2])]
         });
         let full = Heads::from_tensors(shape.at_full_rank(), tensors.collect(), 50);

@@ -109,9 +109,9 @@ impl<'a> JoinedDrafter<'a> {
 
 impl Drafter for JoinedDrafter<'_> {
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
-        let mut of_parts: Vec<_> = self.parts.iter_mut().map(|part| part.propose(batch).into_iter()).collect();
+        let mut from_parts: Vec<_> = self.parts.iter_mut().map(|part| part.propose(batch).into_iter()).collect();
         let mut join = |text: &TextSoFar| {
-            let proposals: Vec<Proposal> = of_parts.iter_mut().filter_map(Iterator::next).collect();
+            let proposals: Vec<Proposal> = from_parts.iter_mut().filter_map(Iterator::next).collect();
             self.count_hits(text.row, text.ids);
             self.merge(text, batch.len(), &proposals)
         };
@@ -220,7 +220,7 @@ mod tests {
         drafter.push_row();
         let hidden_1h = Tensor::zeros([1, 1], (Kind::Float, Device::Cpu));
         let root = Chosen::on_host(1);
-        let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
+        let (sampling, stream) = (Sampling::with_temperature(NonNegative::ZERO), Stream::default());
         let text =
             TextSoFar { row: 0, ids: &[1, 2, 1], root: &root, state_1w: &hidden_1h, sampling, stream, may_draw: false };
         let _ = drafter.propose(&[text]);
@@ -244,7 +244,7 @@ mod tests {
             ids: &[1, 2, 1],
             root: &root,
             state_1w: &hidden_1h,
-            sampling: Sampling::of_temperature(NonNegative::ZERO),
+            sampling: Sampling::with_temperature(NonNegative::ZERO),
             stream: Stream::default(),
             may_draw: false,
         };

@@ -96,7 +96,7 @@ impl<'a> LevelDrafter<'a> {
     }
 
     /// A drafter that fills the same tree at each step.
-    pub fn of_tree(backbone: &'a Llama, guesser: Box<dyn LevelGuesser + 'a>, tree: &SparseTree) -> Self {
+    pub fn for_tree(backbone: &'a Llama, guesser: Box<dyn LevelGuesser + 'a>, tree: &SparseTree) -> Self {
         let filling = Filling::Static(StaticLevels::new(tree, backbone));
         Self { guesser, filling, trees: TreeCache::new(backbone) }
     }
@@ -211,10 +211,10 @@ impl StaticLevels {
             }
             None => text,
         };
-        let of_text = |(text, tokens): (usize, &Vec<i64>)| {
+        let frontier = |(text, tokens): (usize, &Vec<i64>)| {
             let node = |&node: &usize| FrontierNode { parent: parent_of(text, node), token: tokens[node] };
             self.levels[level].iter().map(node).collect::<Vec<_>>()
         };
-        tokens.iter().enumerate().flat_map(of_text).collect()
+        tokens.iter().enumerate().flat_map(frontier).collect()
     }
 }

@@ -124,8 +124,8 @@ impl Drafter for LookaheadDrafter<'_> {
         let (row, size) = (&mut self.rows[row], self.size);
         let Some(window) = &mut row.window else { return row.add(verified.accepted.ids, size) };
         let columns = size.columns as i64;
-        let of_window = verified.logits_nv.narrow(0, verified.logits_nv.size()[0] - columns, columns);
-        let next: Vec<i64> = Vec::try_from(most_probable(&of_window).clamp_min(0)).expect("one axis of int64");
+        let window_nv = verified.logits_nv.narrow(0, verified.logits_nv.size()[0] - columns, columns);
+        let next: Vec<i64> = Vec::try_from(most_probable(&window_nv).clamp_min(0)).expect("one axis of int64");
         let root = verified.proposal.tokens_n.int64_value(&[0]);
         if window.is_filled() {
             window.ngrams(root, &next).for_each(|ngram| row.pool.insert(&ngram, size.guesses));
@@ -307,7 +307,7 @@ mod tests {
         drafter.push_row();
         drafter.committed(0, &tokens(&[1, 2, 3]));
         let (root, hidden_1h) = (Chosen::on_host(4), Tensor::zeros([1, 1], (Kind::Float, Device::Cpu)));
-        let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
+        let (sampling, stream) = (Sampling::with_temperature(NonNegative::ZERO), Stream::default());
         let text = TextSoFar {
             row: 0,
             ids: &[1, 2, 3, 4],

@@ -73,8 +73,8 @@ pub fn cross_entropy_of(logits_nv: &Tensor, targets: &Targets) -> Tensor {
 
 /// Cross-entropy of logits `[M, V]` summed over their tokens `[M]`: a float64 scalar with autograd, neither divided nor weighted.
 pub fn cross_entropy_at(logits_mv: &Tensor, tokens_m: &Tensor) -> Tensor {
-    let of_targets_m1 = log_probabilities(logits_mv).gather(1, &tokens_m.unsqueeze(1), false);
-    -of_targets_m1.sum(Kind::Double)
+    let target_log_p_m1 = log_probabilities(logits_mv).gather(1, &tokens_m.unsqueeze(1), false);
+    -target_log_p_m1.sum(Kind::Double)
 }
 
 /// KL(teacher ‖ student) of logits `[N, V]` summed over the positions of the targets: a float64 scalar with autograd.
@@ -95,13 +95,13 @@ pub fn soft_loss_sums(
     tokens_n: Option<&Tensor>,
 ) -> [Tensor; 2] {
     let labelled_m = soft.targets.tokens_m.ge(0).nonzero().squeeze_dim(1);
-    let [of_labelled, tokens] = [student_mv, &soft.targets.tokens_m].map(|of_m| of_m.index_select(0, &labelled_m));
+    let [labelled_mv, tokens] = [student_mv, &soft.targets.tokens_m].map(|x_m| x_m.index_select(0, &labelled_m));
     let teacher_mh = hidden_nh.detach().index_select(0, &soft.teacher_m);
     let teacher_mv = backbone.logits(&teacher_mh, Adapters::On).detach();
     let teacher_mv = tokens_n.map_or(teacher_mv.shallow_clone(), |tokens_n| teacher_mv.index_select(1, tokens_n));
     let teacher_mv = log_probabilities(&teacher_mv);
     let divergence = teacher_mv.exp() * (&teacher_mv - log_probabilities(student_mv));
-    [cross_entropy_at(&of_labelled, &tokens), divergence.sum(Kind::Double)]
+    [cross_entropy_at(&labelled_mv, &tokens), divergence.sum(Kind::Double)]
 }
 
 fn log_probabilities(logits_nv: &Tensor) -> Tensor {

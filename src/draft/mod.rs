@@ -199,8 +199,8 @@ impl PreparedTree {
 
     /// The nodes whose logits are computed: those of the tree, and the window's last ones.
     pub fn read(&self) -> impl Iterator<Item = i64> {
-        let (all, of_window) = (self.nodes.len(), self.window.as_ref().map_or(0, |window| window.read as i64));
-        (0..self.tree.len() as i64).chain(all - of_window..all)
+        let (all, window) = (self.nodes.len(), self.window.as_ref().map_or(0, |window| window.read as i64));
+        (0..self.tree.len() as i64).chain(all - window..all)
     }
 
     /// `[N]`: the parent of each node of the tree; 0 for the root.

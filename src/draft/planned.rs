@@ -98,7 +98,7 @@ pub trait PlannedDrafter: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Teachers {
     /// The LM head teaches the drafter.
-    pub of_drafter: bool,
+    pub for_drafter: bool,
     /// The backbone without its adapters teaches the one with them.
-    pub of_backbone: bool,
+    pub for_backbone: bool,
 }

@@ -129,7 +129,7 @@ impl Drafter for RecyclingDrafter<'_> {
 #[derive(Debug, Clone)]
 struct Successors {
     /// `[V, 8]`, best first; -1 where nothing is known.
-    of_each: Vec<i32>,
+    by_token: Vec<i32>,
     /// 8, or less in a smaller vocabulary.
     count: usize,
 }
@@ -137,7 +137,7 @@ struct Successors {
 impl Successors {
     fn new(vocabulary: usize) -> Self {
         let count = SUCCESSORS.min(vocabulary);
-        Self { of_each: vec![-1; vocabulary * count], count }
+        Self { by_token: vec![-1; vocabulary * count], count }
     }
 
     /// Replaces the successors of tokens by the likeliest of their logits `[N, V]`; of a token that comes twice, the last ones stay.
@@ -157,13 +157,13 @@ impl Successors {
     }
 
     fn replace(&mut self, token: i64, successors: &[i64]) {
-        let known = &mut self.of_each[token.unsigned_abs() as usize * self.count..][..self.count];
+        let known = &mut self.by_token[token.unsigned_abs() as usize * self.count..][..self.count];
         known.iter_mut().zip(successors).for_each(|(to, &from)| *to = from as i32);
     }
 
     /// Best first; empty if none are known.
     fn of(&self, token: i64) -> impl Iterator<Item = i64> {
-        let known = &self.of_each[token.unsigned_abs() as usize * self.count..][..self.count];
+        let known = &self.by_token[token.unsigned_abs() as usize * self.count..][..self.count];
         known.iter().take_while(|&&successor| successor >= 0).map(|&successor| i64::from(successor))
     }
 
@@ -261,8 +261,8 @@ mod tests {
         assert_eq!((parents.len(), &tokens[..9]), (NODES, &[3, 24, 25, 26, 27, 28, 29, 30, 31][..]));
         let mut depths = vec![0usize];
         parents.iter().for_each(|&parent| depths.push(depths[parent] + 1));
-        let of_level = |depth| depths.iter().filter(|&&at| at == depth).count();
-        assert_eq!([1, 2, 3, 4, 5, 6, 7].map(of_level), [8, 21, 25, 15, 8, 3, 0], "as in the paper's figure");
+        let nodes_at = |depth| depths.iter().filter(|&&at| at == depth).count();
+        assert_eq!([1, 2, 3, 4, 5, 6, 7].map(nodes_at), [8, 21, 25, 15, 8, 3, 0], "as in the paper's figure");
         for (node, &parent) in (1..).zip(&parents) {
             let first = 8 * tokens[parent] % 100;
             assert!((0..8).any(|k| tokens[node] == (first + k) % 100), "node {node} is a successor of its parent");

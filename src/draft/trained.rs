@@ -155,7 +155,7 @@ impl LevelTask {
         match &self.targets {
             LevelTargets::Labels(targets) => level_loss(Some(blocks), output, hidden_nh, targets, into),
             LevelTargets::Soft { targets, labels, backbone } => {
-                let lm_head = batch.lm_head.of_tokens(token_map.map(TokenMap::tokens_n));
+                let lm_head = batch.lm_head.with_tokens(token_map.map(TokenMap::tokens_n));
                 let objective =
                     SoftObjective { lm_head, teacher_nh: batch.hidden_nh, labels: *labels, backbone: *backbone };
                 soft_level_loss(blocks, output, hidden_nh, targets, objective, into)
@@ -187,7 +187,7 @@ pub struct Dropout {
 impl Dropout {
     /// With masks of its own for level `level` (0-based).
     #[must_use]
-    pub fn of_level(self, level: usize) -> Self {
+    pub fn at_level(self, level: usize) -> Self {
         Self { seed: self.seed ^ (level as u64 + 1).wrapping_mul(0xA076_1D64_78BD_642F), ..self }
     }
 }

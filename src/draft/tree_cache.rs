@@ -56,7 +56,7 @@ impl<'a> TreeCache<'a> {
         Proposal { tree: self.prepared(parents), tokens_n, drawn: None }
     }
 
-    /// The tree of nodes with these parents, as [`SparseTree::of_parents`] takes them.
+    /// The tree of nodes with these parents, as [`SparseTree::from_parents`] takes them.
     fn prepared(&mut self, parents: Vec<usize>) -> Rc<PreparedTree> {
         if let Some(tree) = self.trees.get(&parents) {
             return tree.clone();
@@ -64,7 +64,7 @@ impl<'a> TreeCache<'a> {
         if self.nodes > KEPT_NODES {
             self.clear();
         }
-        let tree = SparseTree::of_parents(&parents);
+        let tree = SparseTree::from_parents(&parents);
         let tree = Rc::new(PreparedTree::with_window(tree, self.window.clone(), self.backbone));
         self.nodes += tree.nodes.len().unsigned_abs() as usize;
         self.trees.insert(parents, tree.clone());

@@ -147,7 +147,7 @@ impl<'a> CpuEngine<'a> {
     pub fn new(backbone: &'a Llama) -> Result<Self, Unsupported> {
         let (number, layers) = kernel_layers(backbone)?;
         let norm_h = norm_factors(backbone.norm(), backbone.block().norms.kind);
-        Ok(Self { backbone, layers, norm_h, number, team: Team::of_process() })
+        Ok(Self { backbone, layers, norm_h, number, team: Team::shared() })
     }
 
     /// Checks that the kernels can run a backbone.
@@ -329,7 +329,7 @@ fn kernel_layers(backbone: &Llama) -> Result<(Number, Vec<KernelLayer<'_>>), Uns
     backbone.lm_head().matrix().ok_or(Unsupported::Weights)?;
     let (kinds, norm_kind) = (&backbone.block().layers, backbone.block().norms.kind);
     let layers = backbone.merged_layers().ok_or(Unsupported::Weights)?.into_iter().enumerate();
-    let layers = layers.map(|(index, layer)| KernelLayer::new(&layer, kinds.of_layer(index), norm_kind));
+    let layers = layers.map(|(index, layer)| KernelLayer::new(&layer, kinds.kind_of(index), norm_kind));
     let layers = layers.collect::<Option<_>>();
     Ok((number, layers.ok_or(Unsupported::Weights)?))
 }
@@ -374,7 +374,7 @@ mod tests {
     /// Runs a prompt, then a tree of which one path is kept, then one more token. Returns all states, `[rows, W]`.
     fn decode_a_little(engine: &dyn Engine) -> Tensor {
         let (config, kind) = (engine.backbone().config.clone(), engine.backbone().kind());
-        let mut cache = KvCache::of_one_row(&config, kind, Device::Cpu);
+        let mut cache = KvCache::with_one_row(&config, kind, Device::Cpu);
         let row = 0;
         let tokens = Tensor::from_slice(&(0..90).map(|i| i * 7 % 50).collect::<Vec<i64>>());
         let chain = |n: i64| NewTokens::chain(n, &config, kind, Device::Cpu);
@@ -426,7 +426,7 @@ mod tests {
         let tokens = Generator::seeded(7).integers(50, &[40]);
         let by_chunks = |chunk: i64| {
             let engine = CpuEngine::new(&llama).expect("kernels");
-            let mut cache = KvCache::of_one_row(&llama.config, kind, Device::Cpu);
+            let mut cache = KvCache::with_one_row(&llama.config, kind, Device::Cpu);
             let pieces = tokens.split(chunk, 0);
             let logits = pieces.iter().map(|piece| {
                 let new = NewTokens::chain(piece.size()[0], &llama.config, kind, Device::Cpu);

@@ -22,11 +22,11 @@ pub fn prefill(
 ) -> Tensor {
     let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
     let chain = |n: usize| NewTokens::chain(n as i64, &engine.backbone().config, kind, device);
-    let whole = chain(chunk.min(tokens.len())); // one for all whole chunks: they share its mask
+    let full = chain(chunk.min(tokens.len())); // one for all whole chunks: they share its mask
     let mut state_1w = None;
     for piece in tokens.chunks(chunk) {
-        let rest = (piece.len() as i64 != whole.len()).then(|| chain(piece.len()));
-        let nodes = rest.as_ref().unwrap_or(&whole);
+        let rest = (piece.len() as i64 != full.len()).then(|| chain(piece.len()));
+        let nodes = rest.as_ref().unwrap_or(&full);
         let tokens_n = upload(piece, device);
         let states_nw = engine.extend(cache, &tokens_n, &[RowTokens { row, nodes }]);
         cache.commit(row, nodes.len());

@@ -28,7 +28,7 @@ pub struct Sampling {
 
 impl Sampling {
     /// Sampling without top-k and top-p.
-    pub fn of_temperature(temperature: NonNegative) -> Self {
+    pub fn with_temperature(temperature: NonNegative) -> Self {
         Self { temperature, top_k: None, top_p: Probability::ONE }
     }
 }
@@ -92,7 +92,7 @@ impl Sampler {
     }
 
     /// A sampler for the guesses after `tokens` tokens of a text. It is independent of the text's own sampler and of other places.
-    pub fn of_guesses(sampling: Sampling, stream: Stream, tokens: usize) -> Self {
+    pub fn for_guesses(sampling: Sampling, stream: Stream, tokens: usize) -> Self {
         let mut rng = generator(stream);
         rng.set_stream(tokens as u64 + 1); // 0 is the text's own
         Self { sampling, rng }
@@ -243,7 +243,7 @@ fn drawn_in_place(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Tensor {
             return draw(&p_bv, top_k, top_p, &uniforms_b);
         }
         let rows_s = upload(&same.iter().map(|&row| row as i64).collect::<Vec<_>>(), device);
-        let [p_sv, uniforms_s] = [&p_bv, &uniforms_b].map(|of_all| of_all.index_select(0, &rows_s));
+        let [p_sv, uniforms_s] = [&p_bv, &uniforms_b].map(|x| x.index_select(0, &rows_s));
         let _ = ids_b.shallow_clone().index_copy_(0, &rows_s, &draw(&p_sv, top_k, top_p, &uniforms_s));
         left = others;
     }
@@ -368,8 +368,8 @@ mod tests {
 
     #[test]
     fn a_sum_that_is_exactly_top_p_ends_the_nucleus() {
-        let of_two = Sampling { top_k: NonZeroUsize::new(2), ..sampling(1.0, 0.5) };
-        assert_eq!(least_kept(&[0.25, 0.25, 0.125], of_two), (0.25, 0));
+        let two = Sampling { top_k: NonZeroUsize::new(2), ..sampling(1.0, 0.5) };
+        assert_eq!(least_kept(&[0.25, 0.25, 0.125], two), (0.25, 0));
     }
 
     #[test]
@@ -387,13 +387,13 @@ mod tests {
     fn top_k_keeps_the_most_probable_tokens_and_top_p_is_of_their_probability() {
         let p = [0.5, 0.05, 0.15, 0.3];
         let logits = p.map(|p: f32| p.ln());
-        let of = |top_k, top_p| Sampling { top_k: NonZeroUsize::new(top_k), ..sampling(1.0, top_p) };
+        let limited = |top_k, top_p| Sampling { top_k: NonZeroUsize::new(top_k), ..sampling(1.0, top_p) };
         let cases = [
-            (of(1, 1.0), [1.0, 0.0, 0.0, 0.0]),
-            (of(2, 1.0), [0.625, 0.0, 0.0, 0.375]),
-            (of(3, 0.8), [0.625, 0.0, 0.0, 0.375]), // 0.8 of 0.95 is less than 0.5 + 0.3
-            (of(9, 0.9), [0.526, 0.0, 0.158, 0.316]),
-            (of(4, 1.0), [0.5, 0.05, 0.15, 0.3]),
+            (limited(1, 1.0), [1.0, 0.0, 0.0, 0.0]),
+            (limited(2, 1.0), [0.625, 0.0, 0.0, 0.375]),
+            (limited(3, 0.8), [0.625, 0.0, 0.0, 0.375]), // 0.8 of 0.95 is less than 0.5 + 0.3
+            (limited(9, 0.9), [0.526, 0.0, 0.158, 0.316]),
+            (limited(4, 1.0), [0.5, 0.05, 0.15, 0.3]),
         ];
         for (sampling, expected) in cases {
             let p = distributions(&Tensor::from_slice(&logits).unsqueeze(0), sampling).swap_remove(0).expect("no NaN");
@@ -403,7 +403,7 @@ mod tests {
                 assert!((drawn[token] - expected[token]).abs() < 0.025, "{sampling:?}: {drawn:?}"); // three standard deviations
             }
         }
-        let equal = of(2, 1.0);
+        let equal = limited(2, 1.0);
         let p = distributions(&Tensor::from_slice(&[0f32; 4]).unsqueeze(0), equal).swap_remove(0).expect("no NaN");
         assert_eq!(p, [0.5, 0.5, 0.0, 0.0], "of equals, the first");
     }
@@ -411,12 +411,12 @@ mod tests {
     #[test]
     fn a_row_draws_the_same_whatever_stands_beside_it() {
         let logits_bv = Generator::seeded(1).normal(&[5, 40], (Kind::Float, tch::Device::Cpu));
-        let of_row = |row: u64| Sampler::new(sampling(0.8, 0.9), Stream { seed: 1, index: row, ..Stream::default() });
-        let mut samplers: Vec<Sampler> = (0..5).map(of_row).collect();
+        let sampler = |row: u64| Sampler::new(sampling(0.8, 0.9), Stream { seed: 1, index: row, ..Stream::default() });
+        let mut samplers: Vec<Sampler> = (0..5).map(sampler).collect();
         let mut together: Vec<&mut Sampler> = samplers.iter_mut().collect();
         let drawn = [(); 3].map(|()| next_of_each(&logits_bv, &mut together));
         for row in 0..5 {
-            let mut alone = of_row(row as u64);
+            let mut alone = sampler(row as u64);
             let expected = [(); 3].map(|()| alone.next(&logits_bv.narrow(0, row, 1)).id);
             assert_eq!([0, 1, 2].map(|draw: usize| drawn[draw][row as usize]), expected);
         }
@@ -428,24 +428,24 @@ mod tests {
         let all: Vec<Sampling> = settings().chain([sampling(0.0, 1.0), sampling(0.0, 0.5)]).collect();
         let rows = all.len() as i64;
         let logits_bv = Generator::seeded(2).normal(&[rows, 60], (Kind::Float, Device::Cpu)) * 3.0;
-        let of_rows = || -> Vec<Sampler> {
-            let of_row = |(index, &sampling)| Sampler::new(sampling, Stream { index, ..Stream::default() });
-            (0..).zip(&all).map(of_row).collect()
+        let row_samplers = || -> Vec<Sampler> {
+            let sampler = |(index, &sampling)| Sampler::new(sampling, Stream { index, ..Stream::default() });
+            (0..).zip(&all).map(sampler).collect()
         };
-        let mut alone = of_rows();
+        let mut alone = row_samplers();
         let expected: Vec<Vec<i64>> = (0..20)
             .map(|_| (0..).zip(&mut alone).map(|(row, one)| one.next(&logits_bv.narrow(0, row, 1)).id).collect())
             .collect();
-        assert_eq!(drawn(&logits_bv, of_rows(), 20, next_of_each), expected);
+        assert_eq!(drawn(&logits_bv, row_samplers(), 20, next_of_each), expected);
         let above_0 = logits_bv.narrow(0, 0, rows - 2);
-        let drawing: Vec<Sampler> = of_rows().into_iter().take(all.len() - 2).collect();
+        let drawing: Vec<Sampler> = row_samplers().into_iter().take(all.len() - 2).collect();
         let expected: Vec<&[i64]> = expected.iter().map(|row| &row[..all.len() - 2]).collect();
         assert_eq!(ids(drawn(&above_0, drawing, 20, drawn_in_place)), expected, "in place");
     }
 
     /// Probabilities of five rows, and the settings of the tests below.
     fn settings() -> impl Iterator<Item = Sampling> {
-        let of =
+        let limited =
             |(temperature, top_p, top_k)| Sampling { top_k: NonZeroUsize::new(top_k), ..sampling(temperature, top_p) };
         [
             (1.0, 1.0, 0),
@@ -458,7 +458,7 @@ mod tests {
             (0.01, 0.9, 2),
         ]
         .into_iter()
-        .map(of)
+        .map(limited)
     }
 
     fn samplers(sampling: Sampling, rows: u64, seed: u64) -> Vec<Sampler> {
@@ -468,12 +468,12 @@ mod tests {
     /// What the function draws `count` times from the same logits, with one sampler for each row.
     fn drawn<T>(
         logits_bv: &Tensor,
-        mut of_rows: Vec<Sampler>,
+        mut row_samplers: Vec<Sampler>,
         count: usize,
         draw: impl Fn(&Tensor, &mut [&mut Sampler]) -> T,
     ) -> Vec<T> {
-        let mut of_rows: Vec<&mut Sampler> = of_rows.iter_mut().collect();
-        (0..count).map(|_| draw(logits_bv, &mut of_rows)).collect()
+        let mut row_samplers: Vec<&mut Sampler> = row_samplers.iter_mut().collect();
+        (0..count).map(|_| draw(logits_bv, &mut row_samplers)).collect()
     }
 
     fn ids(ids_b: Vec<Tensor>) -> Vec<Vec<i64>> {
@@ -489,10 +489,10 @@ mod tests {
                 [&normal * 3.0, (&normal * 2.0).round(), normal.zeros_like(), (&normal * 3.0).to_kind(Kind::BFloat16)]
             {
                 for sampling in settings() {
-                    let of_rows = || samplers(sampling, 5, seed);
-                    let on_host = drawn(&logits_bv, of_rows(), 40, drawn_on_host);
+                    let row_samplers = || samplers(sampling, 5, seed);
+                    let on_host = drawn(&logits_bv, row_samplers(), 40, drawn_on_host);
                     assert_eq!(
-                        ids(drawn(&logits_bv, of_rows(), 40, drawn_in_place)),
+                        ids(drawn(&logits_bv, row_samplers(), 40, drawn_in_place)),
                         on_host,
                         "{vocabulary}, {sampling:?}"
                     );

@@ -102,8 +102,8 @@ impl Engine for TchEngine<'_> {
             return self.backbone.extend_rows(tokens_b, cache);
         }
         let rows_b = upload(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>(), tokens_b.device());
-        let of_all = Tensor::zeros([cache.rows() as i64], (tokens_b.kind(), tokens_b.device()));
-        self.backbone.extend_rows(&of_all.index_copy(0, &rows_b, tokens_b), cache).index_select(0, &rows_b)
+        let all_tokens = Tensor::zeros([cache.rows() as i64], (tokens_b.kind(), tokens_b.device()));
+        self.backbone.extend_rows(&all_tokens.index_copy(0, &rows_b, tokens_b), cache).index_select(0, &rows_b)
     }
 
     fn prompt_pass(&self) -> PromptPass {

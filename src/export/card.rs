@@ -83,13 +83,13 @@ fn kind_of(architecture: HeadsArchitecture) -> &'static str {
 }
 
 /// Top-1 and top-5 accuracy of each head.
-fn accuracies(of_heads: &[HeadAccuracy], exported: usize) -> Vec<Value> {
+fn accuracies(by_head: &[HeadAccuracy], exported: usize) -> Vec<Value> {
     let row = |(head, HeadAccuracy { accuracy, .. }): (usize, &HeadAccuracy)| {
         let top5: f64 = accuracy.iter().take(5).sum();
         let top1 = accuracy.first().map(|top1| format!("{top1:.3}"));
         json!({"head": head + 1, "ahead": head + 2, "top1": top1, "top5": format!("{top5:.3}")})
     };
-    of_heads.iter().take(exported).enumerate().map(row).collect()
+    by_head.iter().take(exported).enumerate().map(row).collect()
 }
 
 /// Figures of `medusa bench`, rounded.

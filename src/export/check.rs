@@ -143,7 +143,7 @@ fn same_adapter(folder: &Path, adapter: &Path, trained: &Trained) -> Result<(), 
 fn same(folder: &Path, what: &str, written: &Tensor, own: &Tensor) -> Result<(), ExportError> {
     let is_same = written.kind() == own.kind()
         && written.size() == own.size()
-        && bytes::of(&written.contiguous()) == bytes::of(&own.contiguous());
+        && bytes::raw(&written.contiguous()) == bytes::raw(&own.contiguous());
     if is_same { Ok(()) } else { Err(ExportError::Differs { path: folder.into(), what: what.into() }) }
 }
 
@@ -232,8 +232,8 @@ mod tests {
             let mut trained = Trained::open(&request(path("heads"), format, out.clone())).unwrap();
             write::write(&out, &mut trained).unwrap();
             read_back(&out, &trained).unwrap();
-            let of_heads = [format!("{prefix}.1.0.linear.bias"), format!("{prefix}.0.1.weight")];
-            for name in [names::EMBED_TOKENS, names::NORM].map(str::to_owned).into_iter().chain(of_heads) {
+            let head_names = [format!("{prefix}.1.0.linear.bias"), format!("{prefix}.0.1.weight")];
+            for name in [names::EMBED_TOKENS, names::NORM].map(str::to_owned).into_iter().chain(head_names) {
                 flip(&out.join(MODEL_FILE), &name);
                 let error = read_back(&out, &trained).unwrap_err().to_string();
                 assert!(error.contains(&format!("read back, {name} is not bit for bit")), "{name}: {error}");

@@ -51,11 +51,11 @@ impl Companions {
         let beside = folder_of(&request.heads);
         let places = [Some(beside.to_owned()), run_folder::above(beside)];
         let mut notices = vec![];
-        let of_heads = trained.file.sha256()?;
+        let heads_sha256 = trained.file.sha256()?;
         let (heads, there) = (trained.shape.medusa_num_heads, trained.file.shape().medusa_num_heads);
         let calibration = |path: &Path| {
             let calibration = Calibration::load(path).map_err(cause)?;
-            let is_theirs = calibration.heads_sha256 == of_heads;
+            let is_theirs = calibration.heads_sha256 == heads_sha256;
             is_theirs.then_some(calibration).ok_or_else(|| "it was measured with other heads".to_owned())
         };
         let calibration = look(request.calibration.as_deref(), &places, CALIBRATION, &calibration, &mut notices)?;
@@ -88,7 +88,7 @@ impl Companions {
             tree: look(request.tree.as_deref(), &places, TREE, &tree, &mut notices)?,
             bench: look(request.bench.as_deref(), &places, BENCH, &bench, &mut notices)?,
             recipe: run.and_then(|path| found(path, &recipe, &mut notices)),
-            prompts: TrainedPrompts::of_heads(beside)?,
+            prompts: TrainedPrompts::for_heads(beside)?,
             calibration,
             notices,
         })
@@ -110,9 +110,9 @@ impl Companions {
 /// Whether a tree names this calibration, or the one that it is an exported copy of; a tree that was written by hand names none.
 fn is_chosen_from(tree: &TreeFile, calibration: &Companion<Calibration>) -> Result<bool, NotTheirs> {
     let Some(named) = &tree.calibration_sha256 else { return Ok(true) };
-    let of_file = sha256(&calibration.path).map_err(|error| error.to_string())?;
-    let of_export = calibration.content.exported_from.as_ref().map(|from| &from.calibration_sha256);
-    Ok(*named == of_file || of_export == Some(named))
+    let sha256 = sha256(&calibration.path).map_err(|error| error.to_string())?;
+    let copied_from = calibration.content.exported_from.as_ref().map(|from| &from.calibration_sha256);
+    Ok(*named == sha256 || copied_from == Some(named))
 }
 
 /// A recipe for other people: paths that only this machine has are cut to their last part.
@@ -127,12 +127,12 @@ fn published(recipe: &str) -> String {
 /// calibration is copied unchanged.
 fn write_calibration(found: &Companion<Calibration>, folder: &Path, trained: &Trained) -> Result<(), ExportError> {
     let (path, mut calibration) = (&found.path, found.content.clone());
-    let (of_these, to) = (HeadsFile::open(folder)?.sha256()?, folder.join(CALIBRATION));
-    if calibration.heads_sha256 == of_these {
+    let (own_sha256, to) = (HeadsFile::open(folder)?.sha256()?, folder.join(CALIBRATION));
+    if calibration.heads_sha256 == own_sha256 {
         return write::copy(path, &to);
     }
     let wrong = |error: io::Error| ExportError::Companion { path: path.into(), why: error.to_string() };
-    calibration.export_to(of_these, sha256(path).map_err(wrong)?);
+    calibration.export_to(own_sha256, sha256(path).map_err(wrong)?);
     calibration.keep_first(trained.shape.medusa_num_heads);
     write_synced(&to, |out| out.write_all(calibration.to_json().as_bytes()))
         .map_err(|source| ExportError::Io { path: to.clone(), source })

@@ -215,8 +215,8 @@ impl Trained {
 
     /// The shape of the exported heads.
     pub(super) fn written_shape(&self) -> HeadsShape {
-        let of_copies = || self.lm_head_vh.as_ref().map_or(0, |lm_head| lm_head.size()[0]);
-        let vocab_size = if self.copies_lm_head() { of_copies() } else { self.shape.vocab_size };
+        let copied_rows = || self.lm_head_vh.as_ref().map_or(0, |lm_head| lm_head.size()[0]);
+        let vocab_size = if self.copies_lm_head() { copied_rows() } else { self.shape.vocab_size };
         // Hydra's loader leaves a missing bias random.
         let w2_bias = self.format.hydra;
         let shared_w2 = self.shape.shared_w2 && !self.copies_shared_w2() && self.shape.medusa_num_heads > 1;
@@ -275,17 +275,17 @@ impl Trained {
 
     /// The backbone's Hub id, or its path.
     pub(super) fn base_name(&self) -> Option<String> {
-        let of_path = || self.base.as_deref().map(Path::to_string_lossy).map(Into::into);
-        self.served_by_id().or_else(of_path).or_else(|| self.file.base().map(str::to_owned))
+        let base_path = || self.base.as_deref().map(Path::to_string_lossy).map(Into::into);
+        self.served_by_id().or_else(base_path).or_else(|| self.file.base().map(str::to_owned))
     }
 
     /// The backbone's name for other people: its Hub id, or the name of its folder without the path, which only this machine has.
     pub(super) fn public_base_name(&self) -> Option<String> {
-        let of_folder = |base: String| match Path::new(&base).canonicalize() {
+        let last_name = |base: String| match Path::new(&base).canonicalize() {
             Ok(folder) if folder.is_dir() => last_part(&folder.to_string_lossy()),
             _ => without_local_path(&base),
         };
-        self.served_by_id().or_else(|| self.base_name().map(of_folder))
+        self.served_by_id().or_else(|| self.base_name().map(last_name))
     }
 
     /// The backbone's Hub id, unless a whole backbone was trained with the heads.

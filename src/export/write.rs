@@ -64,8 +64,8 @@ fn pickled(folder: &Path, trained: &Trained, file: &str) -> Result<(), ExportErr
     planned.extend(prefix.iter().map(|(ours, size)| Planned { name: written(ours), shape: size.clone(), kind }));
     torch_file::save(&folder.join(file), &planned, &mut |at| match at.checked_sub(places.len()) {
         None => tensor(trained, places[at]),
-        Some(of_prefix) => {
-            let (ours, size) = &prefix[of_prefix];
+        Some(part) => {
+            let (ours, size) = &prefix[part];
             Ok(trained.file.prefix_tensor(ours, size).map_err(io::Error::other)?.to_kind(kind))
         }
     })?;

@@ -22,12 +22,12 @@ const LETTERS: usize = 16;
 
 impl WrongContent {
     /// By the first bytes of a file that should be text in UTF-8.
-    pub fn of_text(start: &[u8]) -> Option<Self> {
-        Self::of_binary(start).or_else(|| is_utf_16(start).then_some(Self::Utf16))
+    pub fn in_text(start: &[u8]) -> Option<Self> {
+        Self::in_binary(start).or_else(|| is_utf_16(start).then_some(Self::Utf16))
     }
 
     /// By the first bytes of a binary file.
-    pub fn of_binary(start: &[u8]) -> Option<Self> {
+    pub fn in_binary(start: &[u8]) -> Option<Self> {
         let text = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(start).trim_ascii_start();
         let is_html =
             |begin: &str| text.get(..begin.len()).is_some_and(|text| text.eq_ignore_ascii_case(begin.as_bytes()));
@@ -62,18 +62,18 @@ mod tests {
         let swapped = |text: &str| -> Vec<u8> { text.encode_utf16().flat_map(u16::to_be_bytes).collect() };
         let json = "{\"text\": \"caf\u{e9} and much more than sixteen letters\"}";
         for text in [json, "[]", "\u{feff}\u{4f60}\u{597d}"] {
-            assert_eq!(WrongContent::of_text(&utf_16(text)), Some(WrongContent::Utf16), "{text}");
-            assert_eq!(WrongContent::of_text(&swapped(text)), Some(WrongContent::Utf16), "{text}");
-            assert_eq!(WrongContent::of_binary(&utf_16(text)), None);
-            assert_eq!(WrongContent::of_text(text.as_bytes()), None);
+            assert_eq!(WrongContent::in_text(&utf_16(text)), Some(WrongContent::Utf16), "{text}");
+            assert_eq!(WrongContent::in_text(&swapped(text)), Some(WrongContent::Utf16), "{text}");
+            assert_eq!(WrongContent::in_binary(&utf_16(text)), None);
+            assert_eq!(WrongContent::in_text(text.as_bytes()), None);
         }
         for page in ["<!DOCTYPE html>\n<html>", "\u{feff}\r\n<html lang=\"en\">", "<HTML>"] {
-            assert_eq!(WrongContent::of_text(page.as_bytes()), Some(WrongContent::Html));
+            assert_eq!(WrongContent::in_text(page.as_bytes()), Some(WrongContent::Html));
         }
         let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n";
-        assert_eq!(WrongContent::of_binary(pointer), Some(WrongContent::LfsPointer));
+        assert_eq!(WrongContent::in_binary(pointer), Some(WrongContent::LfsPointer));
         for other in [&b""[..], b"a", b"\0\0\0\0", b"a\0", b"<htm", b"version https"] {
-            assert_eq!(WrongContent::of_text(other), None);
+            assert_eq!(WrongContent::in_text(other), None);
         }
     }
 }

@@ -181,8 +181,8 @@ impl BenchResult {
 
     /// The result that stands for a file: the first of heads, else the first of a drafter.
     pub fn headline(results: &[Self]) -> Option<&Self> {
-        let of_heads = results.iter().find(|result| result.is_of_heads());
-        of_heads.or_else(|| results.iter().find(|result| !result.is_plain())).or(results.first())
+        let with_heads = results.iter().find(|result| result.is_of_heads());
+        with_heads.or_else(|| results.iter().find(|result| !result.is_plain())).or(results.first())
     }
 
     /// What drafted, for people.

@@ -109,7 +109,7 @@ impl Calibration {
     /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
         let mut calibration: Self =
-            error::read(path, WHAT, EXPECTED).map_err(|error| of_share(path).unwrap_or(error))?;
+            error::read(path, WHAT, EXPECTED).map_err(|error| share_error(path).unwrap_or(error))?;
         calibration.other.shift_remove(CHECKSUM);
         if let Some(at) = calibration.heads.iter().position(|head| head.total == 0) {
             return Err(FormatError::NoTargets { path: path.into(), head: at + 1 });
@@ -207,7 +207,7 @@ fn check_accuracies(head: usize, of: &HeadAccuracy) -> Result<(), InvalidField> 
 }
 
 /// The error of a file that holds only a share.
-fn of_share(path: &Path) -> Option<FormatError> {
+fn share_error(path: &Path) -> Option<FormatError> {
     #[derive(Deserialize)]
     struct ShareKey {
         share: Share,
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_numbers_are_told_by_their_key() {
+    fn damaged_numbers_are_reported_with_their_key() {
         assert_eq!(check(&serde_json::from_value(whole()).expect("a calibration")), Ok(()));
         for (key, value, named, expected) in [
             ("/heads", json!([]), "heads", "at least one head"),

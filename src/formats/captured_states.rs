@@ -127,11 +127,11 @@ impl CapturedFile {
         if let Some(wrong) = files::wrong_content(&mut file).map_err(failed("read", path))? {
             return Err(CapturedError::Header { path: path.into(), reason: wrong.to_string() });
         }
-        let of_disk = file.metadata().map_err(failed("read", path))?;
-        let (header, data_at) = header(&mut file, path, of_disk.len())?;
+        let metadata = file.metadata().map_err(failed("read", path))?;
+        let (header, data_at) = header(&mut file, path, metadata.len())?;
         let expected = data_at + header.data_len() as u64;
-        if expected != of_disk.len() {
-            return Err(CapturedError::Size { path: path.into(), expected, got: of_disk.len() });
+        if expected != metadata.len() {
+            return Err(CapturedError::Size { path: path.into(), expected, got: metadata.len() });
         }
         let found = FoundTensors { path, header: &header, data_at };
         let (ids, tokens) = found.token_ids()?;
@@ -141,8 +141,8 @@ impl CapturedFile {
             tokens,
             layers,
             dtype,
-            bytes: of_disk.len(),
-            modified: modified(&of_disk),
+            bytes: metadata.len(),
+            modified: modified(&metadata),
             hidden_size: sizes.hidden_size,
             states_at,
             ids,
@@ -197,12 +197,12 @@ impl CapturedFile {
     /// [`CapturedError::NotFinite`], [`CapturedError::Changed`], or an error of reading.
     pub fn read_states(&self, layer: usize, positions: &[usize], into: &mut [u8]) -> Result<(), CapturedError> {
         let (state, token) = (self.state_bytes(), (self.layers * self.state_bytes()) as u64);
-        let of_layer = self.states_at + (layer * state) as u64;
+        let layer_at = self.states_at + (layer * state) as u64;
         self.read(|file| {
             let mut rest = &mut *into;
             for run in self.runs(positions) {
                 let (states, later) = rest.split_at_mut(run.len() * state);
-                file.read_exact_at(states, of_layer + run[0] as u64 * token)?;
+                file.read_exact_at(states, layer_at + run[0] as u64 * token)?;
                 rest = later;
             }
             Ok(())
@@ -250,8 +250,8 @@ impl CapturedFile {
 }
 
 /// When a file was last changed, in nanoseconds since 1970.
-fn modified(of_disk: &OfDisk) -> i128 {
-    i128::from(of_disk.mtime()) * 1_000_000_000 + i128::from(of_disk.mtime_nsec())
+fn modified(metadata: &OfDisk) -> i128 {
+    i128::from(metadata.mtime()) * 1_000_000_000 + i128::from(metadata.mtime_nsec())
 }
 
 fn time(nanoseconds: i128) -> String {

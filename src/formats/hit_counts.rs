@@ -76,17 +76,17 @@ impl HitCounts<'_> {
         let mut right: HashMap<(usize, usize), u64> = HashMap::new();
         for (at, &(path, count)) in paths.iter().enumerate() {
             let (&last, parent) = path.split_last().expect("checked above");
-            let Some(&of_parent) = counts.get(parent) else {
+            let Some(&parent_hits) = counts.get(parent) else {
                 return invalid_field(
                     format!("{paths_key}[{at}].path"),
                     format!("the path {parent:?} as well"),
                     format!("{path:?}"),
                 );
             };
-            let of_head = self.hits[parent.len()][last];
+            let head_hits = self.hits[parent.len()][last];
             for (sum, most, what) in [
-                (behind.entry(parent).or_default(), of_parent, "of the path without its last guess"),
-                (right.entry((parent.len(), last)).or_default(), of_head, "of that guess of the head"),
+                (behind.entry(parent).or_default(), parent_hits, "of the path without its last guess"),
+                (right.entry((parent.len(), last)).or_default(), head_hits, "of that guess of the head"),
             ] {
                 *sum = sum.saturating_add(count);
                 if *sum > most {

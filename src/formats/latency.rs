@@ -132,15 +132,15 @@ impl Latency {
     pub fn load(path: &Path) -> Result<Self, FormatError> {
         let latency: Self = error::read(path, WHAT, EXPECTED)?;
         let several = &latency.by_sequences;
-        let steps = latency.steps.iter().chain(several.iter().flat_map(|of| &of.steps));
+        let steps = latency.steps.iter().chain(several.iter().flat_map(|batch| &batch.steps));
         let sizes = steps.flat_map(|step| {
             let [low, high] = step.range().map(|end| ("step_ms_range", end));
             [("nodes", step.nodes as f64), ("depth", step.depth as f64), ("step_ms", step.step_ms), low, high]
         });
         let plain =
-            several.iter().flat_map(|of| [("sequences", of.sequences as f64), ("plain_step_ms", of.plain_step_ms)]);
-        let slowdowns = latency.slowdown.iter().chain(several.iter().filter_map(|of| of.slowdown.as_ref()));
-        let slowdown = slowdowns.flat_map(|of| [("slowdown.plain", of.plain), ("slowdown.trees", of.trees)]);
+            several.iter().flat_map(|b| [("sequences", b.sequences as f64), ("plain_step_ms", b.plain_step_ms)]);
+        let slowdowns = latency.slowdown.iter().chain(several.iter().filter_map(|batch| batch.slowdown.as_ref()));
+        let slowdown = slowdowns.flat_map(|batch| [("slowdown.plain", batch.plain), ("slowdown.trees", batch.trees)]);
         let mut numbers =
             [("plain_step_ms", latency.plain_step_ms)].into_iter().chain(slowdown).chain(plain).chain(sizes);
         if let Some((what, value)) = numbers.find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
@@ -163,7 +163,7 @@ impl Latency {
         if let Some(busy) = self.busy_cores.filter(|busy| !(busy.is_finite() && *busy >= 0.0)) {
             return Some(("busy_cores", "a number of at least 0".to_owned(), busy.to_string()));
         }
-        let several = self.by_sequences.iter().map(|of| &of.steps);
+        let several = self.by_sequences.iter().map(|batch| &batch.steps);
         for steps in [&self.steps].into_iter().chain(several) {
             if let Some((nodes, depth, _)) =
                 super::twice(steps.iter().map(|step| (step.nodes, step.depth, step.dynamic)))
@@ -172,11 +172,11 @@ impl Latency {
                 return Some(("steps", "each tree once".to_owned(), got));
             }
         }
-        let all = self.steps.iter().chain(self.by_sequences.iter().flat_map(|of| &of.steps));
+        let all = self.steps.iter().chain(self.by_sequences.iter().flat_map(|batch| &batch.steps));
         if let Some([low, high]) = all.map(StepTime::range).find(|[low, high]| low > high) {
             return Some(("step_ms_range", "the lower end first".to_owned(), format!("[{low}, {high}]")));
         }
-        super::twice(self.by_sequences.iter().map(|of| of.sequences))
+        super::twice(self.by_sequences.iter().map(|batch| batch.sequences))
             .map(|twice| ("by_sequences", "each number of sequences once".to_owned(), format!("{twice} twice")))
     }
 
@@ -244,11 +244,11 @@ impl Latency {
     /// Step time of a static tree of this size and depth, or of one that is chosen at each step: measured, or interpolated between the next smaller
     /// and next larger tree of that depth; `None` outside the measured range.
     pub fn step(&self, dynamic: bool, nodes: usize, depth: usize) -> Option<StepTime> {
-        let of_depth = || self.steps.iter().filter(|step| step.depth == depth && step.dynamic == dynamic);
-        let below = of_depth().filter(|step| step.nodes <= nodes).max_by_key(|step| step.nodes)?;
-        let above = of_depth().filter(|step| step.nodes >= nodes).min_by_key(|step| step.nodes)?;
+        let at_depth = || self.steps.iter().filter(|step| step.depth == depth && step.dynamic == dynamic);
+        let below = at_depth().filter(|step| step.nodes <= nodes).max_by_key(|step| step.nodes)?;
+        let above = at_depth().filter(|step| step.nodes >= nodes).min_by_key(|step| step.nodes)?;
         let share = (nodes - below.nodes) as f64 / (above.nodes - below.nodes).max(1) as f64;
-        let between = |of: fn(&StepTime) -> f64| of(below) + share * (of(above) - of(below));
+        let between = |ms: fn(&StepTime) -> f64| ms(below) + share * (ms(above) - ms(below));
         let has_range = below.step_ms_range.is_some() && above.step_ms_range.is_some();
         let range = || [between(|step| step.range()[0]), between(|step| step.range()[1])];
         let step_ms = between(|step| step.step_ms);
@@ -311,8 +311,8 @@ mod tests {
         assert!(Latency::load(&path).unwrap().caveat().unwrap().starts_with("other programs used 1.4 cores while"));
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(!text.contains("by_sequences"), "a file of earlier versions has none: {text}");
-        let of_four = StepsOfSequences { sequences: 4, plain_step_ms: 3.0, steps: saved.steps.clone(), slowdown: None };
-        let several = Latency { by_sequences: vec![of_four], ..saved.clone() };
+        let four = StepsOfSequences { sequences: 4, plain_step_ms: 3.0, steps: saved.steps.clone(), slowdown: None };
+        let several = Latency { by_sequences: vec![four], ..saved.clone() };
         several.save(&path).unwrap();
         assert_eq!(Latency::load(&path).unwrap(), several);
         let mut ranged = saved.clone();
@@ -371,15 +371,17 @@ mod tests {
             refused(&LatencyConditions { backbone: Some("c".into()), ..same.clone() })
                 .contains("the backbone b, not with c")
         );
-        let of = |name: &str, sha256: &str| LatencyConditions {
+        let conditions = |name: &str, sha256: &str| LatencyConditions {
             backbone: Some(name.into()),
             backbone_sha256: Some(sha256.into()),
             ..same.clone()
         };
-        assert!(file.check(&of("/elsewhere/b", "cafe"), path).is_ok(), "the same backbone by another path");
-        assert!(refused(&of("b", "beef")).contains("the backbone b as it was before, not with b"));
+        assert!(file.check(&conditions("/elsewhere/b", "cafe"), path).is_ok(), "the same backbone by another path");
+        assert!(refused(&conditions("b", "beef")).contains("the backbone b as it was before, not with b"));
         let old = Latency { backbone_sha256: None, ..file.clone() };
-        assert!(old.check(&of("b", "cafe"), path).is_ok() && old.check(&of("c", "cafe"), path).is_err());
+        assert!(
+            old.check(&conditions("b", "cafe"), path).is_ok() && old.check(&conditions("c", "cafe"), path).is_err()
+        );
         assert!(refused(&LatencyConditions { heads_sha256: Some("cd".into()), ..same }).contains("heads of sha256 ab"));
         let on_gpu = Latency { device: "cuda:0".into(), ..file };
         assert!(on_gpu.check(&LatencyConditions { threads: Some(4), ..LatencyConditions::default() }, path).is_ok());

@@ -35,7 +35,7 @@ pub struct LoadResult {
     pub tokens: usize,
     pub tokens_per_second: f64,
     pub requests_per_second: f64,
-    /// Tokens that a decoding step commits to a text; absent where a server does not tell.
+    /// Tokens that a decoding step commits to a text; absent where a server does not report them.
     pub tokens_per_step: Option<f64>,
     /// Time to first token.
     pub ttft_ms: Option<LatencyQuantiles>,

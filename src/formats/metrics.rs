@@ -234,8 +234,8 @@ mod tests {
         assert!(!read(&format!("{STEP}\n\n{STEP}")).unwrap().torn, "a whole last line needs no end");
         let error = read(&format!("{STEP}\n{}\n{STEP}\n", &STEP[..20])).unwrap_err().to_string();
         assert!(error.contains("metrics.jsonl, line 2: "), "{error}");
-        let of_another_type = STEP.replace("50.0", "\"fast\"");
-        let error = read(&format!("{STEP}\n{of_another_type}\n{STEP}\n")).unwrap_err().to_string();
+        let wrong_type = STEP.replace("50.0", "\"fast\"");
+        let error = read(&format!("{STEP}\n{wrong_type}\n{STEP}\n")).unwrap_err().to_string();
         assert!(error.contains("metrics.jsonl, line 2: invalid type: string \"fast\""), "{error}");
         assert!(read(&STEP[..20].repeat(2)).unwrap().torn && read("").unwrap().lines.is_empty());
     }
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_of_two_parts_are_told_apart() {
+    fn losses_of_two_parts_are_distinguished() {
         let joint = STEP.replace("\"loss\":2.5", "\"loss\":0.11,\"lm_loss\":0.01,\"heads_loss\":4.56789");
         let line = read(&joint).unwrap().lines.remove(0).1;
         assert_eq!(line.losses(), "LM loss 0.0100, heads loss 4.5679");

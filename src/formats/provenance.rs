@@ -157,7 +157,7 @@ pub struct DistillProvenance {
     pub model: Option<String>,
     /// The server's address, up to `/v1`, without a path that may be a key.
     pub endpoint: Option<String>,
-    /// The server's longest conversation when the folder was begun (`max_model_len`), where it tells it.
+    /// The server's longest conversation when the folder was begun (`max_model_len`), where it reports it.
     pub server_context: Option<u64>,
     /// Path or Hub id; `null` only with a server: then the conversations have no tokens.
     pub backbone: Option<String>,

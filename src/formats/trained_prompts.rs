@@ -70,7 +70,7 @@ impl TrainedPrompts {
     ///
     /// # Errors
     /// [`FormatError`], with the path.
-    pub fn of_heads(folder: &Path) -> Result<Option<Self>, FormatError> {
+    pub fn for_heads(folder: &Path) -> Result<Option<Self>, FormatError> {
         let places = [Some(folder.join(PROMPTS)), above(folder).map(|run| run.join(PROMPTS))];
         for path in places.iter().flatten() {
             if files::is_file(path)? {
@@ -170,7 +170,7 @@ mod tests {
         trained.save(&path).unwrap();
         let bytes = std::fs::read(&path).unwrap();
         assert_eq!((trained.len(), bytes.len()), (3, 16 + 3 * 8 + 32));
-        assert_eq!(TrainedPrompts::of_heads(dir.path()).unwrap(), Some(trained));
+        assert_eq!(TrainedPrompts::for_heads(dir.path()).unwrap(), Some(trained));
         for at in 0..bytes.len() {
             let mut changed = bytes.clone();
             changed[at] ^= 1;

@@ -129,12 +129,12 @@ impl TreeFile {
             let expected = format!("two rising numbers of 1 to {most} tokens");
             return Some(("expected_interval", expected, format!("{low} and {high}")));
         }
-        let of_several = self.by_sequences.iter().map(|of| of.expected_tokens_per_second);
-        let mut speeds = self.expected_tokens_per_second.into_iter().chain(of_several);
+        let more_speeds = self.by_sequences.iter().map(|batch| batch.expected_tokens_per_second);
+        let mut speeds = self.expected_tokens_per_second.into_iter().chain(more_speeds);
         if let Some(speed) = speeds.find(|speed| !(speed.is_finite() && *speed > 0.0)) {
             return Some(("expected_tokens_per_second", "a number above 0".to_owned(), speed.to_string()));
         }
-        super::twice(self.by_sequences.iter().map(|of| of.sequences))
+        super::twice(self.by_sequences.iter().map(|batch| batch.sequences))
             .map(|twice| ("by_sequences", "each number of sequences once".to_owned(), format!("{twice} twice")))
     }
 
@@ -210,15 +210,15 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_the_tree_cannot_have_are_told() {
+    fn numbers_that_the_tree_cannot_have_are_reported() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tree.json");
-        let told = |text: &str| {
+        let error = |text: &str| {
             crate::files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
             TreeFile::load(&path).err().map(|error| error.to_string())
         };
-        let of = |numbers: &str| format!("{{\"choices\": [[0], [0, 1]], {numbers}}}");
-        assert_eq!(told(&of("\"expected_tokens_per_step\": 3.0, \"expected_tokens_per_second\": 9")), None);
+        let json = |numbers: &str| format!("{{\"choices\": [[0], [0, 1]], {numbers}}}");
+        assert_eq!(error(&json("\"expected_tokens_per_step\": 3.0, \"expected_tokens_per_second\": 9")), None);
         for (numbers, expected) in [
             (
                 "\"expected_tokens_per_step\": 0.5",
@@ -234,8 +234,8 @@ mod tests {
                 "by_sequences: expected each number of sequences once, got 4 twice",
             ),
         ] {
-            let told = told(&of(numbers)).unwrap_or_else(|| panic!("{numbers} is accepted"));
-            assert!(told.contains(expected), "{told}");
+            let error = error(&json(numbers)).unwrap_or_else(|| panic!("{numbers} is accepted"));
+            assert!(error.contains(expected), "{error}");
         }
     }
 }

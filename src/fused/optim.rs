@@ -37,10 +37,10 @@ pub fn step(optimizer: &mut AdamW, parameters: &mut [&mut Parameter], rate: f64,
         let first = &*parameters[places[0]];
         match kernels(first.value.device(), first.value.kind()) {
             Some(kernels) => {
-                let of_device: Vec<(usize, &Parameter)> = places.iter().map(|&at| (at, &*parameters[at])).collect();
-                run(kernels, &launches(optimizer, &of_device, rate, scale));
+                let on_device: Vec<(usize, &Parameter)> = places.iter().map(|&at| (at, &*parameters[at])).collect();
+                run(kernels, &launches(optimizer, &on_device, rate, scale));
             }
-            None => rehearsal::in_place_of(of_update(optimizer), || {
+            None => rehearsal::in_place_of(update_kernels(optimizer), || {
                 let all = parameters.iter_mut().map(|parameter| &mut **parameter).enumerate();
                 optimizer.apply(all.filter(|(at, _)| places.contains(at)), rate, scale);
             }),
@@ -64,14 +64,14 @@ fn places_by<K: PartialEq>(items: impl Iterator<Item = K>) -> Vec<Vec<usize>> {
 fn by_device<'p>(parameters: &[&'p Parameter]) -> Vec<(Vec<usize>, Vec<&'p Parameter>)> {
     let groups = places_by(parameters.iter().map(|parameter| parameter.value.device()));
     let with_parameters = |places: Vec<usize>| {
-        let of_device = places.iter().map(|&at| parameters[at]).collect();
-        (places, of_device)
+        let on_device = places.iter().map(|&at| parameters[at]).collect();
+        (places, on_device)
     };
     groups.into_iter().map(with_parameters).collect()
 }
 
 /// What [`update`] launches, with the copies of its tables.
-pub fn of_update(optimizer: &AdamW) -> &'static [&'static str] {
+pub fn update_kernels(optimizer: &AdamW) -> &'static [&'static str] {
     match optimizer.name() {
         OptimizerName::AdamW => &["upload", "adamw"],
         OptimizerName::AdamW8bit => &["upload", "adamw", "upload", "adamw_8bit"],
@@ -80,7 +80,7 @@ pub fn of_update(optimizer: &AdamW) -> &'static [&'static str] {
 
 /// The Euclidean norm over all gradients, as [`adamw::gradient_norm`], `[1]` float64 on the device of the first.
 pub fn gradient_norm(parameters: &[&Parameter]) -> Tensor {
-    joined_norm(by_device(parameters).iter().map(|(_, of_device)| norm_on_device(of_device)).collect())
+    joined_norm(by_device(parameters).iter().map(|(_, own)| norm_on_device(own)).collect())
 }
 
 /// The norm of all from the norms `[1]` of some, on the device of the first.
@@ -110,7 +110,7 @@ fn norm_on_device(parameters: &[&Parameter]) -> Tensor {
 /// The first parameter with a value that is not finite, as [`adamw::first_not_finite`].
 pub fn first_not_finite(parameters: &[&Parameter]) -> Option<usize> {
     let on_each = by_device(parameters).into_iter();
-    on_each.filter_map(|(places, of_device)| Some(places[not_finite_on_device(&of_device)?])).min()
+    on_each.filter_map(|(places, own)| Some(places[not_finite_on_device(&own)?])).min()
 }
 
 /// Of parameters on one device.
@@ -171,7 +171,7 @@ fn launches(optimizer: &AdamW, parameters: &[(usize, &Parameter)], rate: f64, sc
 
 /// The launches that write the norm of all gradients to the returned float64 tensor `[1]`.
 pub fn norm(parameters: &[&Parameter]) -> (TableWork, Tensor) {
-    let (table, device) = Table::of_parameters(parameters);
+    let (table, device) = Table::from_parameters(parameters);
     let partial_c = Tensor::empty([table.chunks], (Kind::Double, device)); // each block writes its chunk's
     let norm = Tensor::empty([1], (Kind::Double, device));
     let mut work = TableWork { launches: vec![], tensors: vec![] };
@@ -184,7 +184,7 @@ pub fn norm(parameters: &[&Parameter]) -> (TableWork, Tensor) {
 
 /// The launch that writes the number of the first parameter that is not finite to the returned int32 tensor `[1]`, or leaves a larger one there.
 pub fn finite(parameters: &[&Parameter]) -> (TableWork, Tensor) {
-    let (table, device) = Table::of_parameters(parameters);
+    let (table, device) = Table::from_parameters(parameters);
     let first = Tensor::full([1], i64::from(i32::MAX), (Kind::Int, device));
     let mut work = TableWork { launches: vec![], tensors: vec![] };
     work.add("first_not_finite", &table, &[tensor(&first, Kind::Int)]);
@@ -195,8 +195,8 @@ impl TableWork {
     /// A launch over all chunks of a table, if there are any; `arguments` follow the table.
     fn add(&mut self, name: &'static str, table: &Table, arguments: &[Argument]) {
         if table.chunks > 0 {
-            let of_table = [tensor(&table.rows, Kind::Int64), size(table.entries)];
-            let arguments = [&of_table[..], arguments].concat();
+            let rows_and_count = [tensor(&table.rows, Kind::Int64), size(table.entries)];
+            let arguments = [&rows_and_count[..], arguments].concat();
             self.launches.push(Launch::new(Program::Optim, name, [table.chunks, 1, 1], THREADS, arguments));
             self.tensors.push(table.rows.shallow_clone());
         }
@@ -261,7 +261,7 @@ impl Table {
     }
 
     /// Without moments.
-    fn of_parameters(parameters: &[&Parameter]) -> (Self, Device) {
+    fn from_parameters(parameters: &[&Parameter]) -> (Self, Device) {
         let device = parameters.first().map_or(Device::Cpu, |parameter| parameter.value.device());
         (Self::of(parameters.iter().map(|parameter| TableRow::of(parameter, None)).collect(), device), device)
     }
@@ -291,7 +291,7 @@ mod tests {
     #[test]
     fn the_norm_of_all_is_that_of_the_devices_norms() {
         let norms = |norms: &[f64]| norms.iter().map(|norm| Tensor::from_slice(&[*norm])).collect();
-        let joined = |of: &[f64]| Vec::<f64>::try_from(joined_norm(norms(of))).expect("one norm");
+        let joined = |values: &[f64]| Vec::<f64>::try_from(joined_norm(norms(values))).expect("one norm");
         assert_eq!((joined(&[]), joined(&[0.1]), joined(&[2.0, 3.0, 6.0])), (vec![0.0], vec![0.1], vec![7.0]));
         assert!(joined(&[1.0, f64::NAN])[0].is_nan(), "a step with it is refused");
     }

@@ -35,10 +35,10 @@ impl Backoff {
         if !error.is_temporary() || self.failures == self.most || asked > LONGEST_ASKED {
             return None;
         }
-        let whole = FIRST.saturating_mul(1 << self.failures.min(16)).min(LONGEST);
+        let backoff = FIRST.saturating_mul(1 << self.failures.min(16)).min(LONGEST);
         self.failures += 1;
         // Nobody comes before the time that the server named, and not all at that time.
-        Some(if asked.is_zero() { whole.mul_f64(jitter(0.5)) } else { asked + FIRST.mul_f64(jitter(0.0)) })
+        Some(if asked.is_zero() { backoff.mul_f64(jitter(0.5)) } else { asked + FIRST.mul_f64(jitter(0.0)) })
     }
 
     /// Attempts that failed, the last one included.
@@ -75,11 +75,11 @@ mod tests {
     #[test]
     fn waits_double_up_to_a_minute_and_are_drawn_from_their_upper_half() {
         let mut backoff = Backoff::new(12);
-        let mut whole = 500;
+        let mut longest = 500;
         for _ in 0..12 {
             let wait = backoff.next(&refused(503, None)).expect("a further attempt").as_millis();
-            assert!((whole / 2..=whole).contains(&wait), "{wait} of {whole} ms");
-            whole = (whole * 2).min(60_000);
+            assert!((longest / 2..=longest).contains(&wait), "{wait} of {longest} ms");
+            longest = (longest * 2).min(60_000);
         }
         assert_eq!((backoff.next(&refused(503, None)), backoff.attempts()), (None, 13));
         let draws: Vec<_> = (0..8).map(|_| Backoff::new(1).next(&refused(503, None))).collect();

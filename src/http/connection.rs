@@ -112,13 +112,13 @@ mod tests {
     }
 
     #[test]
-    fn a_proxy_that_is_none_is_told_by_its_variable() {
-        let of = |address: &str| proxy(&Url::parse("https://hub.example").unwrap(), &|_| Some(address.to_owned()));
+    fn a_proxy_that_is_none_is_reported_with_its_variable() {
+        let parsed = |address: &str| proxy(&Url::parse("https://hub.example").unwrap(), &|_| Some(address.to_owned()));
         for address in ["p:1", "http://p:1/", "http://me:secret@p:1"] {
-            assert!(of(address).unwrap().is_some_and(|proxy| proxy.port() == 1), "{address}");
+            assert!(parsed(address).unwrap().is_some_and(|proxy| proxy.port() == 1), "{address}");
         }
         for address in ["http://", "socks5://p:1", "https://p:1", "http://me:se cret@p:1"] {
-            assert_eq!(of(address), Err("HTTPS_PROXY"), "{address}");
+            assert_eq!(parsed(address), Err("HTTPS_PROXY"), "{address}");
         }
     }
 }

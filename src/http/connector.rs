@@ -123,8 +123,8 @@ impl Transport for PlainProxy {
         let output = self.proxy.buffers().output();
         let (room, head) = (output.len(), &output[..amount]);
         let path = head.iter().position(|byte| *byte == b' ').map_or(0, |space| space + 1);
-        let whole = [&head[..path], self.origin.as_bytes(), &head[path..]].concat();
-        whole.chunks(room).try_for_each(|piece| {
+        let request = [&head[..path], self.origin.as_bytes(), &head[path..]].concat();
+        request.chunks(room).try_for_each(|piece| {
             self.proxy.buffers().output()[..piece.len()].copy_from_slice(piece);
             self.proxy.transmit_output(piece.len(), timeout)
         })

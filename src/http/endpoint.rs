@@ -64,7 +64,7 @@ pub enum AnswerWait {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct ListedModel {
     pub id: String,
-    /// Most tokens of prompt and answer, where the server tells it (vLLM, SGLang).
+    /// Most tokens of prompt and answer, where the server reports it (vLLM, SGLang).
     #[serde(default)]
     pub max_model_len: Option<u64>,
 }
@@ -161,7 +161,7 @@ impl EndpointClient {
     pub fn json<T: DeserializeOwned>(&self, request: &EndpointRequest) -> Result<T, EndpointError> {
         let body = self.body(self.post(request)?, request.answer_bytes.min(RESPONSE_BYTES))?;
         serde_json::from_slice(&body.bytes).map_err(|why| {
-            let problem = match told(&body.bytes) {
+            let problem = match error_message(&body.bytes) {
                 Some(message) => format!("the answer is an error: {message}"),
                 None if why.is_data() => format!("the answer is none of the API: {why}"),
                 None => "the answer is no JSON, or only a part of it".to_owned(),
@@ -213,7 +213,7 @@ impl EndpointClient {
         let should_retry = header(&answer, "x-should-retry").and_then(|text| text.trim().parse().ok());
         let mut body = Vec::new();
         let _ = answer.into_body().into_reader().take(ERROR_RESPONSE_BYTES).read_to_end(&mut body); // without it the status has to do
-        let message = told(&body).unwrap_or_else(|| String::from_utf8_lossy(&body).into_owned());
+        let message = error_message(&body).unwrap_or_else(|| String::from_utf8_lossy(&body).into_owned());
         let message = self.clean(message.trim());
         Err(EndpointError::Refused { status, message, retry_after: retry_after.map(Duration::from_secs), should_retry })
     }
@@ -267,7 +267,7 @@ fn percent_decoded(path: &str) -> String {
 }
 
 /// The message of an answer that is an error.
-fn told(body: &[u8]) -> Option<String> {
+fn error_message(body: &[u8]) -> Option<String> {
     let start = &body[..body.len().min(usize::try_from(ERROR_RESPONSE_BYTES).unwrap_or(usize::MAX))];
     let json: Value = serde_json::from_slice(start).ok()?;
     let messages = [&json["error"]["message"], &json["error"], &json["message"], &json["detail"]];

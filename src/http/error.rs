@@ -67,7 +67,7 @@ impl EndpointError {
     }
 
     /// Whether the request itself may be why the server fails each time: the server is there, and cannot answer it. Other statuses from 500
-    /// on tell of a server, or one behind it, that is away.
+    /// on mean that a server, or one behind it, is away.
     pub fn may_be_of_the_request(&self) -> bool {
         matches!(self, Self::Unreadable { .. } | Self::Refused { status: FAILED, .. })
     }

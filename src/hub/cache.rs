@@ -58,9 +58,9 @@ impl Cache {
 
     /// The commit of a revision when it was last looked up.
     pub(super) fn commit(&self, repo: &Repo, revision: &str) -> Option<String> {
-        let of_ref = || Some(files::read_text(&self.repo(repo).join("refs").join(revision)).ok()?.trim().to_owned());
+        let in_ref = || Some(files::read_text(&self.repo(repo).join("refs").join(revision)).ok()?.trim().to_owned());
         let known =
-            if is_commit(revision) { Some(revision.to_owned()) } else { of_ref().filter(|commit| is_commit(commit)) };
+            if is_commit(revision) { Some(revision.to_owned()) } else { in_ref().filter(|commit| is_commit(commit)) };
         known.filter(|commit| self.snapshot(repo, commit).is_dir())
     }
 
@@ -113,15 +113,15 @@ impl Cache {
         names
     }
 
-    /// Locks a blob for writing, with the file name and method (`flock`) of Python's library. Calls `tell` if another
+    /// Locks a blob for writing, with the file name and method (`flock`) of Python's library. Calls `on_wait` if another
     /// process holds the lock. On a filesystem without locks it always succeeds.
-    pub(super) fn lock(&self, repo: &Repo, hash: &str, tell: impl FnOnce()) -> Result<File, HubError> {
+    pub(super) fn lock(&self, repo: &Repo, hash: &str, on_wait: impl FnOnce()) -> Result<File, HubError> {
         let path = self.root.join(".locks").join(Self::folder_name(repo)).join(format!("{hash}.lock"));
         make_parent(&path)?;
         let file = File::options().create(true).append(true).open(&path).map_err(HubError::io("open", &path))?;
         let locked = match file.try_lock() {
             Err(TryLockError::WouldBlock) => {
-                tell();
+                on_wait();
                 file.lock()
             }
             Err(TryLockError::Error(error)) => Err(error),

@@ -39,7 +39,7 @@ pub(super) struct Client<'o> {
     agent: Agent,
     pub(super) endpoint: Url,
     pub(super) token: Option<Token>,
-    tell: Observer<'o>,
+    observer: Observer<'o>,
 }
 
 /// A request and the context of its errors.
@@ -88,12 +88,12 @@ impl<'o> Client<'o> {
         endpoint: Url,
         token: Option<Token>,
         setting: &dyn Fn(&str) -> Option<String>,
-        tell: Observer<'o>,
+        observer: Observer<'o>,
     ) -> Result<Self, HubError> {
         let proxy = proxy(&endpoint, setting).map_err(|name| HubError::setting(name, "http://host:port"))?;
         let settings = connection::settings(proxy);
         let settings = settings.timeout_per_read(Some(IO_TIMEOUT)).timeout_per_write(Some(IO_TIMEOUT));
-        Ok(Self { agent: connection::agent(settings), endpoint, token, tell })
+        Ok(Self { agent: connection::agent(settings), endpoint, token, observer })
     }
 
     /// A URL of the Hub; every part becomes one escaped path segment.
@@ -147,7 +147,7 @@ impl<'o> Client<'o> {
                 }
             };
             let (seconds, why) = pause;
-            (self.tell)(TransferEvent::Waiting { seconds, why });
+            (self.observer)(TransferEvent::Waiting { seconds, why });
             std::thread::sleep(Duration::from_secs(seconds));
         }
     }
@@ -210,7 +210,7 @@ impl<'o> Client<'o> {
         let moved = AtomicU64::new(0);
         let answer = self.sent(request, ask, &moved)?;
         if !answer.as_ref().is_ok_and(|answer| answer.status().is_success()) {
-            (self.tell)(TransferEvent::Lost(moved.into_inner())); // the bytes counted so far have to be sent again
+            (self.observer)(TransferEvent::Lost(moved.into_inner())); // the bytes counted so far have to be sent again
         }
         match answer {
             // No other try changes a head that is not one of HTTP, or an address that is none.
@@ -240,7 +240,7 @@ impl<'o> Client<'o> {
                     Ok(file)
                 };
                 let file = part().map_err(HubError::io("read", path))?;
-                let mut counted = CountedUpload { inner: file.take(length), moved, tell: self.tell };
+                let mut counted = CountedUpload { inner: file.take(length), moved, observer: self.observer };
                 let request = request.header(CONTENT_LENGTH, length);
                 connection::send(&self.agent, request, SendBody::from_reader(&mut counted))
             }
@@ -265,7 +265,7 @@ impl<'o> Client<'o> {
 struct CountedUpload<'o, R> {
     inner: R,
     moved: &'o AtomicU64,
-    tell: Observer<'o>,
+    observer: Observer<'o>,
 }
 
 impl<R: Read> Read for CountedUpload<'_, R> {
@@ -275,7 +275,7 @@ impl<R: Read> Read for CountedUpload<'_, R> {
             return Err(io::ErrorKind::UnexpectedEof.into()); // a file that became shorter: ureq would ask for the rest for ever
         }
         self.moved.fetch_add(count as u64, Ordering::Relaxed);
-        (self.tell)(TransferEvent::Moved(count as u64));
+        (self.observer)(TransferEvent::Moved(count as u64));
         Ok(count)
     }
 }
@@ -297,8 +297,8 @@ fn is_trouble(status: u16) -> bool {
 /// How long the Hub asks to wait, in seconds: `Retry-After` (the Hub never sends a date), or the end of the rate-limit
 /// window.
 fn retry_after(response: &HttpAnswer) -> Option<u64> {
-    let told = || header(response, "retry-after")?.trim().parse().ok();
-    told().or_else(|| window_end(header(response, "ratelimit")?))
+    let seconds = || header(response, "retry-after")?.trim().parse().ok();
+    seconds().or_else(|| window_end(header(response, "ratelimit")?))
 }
 
 /// `"api";r=0;t=55` (draft-ietf-httpapi-ratelimit-headers): nothing remains for 55 seconds. Adds one second, since the

@@ -39,14 +39,14 @@ impl Hub<'_> {
         let head = listing::head(&self.client, &id.repo, id.revision(), &doing)?;
         let tree = listing::tree(&self.client, &id.repo, &head.commit)?;
         let names: Vec<String> = tree.iter().map(|entry| entry.path.clone()).collect();
-        let of = |names: &[String]| tree.iter().filter(|entry| names.contains(&entry.path)).collect::<Vec<_>>();
+        let entries = |names: &[String]| tree.iter().filter(|entry| names.contains(&entry.path)).collect::<Vec<_>>();
         let from = SnapshotOf { repo: &id.repo, commit: &head.commit };
         let mut chosen = wanted.choose(id, &names)?;
         if let Some(index) = wanted.index(&names) {
-            self.bring(from, &of(&[index.to_owned()]))?;
+            self.bring(from, &entries(&[index.to_owned()]))?;
         }
         chosen.extend(wanted.weights(id, &self.cache.snapshot(&id.repo, &head.commit), &names)?);
-        self.bring(from, &of(&chosen))?;
+        self.bring(from, &entries(&chosen))?;
         if let Wanted::Data(_) = wanted {
             self.cache.list(&id.repo, &head.commit, &names)?; // backbones and heads are found without it
         }
@@ -59,9 +59,9 @@ impl Hub<'_> {
         let missing: Vec<&Entry> = files.iter().filter(|file| !is_here(file)).copied().collect();
         if !missing.is_empty() {
             let bytes = missing.iter().map(|file| file.size).sum();
-            (self.tell)(TransferEvent::Began { what: from.repo.to_string(), files: missing.len(), bytes });
+            (self.observer)(TransferEvent::Began { what: from.repo.to_string(), files: missing.len(), bytes });
             let brought = self.all(from, &missing);
-            (self.tell)(TransferEvent::Ended);
+            (self.observer)(TransferEvent::Ended);
             brought?;
         }
         files.iter().try_for_each(|file| self.cache.link(from.repo, from.commit, &file.path, &file.hash))
@@ -98,9 +98,9 @@ impl Hub<'_> {
         let blob = self.cache.blob(from.repo, hash);
         make_parent(&blob)?;
         let _lock =
-            self.cache.lock(from.repo, hash, || (self.tell)(TransferEvent::Locked { file: file.path.clone() }))?;
+            self.cache.lock(from.repo, hash, || (self.observer)(TransferEvent::Locked { file: file.path.clone() }))?;
         if self.has(from.repo, file) {
-            (self.tell)(TransferEvent::Moved(file.size)); // by another process, or under another name
+            (self.observer)(TransferEvent::Moved(file.size)); // by another process, or under another name
             return Ok(());
         }
         let partial = blob.with_file_name(format!("{hash}.incomplete"));
@@ -166,11 +166,11 @@ impl FileTransfer<'_> {
             self.clear()?;
         }
         let (mut have, mut breaks) = (self.have()?, 0);
-        (self.hub.tell)(TransferEvent::Moved(have));
+        (self.hub.observer)(TransferEvent::Moved(have));
         while have < self.file.size && !self.stop.load(Ordering::Relaxed) {
             if breaks > 0 {
                 let why = format!("the download of {} broke", self.file.path);
-                (self.hub.tell)(TransferEvent::Waiting { seconds: breaks, why });
+                (self.hub.observer)(TransferEvent::Waiting { seconds: breaks, why });
                 thread::sleep(Duration::from_secs(breaks));
             }
             self.stream(have)?;
@@ -192,7 +192,7 @@ impl FileTransfer<'_> {
             && header(&response, "content-range").is_some_and(|range| range.starts_with(&begin));
         if have > 0 && !goes_on {
             self.clear()?;
-            (self.hub.tell)(TransferEvent::Lost(have));
+            (self.hub.observer)(TransferEvent::Lost(have));
         }
         if response.status() == 206 && !goes_on {
             return Ok(()); // the server sent another range: start again
@@ -223,7 +223,7 @@ impl FileTransfer<'_> {
                 return Err(HubError::Damaged { file, expected, got: "more".into() });
             }
             self.out.write_all(&buffer[..count]).map_err(HubError::io("write", self.partial))?;
-            (self.hub.tell)(TransferEvent::Moved(count as u64));
+            (self.hub.observer)(TransferEvent::Moved(count as u64));
         }
         Ok(())
     }

@@ -145,8 +145,8 @@ impl Hub<'_> {
         let changed = changed(&local, &there)?;
         let modes = self.modes(push, &changed)?;
         left_out.extend(changed.iter().filter(|file| modes[&file.name] == Mode::Ignored).map(|file| file.name.clone()));
-        let of = |mode| changed.iter().filter(|file| modes[&file.name] == mode).copied().collect::<Vec<_>>();
-        let (inline, large) = (of(Mode::Inline), of(Mode::Lfs));
+        let with_mode = |mode| changed.iter().filter(|file| modes[&file.name] == mode).copied().collect::<Vec<_>>();
+        let (inline, large) = (with_mode(Mode::Inline), with_mode(Mode::Lfs));
         let unchanged = local.len() - changed.len();
         if inline.is_empty() && large.is_empty() {
             return Ok(Pushed { commit: None, files: Vec::new(), unchanged, left_out });

@@ -64,7 +64,7 @@ impl Wanted {
     pub(super) fn choose(self, id: &Id, names: &[String]) -> Result<Vec<String>, HubError> {
         let chosen: Vec<String> = match self {
             Self::Backbone | Self::BackboneOutput(_) | Self::BackboneWithoutWeights => {
-                names.iter().filter(|name| of_backbone(name)).cloned().collect()
+                names.iter().filter(|name| is_backbone_file(name)).cloned().collect()
             }
             Self::Heads => heads(names),
             Self::Data(split) => return data(id, names, split),
@@ -89,7 +89,7 @@ impl Wanted {
 
     /// The index of sharded weights, which names the shards; where there is a single file, that is loaded.
     pub(super) fn index(self, names: &[String]) -> Option<&'static str> {
-        let [index, single] = self.of_weights(names)?;
+        let [index, single] = self.weight_files(names)?;
         (has(names, index) && !has(names, single)).then_some(index)
     }
 
@@ -106,7 +106,7 @@ impl Wanted {
     }
 
     /// Index and single file of the format that is used.
-    fn of_weights(self, names: &[String]) -> Option<[&'static str; 2]> {
+    fn weight_files(self, names: &[String]) -> Option<[&'static str; 2]> {
         let is_there = |files: &[&str; 2]| files.iter().any(|file| has(names, file));
         WEIGHTS.into_iter().filter(|_| self.has_weights()).find(is_there)
     }
@@ -119,7 +119,7 @@ impl Wanted {
         if let Some(index) = self.index(names) {
             return shards(id, folder, index, names, &self.tensors(folder));
         }
-        if let Some([_, single]) = self.of_weights(names) {
+        if let Some([_, single]) = self.weight_files(names) {
             return Ok(vec![single.into()]);
         }
         let other = |name: &&String| [".bin", ".pth", ".pt", ".gguf"].iter().any(|end| name.ends_with(end));
@@ -134,7 +134,7 @@ fn has(names: &[String], file: &str) -> bool {
     names.iter().any(|name| name == file)
 }
 
-fn of_backbone(name: &str) -> bool {
+fn is_backbone_file(name: &str) -> bool {
     !name.contains('/') && (name == CONFIG || COMPANIONS.iter().any(|begin| name.starts_with(begin)))
 }
 
@@ -167,11 +167,11 @@ fn heads(names: &[String]) -> Vec<String> {
 }
 
 fn data(id: &Id, names: &[String], split: DataSplit) -> Result<Vec<String>, HubError> {
-    let of_part = one_format(match &id.part {
-        Some(part) => of_part(id, part, names)?,
+    let part_files = one_format(match &id.part {
+        Some(part) => choose_part(id, part, names)?,
         None => names.iter().filter(|name| is_rows(name)).collect(),
     });
-    let rows = || of_part.iter().copied();
+    let rows = || part_files.iter().copied();
     let holds = || rows().cloned().collect::<Vec<_>>();
     let named = |split: &[&str]| rows().filter(|name| source::has_word(name, split)).cloned().collect::<Vec<_>>();
     let validation =
@@ -213,18 +213,18 @@ fn one_format(names: Vec<&String>) -> Vec<&String> {
 
 /// The files of a config and a split, as the Hub lays them out: `config/split-00000-of-00001.parquet`, `config/split/0000.parquet`,
 /// `data/split-…`.
-fn of_part<'n>(id: &Id, part: &DataPart, names: &'n [String]) -> Result<Vec<&'n String>, HubError> {
+fn choose_part<'n>(id: &Id, part: &DataPart, names: &'n [String]) -> Result<Vec<&'n String>, HubError> {
     let is_letter = |c: char| c.is_alphanumeric() || c == '_';
     let is_split = |split: &String, name: &str| name.split(|c: char| !is_letter(c)).any(|word| word == split);
-    let of_split = |name: &&String| is_rows(name) && part.split.as_ref().is_none_or(|split| is_split(split, name));
-    let of_split: Vec<&String> = names.iter().filter(of_split).collect();
-    let of = |config: &str| -> Vec<&String> {
-        of_split.iter().copied().filter(|name| folders(name).any(|folder| folder == config)).collect()
+    let in_split = |name: &&String| is_rows(name) && part.split.as_ref().is_none_or(|split| is_split(split, name));
+    let split_files: Vec<&String> = names.iter().filter(in_split).collect();
+    let in_folder = |config: &str| -> Vec<&String> {
+        split_files.iter().copied().filter(|name| folders(name).any(|folder| folder == config)).collect()
     };
     match &part.config {
-        Some(config) if config != DEFAULT => Ok(of(config)),
-        config => match of(DEFAULT) {
-            found if found.is_empty() => without_config(id, part, config.is_some(), of_split),
+        Some(config) if config != DEFAULT => Ok(in_folder(config)),
+        config => match in_folder(DEFAULT) {
+            found if found.is_empty() => without_config(id, part, config.is_some(), split_files),
             found => Ok(found),
         },
     }
@@ -236,18 +236,18 @@ fn without_config<'n>(
     id: &Id,
     part: &DataPart,
     is_named: bool,
-    of_split: Vec<&'n String>,
+    split_files: Vec<&'n String>,
 ) -> Result<Vec<&'n String>, HubError> {
     let config = |name: &&String| config_of(name, part.split.as_deref()).map(str::to_owned);
-    let configs: BTreeSet<String> = of_split.iter().filter_map(config).collect();
-    let outside: Vec<&String> = of_split.iter().copied().filter(|name| config(name).is_none()).collect();
+    let configs: BTreeSet<String> = split_files.iter().filter_map(config).collect();
+    let outside: Vec<&String> = split_files.iter().copied().filter(|name| config(name).is_none()).collect();
     match (&part.split, configs.len()) {
         _ if is_named || !outside.is_empty() => Ok(outside),
         (Some(split), 2..) => {
             let (id, split) = (Id { part: None, ..id.clone() }.to_string(), split.clone());
             Err(HubError::SeveralConfigs { id, split, configs: configs.into_iter().collect() })
         }
-        _ => Ok(of_split),
+        _ => Ok(split_files),
     }
 }
 
@@ -345,12 +345,12 @@ mod tests {
         assert_eq!(output.join(" "), "model.safetensors.index.json model-1.safetensors", "without decoder layers");
         write(r#"{"weight_map": {"a": "../../x.safetensors"}}"#);
         assert!(matches!(Wanted::Backbone.weights(&id(), folder.path(), &all), Err(HubError::UnsafeName { .. })));
-        let of = |text| Wanted::Backbone.weights(&id(), folder.path(), &names(text));
-        assert_eq!(of("config.json model.safetensors pytorch_model.bin").unwrap(), ["model.safetensors"]);
+        let chosen = |text| Wanted::Backbone.weights(&id(), folder.path(), &names(text));
+        assert_eq!(chosen("config.json model.safetensors pytorch_model.bin").unwrap(), ["model.safetensors"]);
         let both = "config.json model.safetensors model-1.safetensors model.safetensors.index.json";
-        assert_eq!(of(both).unwrap(), ["model.safetensors"], "as transformers");
-        assert_eq!(of("config.json pytorch_model.bin training_args.bin").unwrap(), ["pytorch_model.bin"]);
-        let refused = of("config.json model.gguf");
+        assert_eq!(chosen(both).unwrap(), ["model.safetensors"], "as transformers");
+        assert_eq!(chosen("config.json pytorch_model.bin training_args.bin").unwrap(), ["pytorch_model.bin"]);
+        let refused = chosen("config.json model.gguf");
         assert!(matches!(refused, Err(HubError::NoReadableWeights { found, .. }) if found == "model.gguf"));
         assert!(Wanted::BackboneWithoutWeights.weights(&id(), folder.path(), &all).unwrap().is_empty());
     }
@@ -394,39 +394,43 @@ mod tests {
 
     #[test]
     fn config_and_split_are_folders_and_words() {
-        let of = |part: &str, all: &str, split: DataSplit| {
+        let chosen = |part: &str, all: &str, split: DataSplit| {
             let id = id::data(&format!("no-such-owner/name:{part}")).unwrap();
             Wanted::Data(split).choose(&id, &names(all)).map(|chosen| chosen.join(" ")).map_err(|e| e.to_string())
         };
         let gsm = "README.md LICENSE.txt main/train-00000-of-00001.parquet main/test-00000-of-00001.parquet socratic/train-00000-of-00001.parquet";
-        assert_eq!(of("main", gsm, DataSplit::Train).unwrap(), "main/train-00000-of-00001.parquet");
-        assert_eq!(of("main:test", gsm, DataSplit::Train).unwrap(), "main/test-00000-of-00001.parquet");
-        assert_eq!(of("main", gsm, DataSplit::HeldOut).unwrap(), "main/test-00000-of-00001.parquet");
+        assert_eq!(chosen("main", gsm, DataSplit::Train).unwrap(), "main/train-00000-of-00001.parquet");
+        assert_eq!(chosen("main:test", gsm, DataSplit::Train).unwrap(), "main/test-00000-of-00001.parquet");
+        assert_eq!(chosen("main", gsm, DataSplit::HeldOut).unwrap(), "main/test-00000-of-00001.parquet");
         let chat = "data/train_gen-0.parquet data/train_sft-0.parquet data/test_sft-0.parquet";
-        assert_eq!(of(":train_sft", chat, DataSplit::Any).unwrap(), "data/train_sft-0.parquet");
-        assert_eq!(of("default:train_sft", chat, DataSplit::Any).unwrap(), "data/train_sft-0.parquet");
+        assert_eq!(chosen(":train_sft", chat, DataSplit::Any).unwrap(), "data/train_sft-0.parquet");
+        assert_eq!(chosen("default:train_sft", chat, DataSplit::Any).unwrap(), "data/train_sft-0.parquet");
         assert_eq!(
-            of("en:train", "en/c4-train.00000.json.gz fr/c4-train.0.json.gz", DataSplit::Train).unwrap(),
+            chosen("en:train", "en/c4-train.00000.json.gz fr/c4-train.0.json.gz", DataSplit::Train).unwrap(),
             "en/c4-train.00000.json.gz"
         );
         assert_eq!(
-            of("en:test", "en/test/0000.parquet en/train/0000.parquet", DataSplit::Train).unwrap(),
+            chosen("en:test", "en/test/0000.parquet en/train/0000.parquet", DataSplit::Train).unwrap(),
             "en/test/0000.parquet"
         );
-        let error = of(":train", gsm, DataSplit::Train).unwrap_err();
+        let error = chosen(":train", gsm, DataSplit::Train).unwrap_err();
         let expected = "no-such-owner/name has several configs with data files of split \"train\": main, socratic; name one, such as \
                         no-such-owner/name:main:train";
         assert_eq!(error, expected);
-        assert_eq!(of(":test", gsm, DataSplit::Train).unwrap(), "main/test-00000-of-00001.parquet", "the only config");
-        assert!(of("default:train", gsm, DataSplit::Train).unwrap_err().contains("no data files of config"));
-        let folder = "default/train/0.parquet my_default_x/train/0.parquet";
-        assert_eq!(of(":train", folder, DataSplit::Train).unwrap(), "default/train/0.parquet");
-        assert_eq!(of("default", folder, DataSplit::Train).unwrap(), "default/train/0.parquet");
         assert_eq!(
-            of(":train", "data/train/0.parquet x/train/0.parquet", DataSplit::Train).unwrap(),
+            chosen(":test", gsm, DataSplit::Train).unwrap(),
+            "main/test-00000-of-00001.parquet",
+            "the only config"
+        );
+        assert!(chosen("default:train", gsm, DataSplit::Train).unwrap_err().contains("no data files of config"));
+        let folder = "default/train/0.parquet my_default_x/train/0.parquet";
+        assert_eq!(chosen(":train", folder, DataSplit::Train).unwrap(), "default/train/0.parquet");
+        assert_eq!(chosen("default", folder, DataSplit::Train).unwrap(), "default/train/0.parquet");
+        assert_eq!(
+            chosen(":train", "data/train/0.parquet x/train/0.parquet", DataSplit::Train).unwrap(),
             "data/train/0.parquet"
         );
-        let error = of("xx:train", gsm, DataSplit::Train).unwrap_err();
+        let error = chosen("xx:train", gsm, DataSplit::Train).unwrap_err();
         assert!(
             error.contains("no data files of config \"xx\" (a folder of that name) and split \"train\""),
             "{error}"

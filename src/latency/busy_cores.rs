@@ -3,8 +3,8 @@
 use std::time::Duration;
 use std::{fs, thread};
 
-/// Cores that others may use before it is said.
-const WORTH_TELLING: f64 = 0.3;
+/// Cores that others may use before it is reported.
+const MIN_REPORTED: f64 = 0.3;
 
 /// Watches the cores that this process may use.
 pub struct CoreWatch {
@@ -14,7 +14,7 @@ pub struct CoreWatch {
 }
 
 impl CoreWatch {
-    /// `None` where the system does not tell, and for a container that gets a part of the cores' time: other programs may run on the
+    /// `None` where the system does not say, and for a container that gets a part of the cores' time: other programs may run on the
     /// rest.
     pub fn start() -> Option<Self> {
         let usable = allowed_cores(&fs::read_to_string("/proc/self/status").ok()?)?;
@@ -46,7 +46,7 @@ pub fn cores() -> usize {
 
 /// Whether programs that use `busy` of the cores leave too few for the threads.
 pub fn disturb(busy: f64, threads: usize, cores: usize) -> bool {
-    busy > WORTH_TELLING && busy + threads as f64 > cores as f64
+    busy > MIN_REPORTED && busy + threads as f64 > cores as f64
 }
 
 /// Clock ticks of this process.

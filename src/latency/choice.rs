@@ -83,13 +83,13 @@ pub fn dynamic_to_time(num_heads: usize, max_nodes: usize, dynamic_of: &DynamicO
     let halves = std::iter::successors(Some(num_heads), |heads| Some(heads / 2).filter(|&heads| heads > 0));
     let depths: Vec<usize> = if num_heads <= 4 { (1..=num_heads).rev().collect() } else { halves.collect() };
     let sizes = || SIZES_OF_SHALLOW.into_iter().filter(|&size| size < max_nodes).chain([max_nodes]);
-    let of_depth = |depth: usize| {
+    let depth_trees = |depth: usize| {
         let mut trees: Vec<_> = sizes().filter_map(|nodes| dynamic_of(nodes, depth)).collect();
         trees.dedup_by(|(_, more), (_, tokens_per_step)| more == tokens_per_step); // full levels take no more nodes
         trees
     };
     let candidate = |(limits, expected): (DynamicTree, ExpectedTokens)| (GuessTree::Dynamic(limits), expected.per_step);
-    depths.into_iter().flat_map(of_depth).map(candidate).collect()
+    depths.into_iter().flat_map(depth_trees).map(candidate).collect()
 }
 
 /// The fastest limits of each timed size of trees that are chosen at each step.
@@ -125,8 +125,8 @@ pub fn sweep(
     max_nodes: usize,
     best_tree: &BestTree,
 ) -> Result<Sweep, LatencyError> {
-    let of_static = latency.steps.iter().filter(|step| !step.dynamic).map(|step| step.nodes);
-    let mut sizes: Vec<usize> = of_static.filter(|&size| size <= max_nodes).collect();
+    let static_sizes = latency.steps.iter().filter(|step| !step.dynamic).map(|step| step.nodes);
+    let mut sizes: Vec<usize> = static_sizes.filter(|&size| size <= max_nodes).collect();
     sizes.sort_unstable();
     sizes.dedup();
     let fastest_of = |nodes: usize| fastest_of_size(latency, num_heads, nodes, best_tree);
@@ -208,8 +208,8 @@ mod tests {
     /// Compares the choice with trying all sizes and depths one by one.
     #[test]
     fn the_choice_is_that_of_trying_everything() {
-        for (of_node, of_head) in [(0.0, 0.0), (0.02, 0.0), (0.05, 0.3), (0.4, 0.01), (2.0, 2.0)] {
-            let ms = |nodes: usize, depth: usize| 1.0 + of_node * nodes as f64 + of_head * depth as f64;
+        for (node_ms, head_ms) in [(0.0, 0.0), (0.02, 0.0), (0.05, 0.3), (0.4, 0.01), (2.0, 2.0)] {
+            let ms = |nodes: usize, depth: usize| 1.0 + node_ms * nodes as f64 + head_ms * depth as f64;
             let times: Vec<_> = trees_to_time(3, 30, &best_tree)
                 .unwrap()
                 .iter()
@@ -226,7 +226,7 @@ mod tests {
             let best = speeds.fold(0.0, f64::max);
             assert!(
                 (chosen.tokens_per_second() / best - 1.0).abs() < 1e-9,
-                "{of_node} {of_head}: {} of {best}",
+                "{node_ms} {head_ms}: {} of {best}",
                 chosen.tokens_per_second()
             );
             assert!(sweep.trees.is_sorted_by_key(|timed| timed.tree.nodes()));

@@ -1,6 +1,6 @@
-//! The names of the processor and of the GPUs, as the system tells them.
+//! The names of the processor and of the GPUs, as the system reports them.
 
-/// The names of the processor and of the GPUs, where the system tells them.
+/// The names of the processor and of the GPUs, where the system reports them.
 pub fn processors() -> Vec<String> {
     cpu_name().into_iter().chain(gpu_names()).collect()
 }

@@ -73,8 +73,8 @@ impl Turns {
     pub(super) fn slowdown(&self) -> Option<Slowdown> {
         let trees = self.rounds.iter().flatten().map(|(who, _)| *who).max().filter(|&trees| trees > 0)?;
         let plain_ms = self.plain_ms();
-        let of_tree = |tree: usize| mean(self.steps_of(tree)) / (self.relative(tree).step * plain_ms);
-        Some(Slowdown { plain: mean(self.steps_of(0)) / plain_ms, trees: mean((1..=trees).map(of_tree)) })
+        let tree_slowdown = |tree: usize| mean(self.steps_of(tree)) / (self.relative(tree).step * plain_ms);
+        Some(Slowdown { plain: mean(self.steps_of(0)) / plain_ms, trees: mean((1..=trees).map(tree_slowdown)) })
     }
 }
 

@@ -16,8 +16,8 @@ pub type Tensors = Vec<(u64, u64)>;
 
 /// Memory of tensors with the allocator's overhead, on the CPU (`on_host`) or on a GPU.
 pub fn allocated(on_host: bool, tensors: impl IntoIterator<Item = (u64, u64)>) -> u64 {
-    let of_one = |bytes: u64| if on_host && bytes < KEPT_BLOCK { scaled(bytes, HEAP_HOLES) } else { bytes };
-    tensors.into_iter().map(|(count, bytes)| count * of_one(bytes)).sum()
+    let allocated = |bytes: u64| if on_host && bytes < KEPT_BLOCK { scaled(bytes, HEAP_HOLES) } else { bytes };
+    tensors.into_iter().map(|(count, bytes)| count * allocated(bytes)).sum()
 }
 
 /// Holes beside temporaries of so many bytes that come in many sizes.

@@ -119,11 +119,11 @@ impl LayerPass<'_> {
             return vec![];
         }
         let block = CAPPED_BLOCK.unsigned_abs();
-        let of_block = |from: u64| {
+        let block_scores = |from: u64| {
             let end = self.length.min(from + block);
             self.rows * self.query_heads() * (end - from) * end
         };
-        (0..self.length.div_ceil(block)).map(|index| of_block(index * block)).collect()
+        (0..self.length.div_ceil(block)).map(|index| block_scores(index * block)).collect()
     }
 
     fn query_heads(&self) -> u64 {
@@ -177,9 +177,9 @@ impl LayerPass<'_> {
     fn casts(&self) -> u64 {
         let cast = self.element < F32;
         let is_copied = self.quantization.is_some() || (self.trained == TrainedLayers::Whole && cast);
-        let whole = if is_copied { in_linears(self.config) } else { 0 };
-        let of_adapters = self.trained.lora().filter(|_| cast).map_or(0, |lora| self.adapters(lora).iter().sum());
-        (whole + of_adapters) * self.element
+        let weights = if is_copied { in_linears(self.config) } else { 0 };
+        let adapters = self.trained.lora().filter(|_| cast).map_or(0, |lora| self.adapters(lora).iter().sum());
+        (weights + adapters) * self.element
     }
 
     /// Temporaries of one layer: in a forward pass that keeps nothing, and in the backward pass.

@@ -19,7 +19,7 @@ impl Size {
     }
 
     /// `[L, 2, G, S, D]`: keys and values of a text with room for so many tokens.
-    pub fn of_cache(config: &LlamaConfig, tokens: i64, kind: Kind) -> Self {
+    pub fn for_cache(config: &LlamaConfig, tokens: i64, kind: Kind) -> Self {
         let layers = config.num_hidden_layers.cast_signed() as i64;
         Self::new([layers, 2, config.num_key_value_heads, tokens, config.head_dim], kind)
     }

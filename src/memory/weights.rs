@@ -29,9 +29,9 @@ impl StageShape {
 
     /// Numbers in its weights.
     pub fn parameters(self, config: &LlamaConfig) -> u64 {
-        let of_layer: u64 = config.block().tensors().iter().map(|(_, shape)| numel(shape)).sum();
+        let a_layer: u64 = config.block().tensors().iter().map(|(_, shape)| numel(shape)).sum();
         let norm = if self.is_last { config.hidden_size.unsigned_abs() } else { 0 };
-        self.vocabularies(config) * numel(&config.lm_head().size) + of_layer * self.layers as u64 + norm
+        self.vocabularies(config) * numel(&config.lm_head().size) + a_layer * self.layers as u64 + norm
     }
 
     /// Numbers of a tied LM head that is a copy of the embedding, which lies on another stage.
@@ -54,17 +54,17 @@ impl StageShape {
     /// Bytes of its weights: the linear layers' as they are stored, all others in numbers of `element` bytes.
     pub fn weight_bytes(self, config: &LlamaConfig, stored: &dyn StoredFormat, element: u64) -> u64 {
         let linears = config.block().linears();
-        let of_layer: u64 = linears.all().map(|linear| stored.bytes(linear.size.map(i64::unsigned_abs))).sum();
+        let a_layer: u64 = linears.all().map(|linear| stored.bytes(linear.size.map(i64::unsigned_abs))).sum();
         let rest = self.parameters(config) - self.in_linears(config) + self.copied_embedding(config);
-        rest * element + of_layer * self.layers as u64
+        rest * element + a_layer * self.layers as u64
     }
 
     /// As [`StageShape::weight_bytes`], of embedding, LM head and linear layers, without the latter's scales: what decides which device has how
     /// many layers.
     pub fn matrix_bytes(self, config: &LlamaConfig, stored: &dyn StoredFormat, element: u64) -> u64 {
         let vocabularies = u64::from(self.is_first) + u64::from(self.is_last);
-        let of_layer = in_linears(config) * stored.bits() / 8;
-        self.layers as u64 * of_layer + vocabularies * numel(&config.lm_head().size) * element
+        let a_layer = in_linears(config) * stored.bits() / 8;
+        self.layers as u64 * a_layer + vocabularies * numel(&config.lm_head().size) * element
     }
 
     /// How many of embedding and LM head are weights of its own.

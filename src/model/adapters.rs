@@ -160,10 +160,10 @@ mod tests {
     #[test]
     fn recomputing_changes_no_bit_even_with_dropout() {
         let llama = adapted(0.3, Kind::Float);
-        let of = |keep, seed| gradients(&llama, keep, Adapters::Training { seed });
-        let (kept, recomputed) = (of(Keep::Everything, 5), of(Keep::Inputs, 5));
+        let run = |keep, seed| gradients(&llama, keep, Adapters::Training { seed });
+        let (kept, recomputed) = (run(Keep::Everything, 5), run(Keep::Inputs, 5));
         assert_eq!(kept, recomputed);
-        assert_ne!(kept.0, of(Keep::Everything, 6).0, "another seed drops other inputs");
+        assert_ne!(kept.0, run(Keep::Everything, 6).0, "another seed drops other inputs");
     }
 
     #[test]
@@ -175,15 +175,15 @@ mod tests {
             if adapts { adapt(llama, 0.3, 0.3) } else { llama.for_fine_tuning(Kind::Float) }
         };
         for (adapts, keep) in [(true, Keep::Everything), (true, Keep::Inputs), (false, Keep::Everything)] {
-            let of = |counts: &[usize]| {
+            let run = |counts: &[usize]| {
                 let llama = on(counts, adapts);
                 let rows = llama.packed_rows(&[vec![11], vec![7, 3]], 11);
                 let computed = gradients_on(rows, 1.0, &llama, keep, Adapters::Training { seed: 5 });
                 (computed, llama.borders().copies())
             };
-            let (expected, [0, 0]) = of(&[5]) else { panic!("one stage has no border") };
+            let (expected, [0, 0]) = run(&[5]) else { panic!("one stage has no border") };
             for counts in [&[2, 3][..], &[1, 1, 3], &[1, 1, 1, 1, 1]] {
-                let (got, copies) = of(counts);
+                let (got, copies) = run(counts);
                 assert_eq!(copies, [counts.len() as u64 - 1; 2], "{counts:?}");
                 assert!(got == expected, "{counts:?}, adapters: {adapts}, {keep:?}");
             }

@@ -168,11 +168,11 @@ impl Attention {
                 let [k_bqtd, v_bqtd] = for_each_query_head();
                 self.attend_masked(q_bqtd, &k_bqtd, &v_bqtd, pattern.dense(q_bqtd.kind()))
             }
-            (Some(n), _) => self.attend_blocks(q_bqtd, for_each_query_head(), mask.of_blocks(n, q_bqtd)),
+            (Some(n), _) => self.attend_blocks(q_bqtd, for_each_query_head(), mask.blocks(n, q_bqtd)),
         }
     }
 
-    /// Whole rows, a block of queries at a time; `masks` as [`KindMask::of_blocks`] makes them.
+    /// Whole rows, a block of queries at a time; `masks` as [`KindMask::blocks`] makes them.
     fn attend_blocks(&self, q_bqtd: &Tensor, [k_bqtd, v_bqtd]: [Tensor; 2], masks: &[Tensor]) -> Tensor {
         let mut from = 0;
         let block = |mask: &Tensor| {

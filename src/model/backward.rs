@@ -94,13 +94,13 @@ impl Tape<'_> {
             if input.requires_grad() {
                 inputs.push(&input);
             }
-            let mut of_inputs =
+            let mut by_input =
                 Tensor::run_backward(&[(&y * scale.cast(&dy)).sum(wide(y.kind()))], &inputs, false, false);
             if input.requires_grad() {
-                dy = scale.undo(of_inputs.pop().expect("one for each input"));
+                dy = scale.undo(by_input.pop().expect("one for each input"));
                 dy = self.pass.backbone.borders.backward(&self.pass.backbone.stages, index, dy);
             }
-            for (sum, gradient) in gradients[index].iter().zip(of_inputs) {
+            for (sum, gradient) in gradients[index].iter().zip(by_input) {
                 let _ = sum.shallow_clone().g_add_(&scale.undo(gradient).to_kind(sum.kind()));
             }
         }

@@ -148,7 +148,7 @@ pub struct HeadShape {
 pub struct LayerKinds {
     kinds: Vec<LayerKind>,
     /// Index into `kinds`, by layer.
-    of_layer: Vec<usize>,
+    by_layer: Vec<usize>,
 }
 
 /// How the layers of one kind attend.
@@ -302,7 +302,7 @@ impl Default for LogitSpec {
 impl LogitSpec {
     /// Of a weight that is divided already, as a Medusa head's own W2 is.
     #[must_use]
-    pub fn of_divided_weight(self) -> Self {
+    pub fn for_divided_weight(self) -> Self {
         Self { divisor: 1.0, ..self }
     }
 }
@@ -322,15 +322,15 @@ impl HeadShape {
 impl LayerKinds {
     /// Of layers, first to last.
     pub fn new(layers: impl IntoIterator<Item = LayerKind>) -> Self {
-        let (mut kinds, mut of_layer) = (vec![], vec![]);
+        let (mut kinds, mut by_layer) = (vec![], vec![]);
         for layer in layers {
             let known = kinds.iter().position(|kind| *kind == layer);
-            of_layer.push(known.unwrap_or(kinds.len()));
+            by_layer.push(known.unwrap_or(kinds.len()));
             if known.is_none() {
                 kinds.push(layer);
             }
         }
-        Self { kinds, of_layer }
+        Self { kinds, by_layer }
     }
 
     /// The distinct kinds.
@@ -344,8 +344,8 @@ impl LayerKinds {
     }
 
     /// Index of a layer's kind.
-    pub fn of_layer(&self, layer: usize) -> usize {
-        self.of_layer[layer]
+    pub fn kind_of(&self, layer: usize) -> usize {
+        self.by_layer[layer]
     }
 
     /// The kind of all layers, where they are alike.
@@ -417,14 +417,14 @@ impl BlockSpec {
     /// Its norms' weights, in the order in which they are computed.
     pub fn norm_weights(&self) -> Vec<NormWeight> {
         let NormSpec { places, query_key, kind: _, eps: _ } = self.norms;
-        let of = |part, place, size| NormWeight { part, place, size };
-        let stream = |part, place| of(part, place, self.hidden_size);
+        let weight = |part, place, size| NormWeight { part, place, size };
+        let stream = |part, place| weight(part, place, self.hidden_size);
         let query_and_key = query_key.map(|norm| match norm {
             QueryKeyNorm::EachHead => [self.heads.d; 2],
             QueryKeyNorm::AllHeads => [self.heads.query_size(), self.heads.key_value_size()],
         });
         let query_and_key = query_and_key.into_iter().flat_map(|[query, key]| {
-            [of(names::QUERY_NORM, NormPlace::Query, query), of(names::KEY_NORM, NormPlace::Key, key)]
+            [weight(names::QUERY_NORM, NormPlace::Query, query), weight(names::KEY_NORM, NormPlace::Key, key)]
         });
         let [input, attention, before_mlp, after_mlp] = names::NORMS;
         let (before, after) = match places {

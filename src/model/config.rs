@@ -233,9 +233,9 @@ impl LlamaConfig {
     pub fn tensors(&self) -> Vec<(String, Vec<i64>)> {
         let (v, h) = (self.vocab_size, self.hidden_size);
         let mut all = vec![(names::EMBED_TOKENS.to_owned(), vec![v, h])];
-        let of_layer = self.block().tensors();
+        let in_layer = self.block().tensors();
         for layer in 0..self.num_hidden_layers {
-            all.extend(of_layer.iter().map(|(part, shape)| (names::in_layer(layer, part), shape.clone())));
+            all.extend(in_layer.iter().map(|(part, shape)| (names::in_layer(layer, part), shape.clone())));
         }
         all.push((names::NORM.to_owned(), vec![h]));
         if !self.tie_word_embeddings {

@@ -73,7 +73,7 @@ impl FromStr for DeviceMap {
 }
 
 impl DeviceMap {
-    /// Over how many devices layers are spread. `gpus`: those of each process ([`SharedGpus::of_each`]).
+    /// Over how many devices layers are spread. `gpus`: those of each process ([`SharedGpus::per_process`]).
     pub fn stages(&self, gpus: Option<usize>) -> usize {
         match self {
             Self::Auto => gpus.unwrap_or(1).max(1),
@@ -83,7 +83,7 @@ impl DeviceMap {
 
     /// The devices that a map spreads a backbone over, for a run on `device`, which is the first of them; without a map, only that.
     pub fn devices(map: Option<&Self>, gpus: SharedGpus, device: Device) -> Vec<Device> {
-        let stages = map.map_or(1, |map| map.stages(gpus.of_each(device)));
+        let stages = map.map_or(1, |map| map.stages(gpus.per_process(device)));
         match device {
             Device::Cuda(first) => (first..first + stages).map(Device::Cuda).collect(),
             _ => vec![device; stages],
@@ -98,7 +98,7 @@ impl DeviceMap {
         (sum != layers).then(expected)
     }
 
-    /// What is expected instead, if there are too few GPUs: see [`SharedGpus::of_each`].
+    /// What is expected instead, if there are too few GPUs: see [`SharedGpus::per_process`].
     pub fn expected_gpus(&self, gpus: Option<usize>) -> Option<String> {
         let (Self::Layers(counts), Some(gpus)) = (self, gpus) else { return None };
         let (most, there) = (counted(gpus, "count"), counted(gpus, "GPU"));
@@ -170,12 +170,12 @@ mod tests {
         assert_eq!(devices(Some(&two), alone, Device::Cpu), [Device::Cpu; 2]);
         let second = SharedGpus { gpus: 8, local_rank: 1, processes: 2 };
         let on_own = |map: &DeviceMap| {
-            let stages = map.stages(second.of_each(Device::Cuda(0)));
-            let first = DeviceChoice::Auto.of_process(second, stages).expect("a GPU for each");
+            let stages = map.stages(second.per_process(Device::Cuda(0)));
+            let first = DeviceChoice::Auto.for_process(second, stages).expect("a GPU for each");
             let DeviceChoice::Cuda(first) = first else { panic!("{first:?}") };
             devices(Some(map), second, Device::Cuda(first))
         };
         assert_eq!([on_own(&auto), on_own(&two)], [cuda(4..8), cuda(2..4)]);
-        assert_eq!([second.of_each(Device::Cuda(0)), second.of_each(Device::Cpu)], [Some(4), None]);
+        assert_eq!([second.per_process(Device::Cuda(0)), second.per_process(Device::Cpu)], [Some(4), None]);
     }
 }

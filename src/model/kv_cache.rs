@@ -74,7 +74,7 @@ impl KvCache {
     }
 
     /// With one empty row, row 0.
-    pub fn of_one_row(config: &LlamaConfig, kind: Kind, device: Device) -> Self {
+    pub fn with_one_row(config: &LlamaConfig, kind: Kind, device: Device) -> Self {
         let mut cache = Self::new(config, kind, device);
         cache.push();
         cache
@@ -191,7 +191,7 @@ impl KvCache {
         let element = self.all.kind().elt_size_in_bytes();
         // SAFETY: the other handles are `layers`. They are lent to this room only, for passes that borrow the cache and keep none, and
         // the slice borrows it mutably.
-        CacheBytes { sizes: self.sizes, element, bytes: unsafe { bytes::of_mut(&mut self.all) } }
+        CacheBytes { sizes: self.sizes, element, bytes: unsafe { bytes::raw_mut(&mut self.all) } }
     }
 
     /// Makes room for one more token a row.
@@ -203,7 +203,7 @@ impl KvCache {
         BatchStep::new(&self.lengths, [planes, room], &self.windows, options)
     }
 
-    pub(super) fn of_row(&self, layer: usize, row: usize) -> &RowCache {
+    pub(super) fn row(&self, layer: usize, row: usize) -> &RowCache {
         &self.layers[layer].rows[row]
     }
 
@@ -312,7 +312,7 @@ mod tests {
 
     impl Alone {
         fn new(llama: &Llama, prompt: &[i64]) -> Self {
-            let mut alone = Self { cache: KvCache::of_one_row(&llama.config, llama.kind(), llama.device()), next: 0 };
+            let mut alone = Self { cache: KvCache::with_one_row(&llama.config, llama.kind(), llama.device()), next: 0 };
             let _ = alone.extend(llama, prompt);
             alone
         }
@@ -358,7 +358,7 @@ mod tests {
 
     #[test]
     fn committed_tokens_are_a_copy() {
-        let mut cache = KvCache::of_one_row(&LlamaConfig::tiny(), Kind::Float, Device::Cpu);
+        let mut cache = KvCache::with_one_row(&LlamaConfig::tiny(), Kind::Float, Device::Cpu);
         cache.commit(0, 3);
         let before = cache.committed(0);
         cache.bytes_mut().planes_mut(0, 0)[0].fill(1);

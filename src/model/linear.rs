@@ -75,7 +75,7 @@ impl Linear {
         match &self.adapter {
             Some(adapter) if adapters != Adapters::Off => {
                 let x_ni = as_rows(x);
-                of_rows(&adapter.add_to(self.base(&x_ni), &adapter.down(&x_ni, adapters)), x)
+                like_rows(&adapter.add_to(self.base(&x_ni), &adapter.down(&x_ni, adapters)), x)
             }
             _ => self.base(x),
         }
@@ -251,7 +251,7 @@ impl LinearGroup {
         };
         let x_ni = as_rows(x);
         let downs = lora::down_together(&all, &x_ni, adapters);
-        std::array::from_fn(|layer| of_rows(&all[layer].add_to(self.layers[layer].base(&x_ni), &downs[layer]), x))
+        std::array::from_fn(|layer| like_rows(&all[layer].add_to(self.layers[layer].base(&x_ni), &downs[layer]), x))
     }
 
     /// All layers' weights below each other, `[O₁ + O₂ + …, I]`: a view when merged, else a copy. `None` as of [`Linear::in_rows`].
@@ -302,7 +302,7 @@ fn as_rows(x: &Tensor) -> Tensor {
 }
 
 /// `[N, O]` as `[…, O]`, with the other axes of `like`.
-fn of_rows(y_no: &Tensor, like: &Tensor) -> Tensor {
+fn like_rows(y_no: &Tensor, like: &Tensor) -> Tensor {
     let mut size = like.size();
     size[like.dim() - 1] = y_no.size()[1];
     y_no.view(size.as_slice())
@@ -313,7 +313,7 @@ fn times(x: &Tensor, matrix: &Matrix) -> Tensor {
     let x_f32 = x.to_kind(Kind::Float).contiguous();
     let mut size = x.size();
     size[x.dim() - 1] = matrix.outputs() as i64;
-    let y = bytes::filled(&size, |y| matrix.multiply(bytes::numbers(&x_f32), y, Team::of_process()));
+    let y = bytes::filled(&size, |y| matrix.multiply(bytes::numbers(&x_f32), y, Team::shared()));
     y.to_kind(x.kind())
 }
 

@@ -114,7 +114,7 @@ impl Llama {
         assert_eq!(self.layers.len(), self.config.num_hidden_layers, "a backbone with its decoder layers");
         let rotations = self.rotations(rows);
         self.run_layers(tokens_bt, adapters, |layer, x, a| {
-            let (kind, stage) = (self.block.layers.of_layer(layer), self.stages.of_layer(layer));
+            let (kind, stage) = (self.block.layers.kind_of(layer), self.stages.layer_stage(layer));
             a.over_rows(x, rotations[stage].of(kind), rows.stage(stage).of(kind), adapters)
         })
     }
@@ -138,12 +138,12 @@ impl Llama {
 
     /// Rows of one text each, for a pass of this backbone: [`RowMask::causal`] on every stage.
     pub fn causal_rows(&self, t: i64) -> RowMask {
-        RowMask::of_stages(&self.stages, |device| RowMask::causal(t, &self.config, device))
+        RowMask::for_stages(&self.stages, |device| RowMask::causal(t, &self.config, device))
     }
 
     /// Rows of several texts, for a pass of this backbone: [`RowMask::packed`] on every stage.
     pub fn packed_rows(&self, segment_lengths: &[Vec<usize>], t: i64) -> RowMask {
-        RowMask::of_stages(&self.stages, |device| RowMask::packed(segment_lengths, t, &self.config, device))
+        RowMask::for_stages(&self.stages, |device| RowMask::packed(segment_lengths, t, &self.config, device))
     }
 
     /// How many parts a pass over whole rows has: the embedding, the decoder layers, the final norm.
@@ -163,7 +163,7 @@ impl Llama {
         match part.checked_sub(1) {
             None => self.embed(x),
             Some(layer) if layer < self.layers.len() => {
-                let (kind, stage) = (self.block.layers.of_layer(layer), self.stages.of_layer(layer));
+                let (kind, stage) = (self.block.layers.kind_of(layer), self.stages.layer_stage(layer));
                 let (rotation, mask) = (rotations[stage].of(kind), rows.stage(stage).of(kind));
                 self.layers[layer].forward(x, &self.block, adapters, |x, a| a.over_rows(x, rotation, mask, adapters))
             }
@@ -202,10 +202,10 @@ impl Llama {
         let rotations = self.only_ropes().at(&upload(&positions, self.device()));
         let masks: Vec<Vec<CacheMask>> = rows.iter().map(|(row, new)| new.behind(cache.len(*row))).collect();
         self.run_layers(&tokens_n, Adapters::Off, |layer, x, a| {
-            let kind = self.block.layers.of_layer(layer);
-            let of_layer: Vec<(&CacheMask, &RowCache)> =
-                masks.iter().zip(rows).map(|(masks, (row, _))| (&masks[kind], cache.of_row(layer, *row))).collect();
-            a.over_cache(x, rotations.of(kind), &of_layer)
+            let kind = self.block.layers.kind_of(layer);
+            let caches: Vec<(&CacheMask, &RowCache)> =
+                masks.iter().zip(rows).map(|(masks, (row, _))| (&masks[kind], cache.row(layer, *row))).collect();
+            a.over_cache(x, rotations.of(kind), &caches)
         })
     }
 
@@ -216,7 +216,7 @@ impl Llama {
         let step = cache.step();
         let rotations = step.rotations(self.only_ropes());
         self.run_layers(&step.with_spare_rows(tokens_b), Adapters::Off, |layer, x, a| {
-            let kind = self.block.layers.of_layer(layer);
+            let kind = self.block.layers.kind_of(layer);
             a.over_batch(x, rotations.of(kind), (&step, kind), cache.layer(layer))
         })
     }
@@ -320,14 +320,14 @@ impl Llama {
 
     /// As [`Llama::embed`], as float32 numbers `[N, H]`. Calls libtorch only where the embedding is not as the CPU's own kernels read it.
     pub fn embed_numbers(&self, tokens: &[i64]) -> Vec<f32> {
-        let weight_vh = &self.embed_tokens_vh;
-        let is_plain = self.config.family.embedding_multiplier == 1.0 && weight_vh.kind() == self.kind;
-        if weight_vh.device() == Device::Cpu && is_plain && weight_vh.is_contiguous() {
+        let table_vh = &self.embed_tokens_vh;
+        let is_plain = self.config.family.embedding_multiplier == 1.0 && table_vh.kind() == self.kind;
+        if table_vh.device() == Device::Cpu && is_plain && table_vh.is_contiguous() {
             match self.kind {
-                Kind::Float => return rows_of(bytes::of(weight_vh), tokens, weight_vh.size()[1], f32::from_ne_bytes),
+                Kind::Float => return rows_of(bytes::raw(table_vh), tokens, table_vh.size()[1], f32::from_ne_bytes),
                 Kind::BFloat16 => {
                     let number = |number| half::bf16::from_ne_bytes(number).to_f32();
-                    return rows_of(bytes::of(weight_vh), tokens, weight_vh.size()[1], number);
+                    return rows_of(bytes::raw(table_vh), tokens, table_vh.size()[1], number);
                 }
                 _ => {}
             }

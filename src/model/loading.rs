@@ -239,8 +239,8 @@ impl Llama {
     pub fn random_on(config: LlamaConfig, kind: Kind, stages: Stages, seed: u64) -> Self {
         let (mut generator, options) = (Generator::seeded(seed), (kind, stages.first()));
         let mut source = |_: &str, shape: &[i64], device| {
-            let of_norm = shape.len() == 1;
-            let weight = if of_norm { Tensor::ones(shape, options) } else { generator.normal(shape, options) * 0.02 };
+            let is_norm = shape.len() == 1;
+            let weight = if is_norm { Tensor::ones(shape, options) } else { generator.normal(shape, options) * 0.02 };
             Ok(weight.to_device(device))
         };
         Self::build(config, kind, stages, None, &mut source).expect("this source has every tensor")
@@ -277,7 +277,7 @@ impl Llama {
         let norm_h = on_last(names::NORM, &[h])?;
         let block = config.block();
         let layers = (0..layers).map(|index| {
-            let stage = stages.of_layer(index);
+            let stage = stages.layer_stage(index);
             let mut on_stage = |name: &str, shape: &[i64]| source(name, shape, stages.device(stage));
             DecoderLayer::build(&block, index, quantizers[stage].as_ref(), &mut on_stage)
         });

@@ -210,7 +210,7 @@ impl Adapter {
 }
 
 /// What layers that read the same input multiply with their B's: one product with all their A's. They share their dropout, drawn
-/// for the first of them, where PEFT draws for each: a deviation that no layer can tell by itself.
+/// for the first of them, where PEFT draws for each: a deviation that no layer can see by itself.
 pub(super) fn down_together(adapters: &[&Adapter], x: &Tensor, mode: Adapters) -> Vec<Tensor> {
     let all_ri =
         Tensor::cat(&adapters.iter().map(|adapter| &adapter.a_ri).collect::<Vec<_>>(), 0) * adapters[0].scale();

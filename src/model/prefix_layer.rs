@@ -51,23 +51,23 @@ pub struct PrefixPass<'p> {
 impl PrefixLayer {
     /// Names and shapes of the weights for a backbone. The names are Hugging Face's for a model of one layer, with `prefix` for `model`.
     pub fn tensors(backbone: &LlamaConfig) -> Vec<(String, Vec<i64>)> {
-        let of_layer = backbone.block().tensors();
-        let named = of_layer.into_iter().map(|(part, shape)| (prefixed(&names::in_layer(0, &part)), shape));
+        let in_layer = backbone.block().tensors();
+        let named = in_layer.into_iter().map(|(part, shape)| (prefixed(&names::in_layer(0, &part)), shape));
         named.chain([(prefixed(names::NORM), vec![backbone.hidden_size])]).collect()
     }
 
     /// Untrained, in float32 or float64, as transformers initialises a Llama model: normal weights of deviation 0.02, biases 0, norms 1.
     pub fn new(backbone: &LlamaConfig, options: (Kind, Device), seed: u64) -> Self {
         let mut generator = Generator::seeded(seed);
-        let of_masters = (wide(options.0), options.1);
+        let masters = (wide(options.0), options.1);
         let unit = match backbone.block().norms.kind {
             NormKind::Rms => 1.0,
             NormKind::RmsPlusOne => 0.0,
         };
         let start = |(name, shape): (String, Vec<i64>)| match shape[..] {
-            [_] if name.ends_with(".bias") => Tensor::zeros(shape, of_masters),
-            [_] => Tensor::full(shape, unit, of_masters),
-            _ => generator.normal(&shape, of_masters) * INITIAL_DEVIATION,
+            [_] if name.ends_with(".bias") => Tensor::zeros(shape, masters),
+            [_] => Tensor::full(shape, unit, masters),
+            _ => generator.normal(&shape, masters) * INITIAL_DEVIATION,
         };
         Self::from_tensors(backbone, options, Self::tensors(backbone).into_iter().map(start).collect())
     }
@@ -85,8 +85,8 @@ impl PrefixLayer {
 
     /// Every weight with its name, in the order of [`PrefixLayer::tensors`]. Not of a layer made for decoding.
     pub fn parameters(&self) -> Vec<(String, &Tensor)> {
-        let of_layer = self.layer.weights(&self.block, 0).into_iter();
-        of_layer.chain([(names::NORM.to_owned(), &self.norm_h)]).map(|(name, t)| (prefixed(&name), t)).collect()
+        let in_layer = self.layer.weights(&self.block, 0).into_iter();
+        in_layer.chain([(names::NORM.to_owned(), &self.norm_h)]).map(|(name, t)| (prefixed(&name), t)).collect()
     }
 
     /// Copies the weights to float32, or float64, for training; it computes in `kind`.
@@ -129,7 +129,7 @@ impl PrefixLayer {
         cache.reserve_tokens(row, n);
         let len = cache.len(row);
         let (rotations, masks) = (new.rotations(&self.ropes, len), new.behind(len));
-        let attend = |x: &Tensor, a: &Attention| a.over_cache(x, rotations.of(0), &[(&masks[0], cache.of_row(0, row))]);
+        let attend = |x: &Tensor, a: &Attention| a.over_cache(x, rotations.of(0), &[(&masks[0], cache.row(0, row))]);
         let x_nh = self.layer.forward(&hidden_nh.to_kind(self.kind), &self.block, Adapters::Off, attend);
         cache.commit(row, n);
         norm(&x_nh, &self.norm_h, self.block.norms)
@@ -161,9 +161,9 @@ impl PrefixPass<'_> {
         let mut inputs: Vec<&Tensor> = weights.iter().map(|(_, weight)| *weight).collect();
         inputs.extend(self.input_bth.requires_grad().then_some(&self.input_bth));
         let sum = (y * scale.cast(doutput_bth)).sum(wide(y.kind()));
-        let mut of_inputs = Tensor::run_backward(&[sum], &inputs, false, false);
-        let to_hidden = self.input_bth.requires_grad().then(|| of_inputs.pop().expect("one for each input"));
-        for (sum, gradient) in gradients.iter().zip(of_inputs) {
+        let mut by_input = Tensor::run_backward(&[sum], &inputs, false, false);
+        let to_hidden = self.input_bth.requires_grad().then(|| by_input.pop().expect("one for each input"));
+        for (sum, gradient) in gradients.iter().zip(by_input) {
             let _ = sum.shallow_clone().g_add_(&scale.undo(gradient).to_kind(sum.kind()));
         }
         to_hidden.map(|gradient| scale.undo(gradient))
@@ -175,7 +175,7 @@ impl PrefixPass<'_> {
 fn one_layer_of(backbone: &LlamaConfig) -> LlamaConfig {
     let kinds = backbone.layer_kinds();
     let rank = |&layer: &usize| {
-        let kind = &kinds.kinds()[kinds.of_layer(layer)];
+        let kind = &kinds.kinds()[kinds.kind_of(layer)];
         (kind.window.is_some(), kind.rotary.is_none())
     };
     let layer = (0..backbone.num_hidden_layers).min_by_key(rank).expect("a backbone has layers");
@@ -196,7 +196,7 @@ mod tests {
     const T: i64 = 19;
 
     fn layers() -> Vec<(LlamaConfig, PrefixLayer)> {
-        let of = |(seed, config): (u64, LlamaConfig)| {
+        let random = |(seed, config): (u64, LlamaConfig)| {
             let options = (Kind::Double, Device::Cpu);
             let prefix = PrefixLayer::new(&config, options, seed);
             let own = |(_, tensor): (String, &Tensor)| tensor.to_kind(Kind::Double) * 3.0;
@@ -205,7 +205,7 @@ mod tests {
             (config, prefix)
         };
         let windowed = LlamaConfig { sliding_window: Some(5), ..LlamaConfig::tiny() };
-        (0..).zip(LlamaConfig::tiny_of_each_family().into_iter().chain([windowed])).map(of).collect()
+        (0..).zip(LlamaConfig::tiny_of_each_family().into_iter().chain([windowed])).map(random).collect()
     }
 
     fn hidden(rows: i64) -> Tensor {
@@ -259,13 +259,13 @@ mod tests {
     /// Gemma's layers alternate, so that the first one has a window.
     #[test]
     fn the_layer_sees_all_tokens_where_some_layer_of_the_backbone_does() {
-        let of = |config: &LlamaConfig| config.layer_kinds().windows();
+        let windows = |config: &LlamaConfig| config.layer_kinds().windows();
         let windowed = |config: &LlamaConfig| LlamaConfig { sliding_window: Some(4), ..config.clone() };
         let all: Vec<_> = LlamaConfig::tiny_of_each_family().iter().map(windowed).collect();
-        let mixed: Vec<_> = all.iter().filter(|config| of(config).contains(&None)).collect();
+        let mixed: Vec<_> = all.iter().filter(|config| windows(config).contains(&None)).collect();
         assert!(!mixed.is_empty() && mixed.len() < all.len());
-        mixed.iter().for_each(|config| assert_eq!(of(&one_layer_of(config)), [None], "{}", config.model_type));
-        assert_eq!(of(&one_layer_of(&windowed(&LlamaConfig::tiny()))), [Some(4)]);
+        mixed.iter().for_each(|config| assert_eq!(windows(&one_layer_of(config)), [None], "{}", config.model_type));
+        assert_eq!(windows(&one_layer_of(&windowed(&LlamaConfig::tiny()))), [Some(4)]);
     }
 
     #[test]

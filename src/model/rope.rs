@@ -115,13 +115,13 @@ impl Frequencies {
     fn new(rotary: &RotarySpec) -> Self {
         let theta = rotary.theta as f32;
         let plain = || powers(theta, rotary.size).map(f32::recip);
-        let of = |each: Vec<f32>, magnitude| Self { each, magnitude };
+        let scaled = |each: Vec<f32>, magnitude| Self { each, magnitude };
         match &rotary.scaling {
-            RopeScaling::Default => of(plain().collect(), 1.0),
-            RopeScaling::Linear { factor } => of(plain().map(|f| f / *factor as f32).collect(), 1.0),
+            RopeScaling::Default => scaled(plain().collect(), 1.0),
+            RopeScaling::Linear { factor } => scaled(plain().map(|f| f / *factor as f32).collect(), 1.0),
             RopeScaling::Dynamic { factor, original_max_position_embeddings } => {
                 let theta = grown_theta(rotary, *factor, *original_max_position_embeddings as f64) as f32;
-                of(powers(theta, rotary.size).map(f32::recip).collect(), 1.0)
+                scaled(powers(theta, rotary.size).map(f32::recip).collect(), 1.0)
             }
             // Llama 3.1's stretch: long waves are slowed by the factor, short ones kept, a linear ramp in wavelengths per context between.
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
@@ -131,7 +131,7 @@ impl Frequencies {
                     let keep = ((waves - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
                     ((1.0 - keep) * (frequency / factor) + keep * frequency) as f32
                 };
-                of(plain().map(stretched).collect(), 1.0)
+                scaled(plain().map(stretched).collect(), 1.0)
             }
             RopeScaling::Yarn { factor, attention_factor, .. } => {
                 let [first, last] = yarn_ramp(rotary);
@@ -140,7 +140,7 @@ impl Frequencies {
                     let frequency = f64::from(frequency);
                     ((1.0 - keep) * (frequency / factor) + keep * frequency) as f32
                 };
-                of(plain().enumerate().map(stretched).collect(), *attention_factor)
+                scaled(plain().enumerate().map(stretched).collect(), *attention_factor)
             }
             RopeScaling::LongRope {
                 short_factor,
@@ -152,7 +152,7 @@ impl Frequencies {
                 let is_long = rotary.context > *original_max_position_embeddings;
                 let divisors = if is_long { long_factor } else { short_factor };
                 let divided = |(power, divisor): (f32, &f64)| (*divisor as f32 * power).recip();
-                of(powers(theta, rotary.size).zip(divisors).map(divided).collect(), *attention_factor)
+                scaled(powers(theta, rotary.size).zip(divisors).map(divided).collect(), *attention_factor)
             }
         }
     }

@@ -68,24 +68,24 @@ impl Stages {
     }
 
     /// The stage of a decoder layer.
-    pub fn of_layer(&self, layer: usize) -> usize {
+    pub fn layer_stage(&self, layer: usize) -> usize {
         self.0.partition_point(|stage| stage.first_layer <= layer) - 1
     }
 
     /// The layers of a stage, of a backbone with so many.
-    pub fn layers(&self, stage: usize, of_backbone: usize) -> Range<usize> {
-        let end = self.0.get(stage + 1).map_or(of_backbone, |next| next.first_layer);
+    pub fn layers(&self, stage: usize, all: usize) -> Range<usize> {
+        let end = self.0.get(stage + 1).map_or(all, |next| next.first_layer);
         self.0[stage].first_layer..end
     }
 
     /// The stage of a part of a pass (see [`crate::model::llama::Llama::parts`]): of the embedding, of a layer, or of the final norm.
-    fn of_part(&self, part: usize) -> usize {
-        self.of_layer(part.saturating_sub(1))
+    fn part_stage(&self, part: usize) -> usize {
+        self.layer_stage(part.saturating_sub(1))
     }
 
     /// The stages before and after the border in front of a part; `None` where the part before it is on the same stage.
     fn border_before(&self, part: usize) -> Option<[usize; 2]> {
-        let sides = [part.saturating_sub(1), part].map(|part| self.of_part(part));
+        let sides = [part.saturating_sub(1), part].map(|part| self.part_stage(part));
         (sides[0] != sides[1]).then_some(sides)
     }
 
@@ -141,7 +141,7 @@ mod tests {
     #[test]
     fn layers_follow_one_another_over_the_stages() {
         let stages = stages(&[1, 1, 3]);
-        assert_eq!((0..5).map(|layer| stages.of_layer(layer)).collect::<Vec<_>>(), [0, 1, 2, 2, 2]);
+        assert_eq!((0..5).map(|layer| stages.layer_stage(layer)).collect::<Vec<_>>(), [0, 1, 2, 2, 2]);
         assert_eq!((0..3).map(|stage| stages.layers(stage, 5)).collect::<Vec<_>>(), [0..1, 1..2, 2..5]);
         assert_eq!((stages.first(), stages.last()), (Device::Cuda(0), Device::Cuda(2)));
         assert_eq!(Stages::one(Device::Cpu).layers(0, 7), 0..7);
@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn the_embedding_is_on_the_first_stage_and_the_final_norm_on_the_last() {
         let stages = stages(&[2, 3]);
-        assert_eq!((0..7).map(|part| stages.of_part(part)).collect::<Vec<_>>(), [0, 0, 0, 1, 1, 1, 1]);
+        assert_eq!((0..7).map(|part| stages.part_stage(part)).collect::<Vec<_>>(), [0, 0, 0, 1, 1, 1, 1]);
         assert_eq!((0..7).filter(|&part| stages.border_before(part).is_some()).collect::<Vec<_>>(), [3]);
     }
 }

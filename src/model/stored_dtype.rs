@@ -16,16 +16,16 @@ use crate::model::weights::{WeightFiles, WeightsError};
 /// # Errors
 /// [`WeightsError`] for damaged weights.
 pub fn stored_dtype(folder: &Path) -> Result<Option<Dtype>, WeightsError> {
-    of_config(folder).map_or_else(|| of_weights(folder), |dtype| Ok(Some(dtype)))
+    from_config(folder).map_or_else(|| from_weights(folder), |dtype| Ok(Some(dtype)))
 }
 
-fn of_config(folder: &Path) -> Option<Dtype> {
+fn from_config(folder: &Path) -> Option<Dtype> {
     let config: Value =
         serde_json::from_slice(&files::read_at_most(&folder.join("config.json"), JSON_FILE_BYTES).ok()?).ok()?;
     ["dtype", "torch_dtype"].iter().find_map(|key| config[key].as_str())?.parse().ok()
 }
 
-fn of_weights(folder: &Path) -> Result<Option<Dtype>, WeightsError> {
+fn from_weights(folder: &Path) -> Result<Option<Dtype>, WeightsError> {
     match WeightFiles::open(folder) {
         Ok(files) => Ok(files.kind(names::EMBED_TOKENS).map(|kind| Dtype::of(kind).by_default())),
         Err(WeightsError::NoWeights { .. } | WeightsError::MissingShard { .. }) => Ok(None), // not downloaded yet

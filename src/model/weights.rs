@@ -66,7 +66,7 @@ impl WeightFiles {
     /// # Errors
     /// [`WeightsError`] for whatever is missing or damaged.
     pub fn open(folder: &Path) -> Result<Self, WeightsError> {
-        Self::of_listing(WeightListing::of(folder)?)
+        Self::from_listing(WeightListing::of(folder)?)
     }
 
     /// As [`WeightFiles::open`], for these tensors: shards without any of them need not be there.
@@ -74,10 +74,10 @@ impl WeightFiles {
     /// # Errors
     /// As [`WeightFiles::open`].
     pub fn open_tensors(folder: &Path, names: &[&str]) -> Result<Self, WeightsError> {
-        Self::of_listing(WeightListing::of_tensors(folder, names)?)
+        Self::from_listing(WeightListing::from_tensors(folder, names)?)
     }
 
-    fn of_listing(WeightListing { source, weight_map, paths }: WeightListing) -> Result<Self, WeightsError> {
+    fn from_listing(WeightListing { source, weight_map, paths }: WeightListing) -> Result<Self, WeightsError> {
         let Some(weight_map) = weight_map else { return Self::open_file(&source) };
         let files = paths.iter().map(|shard| WeightFile::open(shard)).collect::<Result<Vec<_>, _>>()?;
         let path = |shard: &String| files::parent(&source).join(shard);
@@ -94,7 +94,7 @@ impl WeightFiles {
     /// [`WeightsError`] for whatever is missing or damaged.
     pub fn open_file(path: &Path) -> Result<Self, WeightsError> {
         if path.extension().is_some_and(|extension| extension == "json") {
-            return Self::of_listing(WeightListing::of_index(path.to_owned())?);
+            return Self::from_listing(WeightListing::from_index(path.to_owned())?);
         }
         let file = WeightFile::open(path)?;
         let file_of = file.tensors.keys().map(|name| (name.clone(), 0)).collect();

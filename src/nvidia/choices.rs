@@ -135,19 +135,19 @@ mod tests {
             timed(GemmAlgorithm::Few { most: 1, split: 1 }, 2.5),
             timed(GemmAlgorithm::CublasLt { algorithm: 2 }, 2.0),
         ];
-        let of = |rows, ways| TimedProduct { product: product(rows), ways, refused: vec![] };
-        choices.keep(of(9, vec![timed(GemmAlgorithm::Tile { height: 64, width: 16, splits: 1 }, 7.0)]));
-        choices.keep(of(1, vec![slow, fast]));
+        let timed_product = |rows, ways| TimedProduct { product: product(rows), ways, refused: vec![] };
+        choices.keep(timed_product(9, vec![timed(GemmAlgorithm::Tile { height: 64, width: 16, splits: 1 }, 7.0)]));
+        choices.keep(timed_product(1, vec![slow, fast]));
         choices.save();
         let again = Choices::open(Some(file.clone()));
         let refused = vec![RejectedAlgorithm { way: fast.way, reason: "CUBLAS_STATUS_EXECUTION_FAILED".to_owned() }];
-        choices.keep(TimedProduct { refused, ..of(3, vec![slow]) });
+        choices.keep(TimedProduct { refused, ..timed_product(3, vec![slow]) });
         choices.save();
         assert_eq!(choices.way(product(3)), slow.way);
         assert!(!Choices::open(Some(file.clone())).has(product(3), &[slow.way]), "timed again at the next start");
         choices.timed.remove(&product(3));
         assert_eq!(again.timed(), choices.timed());
-        assert_eq!(again.timed()[0], of(1, vec![fast, slow]));
+        assert_eq!(again.timed()[0], timed_product(1, vec![fast, slow]));
         assert_eq!(again.way(product(1)), GemmAlgorithm::CublasLt { algorithm: 2 });
         assert_eq!(again.way(product(9)), GemmAlgorithm::Tile { height: 64, width: 16, splits: 1 });
         assert_eq!(again.way(product(2)), GemmAlgorithm::untimed(product(2)));

@@ -143,7 +143,7 @@ impl Gpu {
         self.stream.synchronize().map_err(GpuError::failed("a step"))
     }
 
-    /// Tells a profiler that waits for it (`ncu --profile-from-start off`) to record the kernels from here on.
+    /// Makes a profiler that waits for it (`ncu --profile-from-start off`) record the kernels from here on.
     ///
     /// # Errors
     /// [`GpuError::Failed`].
@@ -169,7 +169,7 @@ impl Gpu {
     /// # Errors
     /// [`GpuError::Failed`].
     pub fn upload(&self, to: &Tensor, from: &Tensor) -> Result<(), GpuError> {
-        let from = bytes::of(from);
+        let from = bytes::raw(from);
         assert_eq!(from.len(), bytes_of(to), "both sides of a copy have one size");
         self.enter()?;
         // SAFETY: `to` is device memory of that many bytes, and the stream is waited for while `from` is borrowed.
@@ -188,7 +188,7 @@ impl Gpu {
         self.enter()?;
         // SAFETY: `from` is device memory of as many bytes as `to`, a new tensor that lives until the stream is waited for.
         let copied =
-            unsafe { result::memcpy_dtoh_async(bytes::of_mut(&mut to), address(from), self.stream.cu_stream()) };
+            unsafe { result::memcpy_dtoh_async(bytes::raw_mut(&mut to), address(from), self.stream.cu_stream()) };
         copied.map_err(GpuError::failed("a copy from it"))?;
         self.wait()?;
         Ok(to)
@@ -215,11 +215,11 @@ pub(super) fn driver_version() -> Result<i32, GpuError> {
     let mut version = 0;
     // SAFETY: writes one integer.
     let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) }.result();
-    asked.map(|()| version).map_err(of_version)
+    asked.map(|()| version).map_err(version_error)
 }
 
 /// The first call of the driver: the toolkit's stub answers every call with this error.
-fn of_version(error: DriverError) -> GpuError {
+fn version_error(error: DriverError) -> GpuError {
     match error.0 {
         sys::cudaError_enum::CUDA_ERROR_STUB_LIBRARY => GpuError::Stub,
         _ => GpuError::failed("asking for the driver's version")(error),
@@ -239,14 +239,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_the_way_is_told_with_what_to_do() {
+    fn what_is_in_the_way_is_reported_with_what_to_do() {
         let library = GpuError::Library { library: CUBLAS_LT, folder: "/x/lib".into(), why: "no such file".into() };
         assert_eq!(
             library.to_string(),
             "libcublasLt.so.13 cannot be opened (no such file); expected it in /x/lib, where `scripts/setup`, or torch installed by pip, puts \
              it, or in a folder that the loader searches"
         );
-        let stub = of_version(DriverError(sys::cudaError_enum::CUDA_ERROR_STUB_LIBRARY)).to_string();
+        let stub = version_error(DriverError(sys::cudaError_enum::CUDA_ERROR_STUB_LIBRARY)).to_string();
         assert!(stub.contains("take the folder that ends in /stubs out of LD_LIBRARY_PATH"), "{stub}");
         let old = GpuError::Driver { found: "12.4".into() };
         assert!(old.to_string().contains("12.4, and the kernels need 13.0"), "{old}");

@@ -298,9 +298,9 @@ mod tests {
         };
         assert_eq!(own([3, 22016, 4096])[..3], ["4/1", "4/4", "32x16"]);
         // K is split where whole tiles are fewer than multiprocessors.
-        let of_o =
+        let o_proj =
             ["32x64", "32x64/2", "32x64/4", "64x64", "64x64/2", "64x64/4", "64x64/8", "128x64", "128x64/4", "128x64/8"];
-        assert_eq!(own([64, 4096, 4096]), of_o);
+        assert_eq!(own([64, 4096, 4096]), o_proj);
         assert_eq!(own([64, 22016, 4096]), ["32x64", "64x64", "128x64", "128x64/2"]);
         assert_eq!(own([128, 32000, 4096]), ["64x128"]);
         assert_eq!(

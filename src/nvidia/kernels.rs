@@ -242,16 +242,16 @@ mod tests {
         let names = |program: Program| program.kernels();
         assert_eq!(names(Program::Rows), ["embed", "rms_norm", "silu_mul"]);
         assert_eq!(names(Program::TreeAttention), ["tree_attention_few", "tree_attention_many"]);
-        let of_choose = ["best", "top_guesses_part", "top_guesses_merge", "posterior", "add_slices", "draw"];
-        assert_eq!(names(Program::Choose), of_choose);
+        let choose = ["best", "top_guesses_part", "top_guesses_merge", "posterior", "add_slices", "draw"];
+        assert_eq!(names(Program::Choose), choose);
         assert_eq!(names(Program::Accept), ["walk", "typical", "compact", "advance", "fill_tree"]);
         assert_eq!(names(Program::Sequential), ["embed_nodes", "first_block", "residual", "fill_level"]);
         assert_eq!(names(Program::Optim), ["adamw", "adamw_8bit", "squares", "norm_of_squares", "first_not_finite"]);
         assert_eq!(names(Program::Dequantize), ["nf4_weight", "int8_weight"]);
         assert_eq!(names(Program::Dropout), ["dropout_mask"]);
         assert_eq!(names(Program::Pass), ["rotate", "silu_up"]);
-        let of_heads = |d: i64| [1, 2, 4, 8].map(|share| format!("batch_attention_{d}x{share}"));
-        assert_eq!(names(Program::BatchAttention), [of_heads(64), of_heads(128)].concat());
+        let head_sizes = |d: i64| [1, 2, 4, 8].map(|share| format!("batch_attention_{d}x{share}"));
+        assert_eq!(names(Program::BatchAttention), [head_sizes(64), head_sizes(128)].concat());
         assert_eq!(names(Program::Linear).len(), 1 + 2 * LINEAR_FEW.len() + LINEAR_TILES.len());
         assert_eq!(names(Program::Linear)[0], "res_block");
         for LinearFew { name, normed, most, split } in LINEAR_FEW {

@@ -255,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_log_tells_what_each_kernel_takes() {
+    fn the_log_has_what_each_kernel_takes() {
         let log = "ptxas info    : 0 bytes gmem\nptxas info    : Compiling entry function 'walk' for 'sm_90a'\n\
                    ptxas info    : Function properties for walk\n    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n\
                    ptxas info    : Used 26 registers, used 1 barriers, 8 bytes cumulative stack size, 1536 bytes smem\n\

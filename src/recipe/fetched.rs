@@ -25,10 +25,10 @@ impl FetchedRecipe {
     ///
     /// # Errors
     /// [`RecipeError::Hub`].
-    pub(super) fn of(recipe: &Recipe, text: &LocatedToml<'_>, tell: Observer<'_>) -> Result<Self, RecipeError> {
+    pub(super) fn of(recipe: &Recipe, text: &LocatedToml<'_>, observer: Observer<'_>) -> Result<Self, RecipeError> {
         let mut fetched = Self { local: recipe.clone(), snapshot: None, sources: vec![] };
         if names_the_hub(recipe) {
-            let hub = Hub::from_env(tell).map_err(|error| at(text, BACKBONE, error))?;
+            let hub = Hub::from_env(observer).map_err(|error| at(text, BACKBONE, error))?;
             fetched.fetch_backbone(&hub, Path::new(&recipe.backbone.path), Wanted::BackboneWithoutWeights, text)?;
             fetched.fetch_data(&hub, text)?;
             fetched.fetch_starts(&hub, text)?;
@@ -44,10 +44,10 @@ impl FetchedRecipe {
         mut self,
         place: &Path,
         text: &LocatedToml<'_>,
-        tell: Observer<'_>,
+        observer: Observer<'_>,
     ) -> Result<Self, RecipeError> {
         if self.snapshot.is_some() {
-            let hub = Hub::from_env(tell).map_err(|error| at(text, BACKBONE, error))?;
+            let hub = Hub::from_env(observer).map_err(|error| at(text, BACKBONE, error))?;
             let wanted = match output_part(&self.local.data, &self.local.heads) {
                 None => Wanted::Backbone,
                 Some(part) => Wanted::BackboneOutput(part),

@@ -29,7 +29,7 @@ pub(super) struct FileFacts {
 }
 
 impl FileFacts {
-    /// Of a recipe with local paths. A mistake if the recipe has no dtype and no file tells it.
+    /// Of a recipe with local paths. A mistake if the recipe has no dtype and no file has it.
     pub(super) fn of(recipe: &Recipe, backbone: &LlamaConfig, device: Device, findings: &mut Findings<'_>) -> Self {
         let start = recipe.heads.init_from.as_deref().and_then(|path| HeadsFile::open(path).ok()); // if not, loading them says why
         let sizes = start.map(|file| [file.shape().medusa_num_heads, file.shape().medusa_num_layers]);
@@ -41,7 +41,7 @@ impl FileFacts {
     }
 
     /// Of the recipe that a run was started with: to resume it, perhaps on another device, the same defaults hold.
-    pub(super) fn of_run(run: &Recipe) -> Self {
+    pub(super) fn from_run(run: &Recipe) -> Self {
         Self {
             dtype: Some(run.backbone.dtype),
             max_length: Some(run.data.max_length),

@@ -65,10 +65,10 @@ impl LoadedRecipe {
     ///
     /// # Errors
     /// [`RecipeError`] with the position in the file.
-    pub fn with_weights(self, tell: Observer<'_>) -> Result<Self, RecipeError> {
+    pub fn with_weights(self, observer: Observer<'_>) -> Result<Self, RecipeError> {
         let Self { recipe, fetched, file, text } = self;
         let place = Path::new(&recipe.backbone.path);
-        let fetched = fetched.with_weights(place, &LocatedToml::parse(&file, &text), tell)?;
+        let fetched = fetched.with_weights(place, &LocatedToml::parse(&file, &text), observer)?;
         Ok(Self { recipe, fetched, file, text })
     }
 

@@ -147,7 +147,7 @@ impl<'t> Findings<'t> {
 
 impl Mistake {
     /// A message of the TOML parser or of serde, in the words of recipes.
-    pub(super) fn of_parser(key: Option<String>, reason: &str) -> Self {
+    pub(super) fn from_parser(key: Option<String>, reason: &str) -> Self {
         const WORDS: [(&str, &str); 7] = [
             ("unknown field", "unknown key"),
             ("unknown variant", "unknown value"),
@@ -254,12 +254,15 @@ mod tests {
 
     #[test]
     fn the_suggestion_comes_before_the_accepted_names() {
-        let of = |reason: &str| Mistake::of_parser(None, reason).to_string();
+        let message = |reason: &str| Mistake::from_parser(None, reason).to_string();
         assert_eq!(
-            of("unknown field `epoch`, expected `epochs` or `max_steps`"),
+            message("unknown field `epoch`, expected `epochs` or `max_steps`"),
             "unknown key `epoch`, did you mean `epochs`? Expected `epochs` or `max_steps`"
         );
-        assert_eq!(of("unknown field `x`, expected `epochs`"), "unknown key `x`, expected `epochs`");
-        assert_eq!(of("invalid type: a, expected usize"), "invalid type: a, expected a whole number of at least 0");
+        assert_eq!(message("unknown field `x`, expected `epochs`"), "unknown key `x`, expected `epochs`");
+        assert_eq!(
+            message("invalid type: a, expected usize"),
+            "invalid type: a, expected a whole number of at least 0"
+        );
     }
 }

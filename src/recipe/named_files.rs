@@ -71,7 +71,7 @@ impl Recipe {
         }
     }
 
-    /// Every stage has a device. `gpus`: see [`crate::torch::shared_gpus::SharedGpus::of_each`].
+    /// Every stage has a device. `gpus`: see [`crate::torch::shared_gpus::SharedGpus::per_process`].
     pub(super) fn check_gpus(&self, findings: &mut Findings<'_>, gpus: Option<usize>) {
         if let Some((map, expected)) =
             self.backbone.device_map.as_ref().and_then(|map| Some((map, map.expected_gpus(gpus)?)))
@@ -96,9 +96,9 @@ impl Recipe {
             ("heads.w2_rank", w2_rank, backbone.hidden_size, "hidden size"),
             ("heads.draft_vocab_size", draft_vocab_size, backbone.vocab_size, "vocabulary"),
         ];
-        for (key, size, whole, what) in sizes {
-            if let Some(size) = size.filter(|size| size.get() as i64 >= whole) {
-                findings.clash(key, size, format!("less than {whole}, the backbone's {what}; or remove the key"));
+        for (key, size, most, what) in sizes {
+            if let Some(size) = size.filter(|size| size.get() as i64 >= most) {
+                findings.clash(key, size, format!("less than {most}, the backbone's {what}; or remove the key"));
             }
         }
     }

@@ -17,7 +17,7 @@ const REQUIRED: [(&str, &str); 2] = [
 pub(super) fn read<T: DeserializeOwned>(findings: &mut Findings<'_>) -> Option<T> {
     let text = findings.text();
     for (place, reason) in text.syntax_errors() {
-        findings.add(place.clone(), Mistake::of_parser(None, reason));
+        findings.add(place.clone(), Mistake::from_parser(None, reason));
     }
     if text.has_gaps() {
         return None;
@@ -48,7 +48,7 @@ fn deserialize<T: DeserializeOwned>(findings: &mut Findings<'_>, table: &mut Spa
 /// Reports the error and removes its key; `None` if it is in no key.
 fn leave_out(findings: &mut Findings<'_>, table: &mut Spanned<DeTable<'_>>, error: &toml::de::Error) -> Option<()> {
     let (text, span) = (findings.text(), error.span().unwrap_or(0..0));
-    let mistake = Mistake::of_parser(text.key_of_value(&span), error.message());
+    let mistake = Mistake::from_parser(text.key_of_value(&span), error.message());
     let Some(path) = text.path_at(&span).filter(|path| remove(table.get_mut(), path)) else {
         findings.add(text.at(span), mistake);
         return None;

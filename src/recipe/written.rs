@@ -60,10 +60,10 @@ impl WrittenRecipe {
         let Self { recipe, file, text, .. } = Self::read(path)?;
         let Recipe { train, data, .. } = recipe;
         let train = TrainConfig { output_dir: run_of(path).unwrap_or(train.output_dir), ..train };
-        let begun = Provenance::recipe_of(&train.output_dir).and_then(|text| Recipe::of_run(&text));
+        let begun = Provenance::recipe_of(&train.output_dir).and_then(|text| Recipe::from_run(&text));
         let leaves_out = LocatedToml::parse(&file, &text).key("data.long_rows").is_none();
-        let of_run = begun.as_ref().filter(|_| leaves_out).map(|run| run.data.long_rows);
-        let data = DataConfig { long_rows: of_run.unwrap_or(data.long_rows), ..data };
+        let begun_rule = begun.as_ref().filter(|_| leaves_out).map(|run| run.data.long_rows);
+        let data = DataConfig { long_rows: begun_rule.unwrap_or(data.long_rows), ..data };
         Ok(Self { recipe: Recipe { train, data, ..recipe }, begun, file, text })
     }
 
@@ -90,8 +90,8 @@ impl WrittenRecipe {
     ///
     /// # Errors
     /// [`RecipeError`] with all mistakes and their positions in the file.
-    pub fn fetch(self, device: Device, gpus: SharedGpus, tell: Observer<'_>) -> Result<LoadedRecipe, RecipeError> {
-        let (recipe, fetched) = self.checked(device, gpus, tell)?;
+    pub fn fetch(self, device: Device, gpus: SharedGpus, observer: Observer<'_>) -> Result<LoadedRecipe, RecipeError> {
+        let (recipe, fetched) = self.checked(device, gpus, observer)?;
         Ok(LoadedRecipe { recipe, fetched, file: self.file, text: self.text })
     }
 
@@ -99,20 +99,20 @@ impl WrittenRecipe {
         &self,
         device: Device,
         gpus: SharedGpus,
-        tell: Observer<'_>,
+        observer: Observer<'_>,
     ) -> Result<(Recipe, FetchedRecipe), RecipeError> {
         let text = LocatedToml::parse(&self.file, &self.text);
-        let fetched = FetchedRecipe::of(&self.recipe, &text, tell)?;
+        let fetched = FetchedRecipe::of(&self.recipe, &text, observer)?;
         let mut findings = Findings::new(&text);
         let config = fetched.local.check_backbone(&mut findings);
         fetched.local.check_files(&mut findings);
-        fetched.local.check_gpus(&mut findings, gpus.of_each(device));
+        fetched.local.check_gpus(&mut findings, gpus.per_process(device));
         fetched.local.check_device(&mut findings, device);
         findings.into_result().map_err(RecipeError::Wrong)?;
         let config = config.expect("a backbone without mistakes");
         let mut findings = Findings::new(&text);
         let facts = match &self.begun {
-            Some(run) => FileFacts::of_run(run),
+            Some(run) => FileFacts::from_run(run),
             None => FileFacts::of(&fetched.local, &config, device, &mut findings),
         };
         let recipe = self.recipe.with_defaults_of(&facts, &text);

@@ -73,10 +73,10 @@ impl Axis {
         let room = (high / low).powf(0.04);
         let (low, high) = (low / room, high * room);
         let decades = (high / low).log10();
-        let of_decade: &[f64] = if decades < 2.5 { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        let digits: &[f64] = if decades < 2.5 { &[1.0, 2.0, 5.0] } else { &[1.0] };
         let every = (decades / (TICKS + 2.0)).ceil() as usize;
         let powers = (low.log10().floor() as i32..=high.log10().ceil() as i32).step_by(every);
-        let candidates = powers.flat_map(|power| of_decade.iter().map(move |digit| digit * 10f64.powi(power)));
+        let candidates = powers.flat_map(|power| digits.iter().map(move |digit| digit * 10f64.powi(power)));
         let ticks = candidates.filter(|tick| (low..=high).contains(tick)).collect();
         Self { low, high, logarithmic: true, ticks }
     }

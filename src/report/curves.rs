@@ -64,8 +64,8 @@ fn plot(title: impl Into<String>, unit: &'static str, range: Range, series: Vec<
 
 /// Training and validation curves of one quantity, under one name.
 fn both(run: &Run, name: &str, style: usize, pick: Pick<'_>) -> [Series; 2] {
-    let of = |kind, lines: &[MetricsLine]| Series { name: name.into(), style, kind, points: curve(lines, pick) };
-    [of(SeriesKind::Train, &run.metrics.train), of(SeriesKind::Marked, &run.metrics.validation)]
+    let series = |kind, lines: &[MetricsLine]| Series { name: name.into(), style, kind, points: curve(lines, pick) };
+    [series(SeriesKind::Train, &run.metrics.train), series(SeriesKind::Marked, &run.metrics.validation)]
 }
 
 /// A plot of one quantity: one run in ink, several in one colour each.
@@ -101,7 +101,7 @@ fn losses(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
             overlaid(title, ("", Range::Free), runs, &|line| line.head_losses.get(head).copied()?)
         }));
     } else {
-        plots.push(of_heads("Loss of each head", ("", Range::Free), runs, |line| &line.head_losses));
+        plots.push(heads_plot("Loss of each head", ("", Range::Free), runs, |line| &line.head_losses));
     }
     plots
 }
@@ -111,30 +111,30 @@ fn tokens_per_step(runs: &[Named<'_>]) -> Plot {
 }
 
 /// One run's heads in one plot, one colour each.
-fn of_heads(title: &str, (unit, range): (&'static str, Range), runs: &[Named<'_>], column: Column) -> Plot {
+fn heads_plot(title: &str, (unit, range): (&'static str, Range), runs: &[Named<'_>], column: Column) -> Plot {
     let factor = if unit == "%" { 100.0 } else { 1.0 };
-    let of_head = |(run, head): (&Run, usize)| {
+    let head_series = |(run, head): (&Run, usize)| {
         let pick = move |line: &MetricsLine| column(line).get(head).copied()?.map(|value| factor * value);
         both(run, &format!("head {}", head + 1), head + 1, &pick)
     };
     let all = runs.iter().flat_map(|(run, _)| (0..run.metrics.heads()).map(move |head| (*run, head)));
-    plot(title, unit, range, all.flat_map(of_head).collect())
+    plot(title, unit, range, all.flat_map(head_series).collect())
 }
 
 fn accuracies_of_one(runs: &[Named<'_>]) -> Vec<Plot> {
     vec![
-        of_heads("Top-1 accuracy", ("%", Range::FromZero), runs, |line| &line.head_top1),
-        of_heads("Top-5 accuracy", ("%", Range::FromZero), runs, |line| &line.head_top5),
+        heads_plot("Top-1 accuracy", ("%", Range::FromZero), runs, |line| &line.head_top1),
+        heads_plot("Top-5 accuracy", ("%", Range::FromZero), runs, |line| &line.head_top5),
     ]
 }
 
 fn accuracies_of_several(runs: &[Named<'_>]) -> Vec<Plot> {
-    let of = |name: &str, head: usize, column: Column| {
+    let plot = |name: &str, head: usize, column: Column| {
         let percent = |line: &MetricsLine| column(line).get(head).copied()?.map(|share| 100.0 * share);
         overlaid(format!("Head {}, {name}", head + 1), ("%", Range::FromZero), runs, &percent)
     };
-    let top1 = (0..heads(runs)).map(|head| of("top-1", head, |line| &line.head_top1));
-    let top5 = (0..heads(runs)).map(|head| of("top-5", head, |line| &line.head_top5));
+    let top1 = (0..heads(runs)).map(|head| plot("top-1", head, |line| &line.head_top1));
+    let top5 = (0..heads(runs)).map(|head| plot("top-5", head, |line| &line.head_top5));
     top1.chain(top5).collect()
 }
 

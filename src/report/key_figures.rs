@@ -23,18 +23,18 @@ pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
     let bench = run.headline();
     let (train, validation) = (&run.metrics.train, &run.metrics.validation);
     let loss = if run.finished { "final loss" } else { "latest loss" };
-    let of_decoding = match bench.map_or("heads", BenchResult::guesses) {
+    let speed_name = match bench.map_or("heads", BenchResult::guesses) {
         "heads" => "tokens/s with heads",
         "prompt lookup" => "tokens/s with prompt lookup",
         _ => "tokens/s with a drafter",
     };
-    let (accuracy, of_accuracy) = first_head(run);
+    let (accuracy, accuracy_of) = first_head(run);
     vec![
         figure("tokens per step", bench.map(|bench| number(bench.all.acceleration_rate)), "decoding"),
         figure("speedup", bench.map(|bench| format!("{} ×", number(bench.all.speedup))), "over plain decoding"),
-        figure("decoding", bench.map(|bench| number(bench.all.drafted.tokens_per_second)), of_decoding),
+        figure("decoding", bench.map(|bench| number(bench.all.drafted.tokens_per_second)), speed_name),
         figure("tokens per step", last(validation, |line| line.tokens_per_step).map(number), "validation, best tree"),
-        figure("head 1, top-1", accuracy.map(percent), of_accuracy),
+        figure("head 1, top-1", accuracy.map(percent), accuracy_of),
         figure(loss, last(validation, |line| Some(line.loss)).map(number), "validation"),
         figure(loss, last(train, steady_loss).map(number), "training"),
         figure("LM loss", last(validation, |line| line.lm_loss).map(number), "validation"),

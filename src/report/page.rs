@@ -63,8 +63,8 @@ fn comparison(runs: &[Run]) -> Vec<Value> {
     let figures: Vec<_> = runs.iter().map(key_figures).collect();
     let row = |at: usize| {
         let words = |pick: fn(&KeyFigure) -> &'static str| {
-            let of: BTreeSet<&str> = figures.iter().map(|run| pick(&run[at])).collect();
-            of.into_iter().collect::<Vec<_>>().join(" / ")
+            let distinct: BTreeSet<&str> = figures.iter().map(|run| pick(&run[at])).collect();
+            distinct.into_iter().collect::<Vec<_>>().join(" / ")
         };
         let values: Vec<_> = figures.iter().map(|run| &run[at].value).collect();
         json!({"name": words(|figure| figure.name), "of": words(|figure| figure.of), "values": values})

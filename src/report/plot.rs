@@ -92,19 +92,19 @@ pub(super) struct Drawn {
 
 impl Series {
     /// Training lines are thin only beside validation lines.
-    fn class(&self, of_several_kinds: bool) -> String {
+    fn class(&self, has_both_kinds: bool) -> String {
         let kind = match self.kind {
-            SeriesKind::Train if of_several_kinds => "train",
+            SeriesKind::Train if has_both_kinds => "train",
             SeriesKind::Marked => "marked",
             SeriesKind::Train | SeriesKind::Smooth => "smooth",
         };
         format!("{kind} s{}", style_class(self.style))
     }
 
-    fn full_name(&self, of_several_kinds: bool) -> String {
+    fn full_name(&self, has_both_kinds: bool) -> String {
         match self.kind {
-            SeriesKind::Train if of_several_kinds => format!("{}, training", self.name),
-            SeriesKind::Marked if of_several_kinds => format!("{}, validation", self.name),
+            SeriesKind::Train if has_both_kinds => format!("{}, training", self.name),
+            SeriesKind::Marked if has_both_kinds => format!("{}, validation", self.name),
             _ => self.name.clone(),
         }
     }
@@ -149,15 +149,15 @@ impl Plot {
 
     fn marks(&self, (x, y): (&Axis, &Axis), svg: &mut String) {
         grid(x, y, &self.x, svg);
-        let of_several_kinds = self.kinds() == [true; 2];
+        let has_both_kinds = self.kinds() == [true; 2];
         for series in &self.series {
-            let (class, name) = (series.class(of_several_kinds), series.full_name(of_several_kinds));
+            let (class, name) = (series.class(has_both_kinds), series.full_name(has_both_kinds));
             line(series, (&class, &name), (x, y), svg);
         }
     }
 
     /// The opening tag with a description for screen readers, and with the axes' ranges for the pointer script.
-    fn opening(&self, id: &str, x: &Axis, y: &Axis, of_several_kinds: bool) -> String {
+    fn opening(&self, id: &str, x: &Axis, y: &Axis, has_both_kinds: bool) -> String {
         let axis = |axis: &Axis| format!("{},{},{}", axis.low, axis.high, u8::from(axis.logarithmic));
         format!(
             "<svg class=\"plot\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-labelledby=\"{id}-title {id}-desc\" \
@@ -168,15 +168,15 @@ impl Plot {
             HtmlEscape(&self.x),
             HtmlEscape(self.unit),
             HtmlEscape(&self.title),
-            HtmlEscape(&self.described(of_several_kinds)),
+            HtmlEscape(&self.described(has_both_kinds)),
         )
     }
 
     /// The first and last value of each line.
-    fn described(&self, of_several_kinds: bool) -> String {
+    fn described(&self, has_both_kinds: bool) -> String {
         let described = |series: &Series| {
             let ((from, first), (to, last)) = (series.points.first()?, series.points.last()?);
-            let name = series.full_name(of_several_kinds);
+            let name = series.full_name(has_both_kinds);
             let ([first, last], [from, to]) = ([*first, *last].map(number), [*from, *to].map(grouped));
             Some(format!("{name}: {first} at {from}, {last} at {to}."))
         };

@@ -91,12 +91,12 @@ pub(super) fn differences(recipes: &[&RecipeText]) -> Vec<RecipeDifference> {
             }) + 1;
         }
     }
-    let of = |name: &String| {
+    let difference = |name: &String| {
         let value =
             |keys: &Vec<(String, &str)>| keys.iter().find(|(key, _)| key == name).map(|(_, value)| (*value).to_owned());
         RecipeDifference { key: name.clone(), values: all.iter().map(value).collect() }
     };
-    names.into_iter().map(of).filter(|difference| difference.values.windows(2).any(|two| two[0] != two[1])).collect()
+    names.into_iter().map(difference).filter(|found| found.values.windows(2).any(|two| two[0] != two[1])).collect()
 }
 
 #[cfg(test)]

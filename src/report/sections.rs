@@ -127,7 +127,7 @@ fn tree_drawing(tree: &SparseTree, run: &Run, id: &str) -> Value {
 
 fn times(latency: &Latency, id: &str) -> Value {
     let depths: BTreeSet<(bool, usize)> = latency.steps.iter().map(|step| (step.dynamic, step.depth)).collect();
-    let of_depth = |(at, (dynamic, depth)): (usize, (bool, usize))| {
+    let depth_series = |(at, (dynamic, depth)): (usize, (bool, usize))| {
         let steps = latency.steps.iter().filter(move |step| (step.dynamic, step.depth) == (dynamic, depth));
         let name = if dynamic { format!("depth {depth}, chosen at each step") } else { format!("depth {depth}") };
         let mut points: Vec<(f64, f64)> = steps.map(|step| (step.nodes as f64, step.step_ms)).collect();
@@ -137,7 +137,7 @@ fn times(latency: &Latency, id: &str) -> Value {
     let most = latency.steps.iter().map(|step| step.nodes as f64).fold(1.0, f64::max);
     let plain = vec![(1.0, latency.plain_step_ms), (most, latency.plain_step_ms)];
     let plain = Series { name: "plain decoding".into(), style: 0, kind: SeriesKind::Smooth, points: plain };
-    let series = depths.into_iter().enumerate().map(of_depth).chain([plain]).collect();
+    let series = depths.into_iter().enumerate().map(depth_series).chain([plain]).collect();
     let plot = Plot {
         title: "Step time by tree size".into(),
         x: "nodes".into(),

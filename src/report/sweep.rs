@@ -18,7 +18,7 @@ pub(super) fn plots(results: &[BenchResult]) -> Vec<Plot> {
     };
     vec![
         plot("Speed", "tokens/s", speeds(&swept)),
-        plot("Tokens per step", "", of_drafters(&swept, |group| group.acceleration_rate)),
+        plot("Tokens per step", "", drafter_series(&swept, |group| group.acceleration_rate)),
     ]
 }
 
@@ -43,7 +43,7 @@ fn value(result: &BenchResult) -> Option<f64> {
 }
 
 fn speeds(swept: &[&BenchResult]) -> Vec<Series> {
-    let drafted = of_drafters(swept, |group| group.drafted.tokens_per_second);
+    let drafted = drafter_series(swept, |group| group.drafted.tokens_per_second);
     drafted.into_iter().chain([plain(swept)]).collect()
 }
 
@@ -57,7 +57,7 @@ fn plain(swept: &[&BenchResult]) -> Series {
 }
 
 /// A line for each drafter.
-fn of_drafters(swept: &[&BenchResult], figure: fn(&DecodingComparison) -> f64) -> Vec<Series> {
+fn drafter_series(swept: &[&BenchResult], figure: fn(&DecodingComparison) -> f64) -> Vec<Series> {
     let drafted = swept.iter().filter(|result| !result.is_plain());
     let point = |result: &BenchResult| Some((value(result)?, figure(&result.all)));
     marked_lines(drafted.map(|result| (name(result, swept), point(result))))

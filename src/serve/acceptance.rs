@@ -11,7 +11,7 @@ use crate::tree::accept::{Acceptance, TypicalAcceptance};
 #[derive(Debug, Clone, Copy)]
 pub struct AcceptanceRules {
     /// Where a request does not choose; `None` without a drafter: there are no guesses to accept.
-    pub of_server: Option<Acceptance>,
+    pub server_rule: Option<Acceptance>,
     /// For requests that choose it.
     pub typical: TypicalAcceptance,
 }
@@ -33,8 +33,8 @@ impl AcceptanceRules {
     /// [`ApiError`] names the field.
     pub(super) fn check(&self, request: &TextRequest) -> Result<(), ApiError> {
         let chosen = self.chosen(request);
-        let Some(of_server) = self.of_server else { return without_guesses(chosen) };
-        let rule = chosen.unwrap_or(of_server);
+        let Some(server_rule) = self.server_rule else { return without_guesses(chosen) };
+        let rule = chosen.unwrap_or(server_rule);
         let sampling = request.sampling;
         let Some(name) = name_of_greedy(rule).filter(|_| sampling.temperature != NonNegative::ZERO) else {
             return Ok(());
@@ -86,11 +86,11 @@ mod tests {
     use super::*;
 
     /// What is wrong with a request of these fields, if anything.
-    fn refused(of_server: Option<Acceptance>, more: &Value) -> Option<String> {
+    fn refused(server_rule: Option<Acceptance>, more: &Value) -> Option<String> {
         let mut body = json!({"model": "m", "prompt": "hi"});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         let request = TextRequest::completion(body.to_string().as_bytes()).expect("a request");
-        let rules = AcceptanceRules { of_server, typical: TypicalAcceptance::default() };
+        let rules = AcceptanceRules { server_rule, typical: TypicalAcceptance::default() };
         rules.check(&request).err().map(|error| error.to_string())
     }
 
@@ -113,18 +113,18 @@ mod tests {
     #[test]
     fn what_selects_among_drawn_tokens_is_refused_where_none_is_drawn() {
         let typical = Acceptance::Typical(TypicalAcceptance::default());
-        for (of_server, rule) in
+        for (server_rule, rule) in
             [(Acceptance::Rejection, json!("typical")), (typical, Value::Null), (typical, json!("greedy"))]
         {
             for (field, value) in [("top_p", json!(0.1)), ("top_k", json!(5)), ("seed", json!(1)), ("n", json!(2))] {
-                let message = refused(Some(of_server), &json!({"acceptance": rule, field: value})).expect("an error");
+                let message = refused(Some(server_rule), &json!({"acceptance": rule, field: value})).expect("an error");
                 assert!(message.starts_with(&format!("{field}: has no effect with acceptance \"")), "{message}");
                 for effective in [
                     json!({"acceptance": "rejection", field: value}),
                     json!({"acceptance": rule, field: value, "temperature": 0}),
                     json!({"acceptance": rule, "top_p": 1, "top_k": -1, "seed": null}),
                 ] {
-                    assert_eq!(refused(Some(of_server), &effective), None, "{effective}");
+                    assert_eq!(refused(Some(server_rule), &effective), None, "{effective}");
                 }
             }
         }
@@ -132,11 +132,11 @@ mod tests {
 
     #[test]
     fn a_temperature_has_an_effect_with_typical_and_none_with_greedy_acceptance() {
-        let of_rule =
+        let refused_rule =
             |rule: &str| refused(Some(Acceptance::Rejection), &json!({"acceptance": rule, "temperature": 1.5}));
-        assert_eq!(of_rule("typical"), None);
+        assert_eq!(refused_rule("typical"), None);
         let expected = "temperature: has no effect with acceptance \"greedy\", which draws no token; leave it out, or send acceptance \
                         \"rejection\"";
-        assert_eq!(of_rule("greedy").as_deref(), Some(expected));
+        assert_eq!(refused_rule("greedy").as_deref(), Some(expected));
     }
 }

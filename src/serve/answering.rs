@@ -35,7 +35,7 @@ pub struct AnswerInProgress {
     phase: watch::Receiver<Phase>,
     record: Record,
     /// Whether there is nothing more to wait for; if the answer is dropped before, its client has gone.
-    is_told: bool,
+    is_settled: bool,
     /// Whether the record has the usage.
     is_accounted: bool,
 }
@@ -46,9 +46,9 @@ struct ChoiceSoFar {
     text: String,
     ids: Vec<i64>,
     logprobs: Vec<ShownToken>,
-    /// Tokens that were told.
-    told: usize,
-    /// Characters of the tokens that were told, of a stream with log-probabilities.
+    /// Tokens that were emitted.
+    emitted: usize,
+    /// Characters of the tokens that were emitted, of a stream with log-probabilities.
     offset: usize,
     /// Whether a chunk was made of it.
     is_begun: bool,
@@ -57,7 +57,7 @@ struct ChoiceSoFar {
 
 impl ChoiceSoFar {
     fn new_tokens(&self) -> usize {
-        self.ended.map_or(self.told, |text| text.generated.tokens)
+        self.ended.map_or(self.emitted, |text| text.generated.tokens)
     }
 }
 
@@ -73,8 +73,8 @@ impl AnswerInProgress {
         let choices = (0..request.texts()).map(|_| ChoiceSoFar::default()).collect();
         let (limit, phase) = (service.limits.time, service.phase.clone());
         let deadline = record.began() + limit;
-        let (is_told, is_accounted) = (false, false);
-        Self { head, request, texts, choices, deadline, limit, phase, record, is_told, is_accounted }
+        let (is_settled, is_accounted) = (false, false);
+        Self { head, request, texts, choices, deadline, limit, phase, record, is_settled, is_accounted }
     }
 
     /// The whole answer.
@@ -83,7 +83,7 @@ impl AnswerInProgress {
     /// [`ApiError`]: a text that could not be decoded, time that ran out, a server that stops.
     pub async fn whole(mut self) -> Result<Value, ApiError> {
         let heard = self.hear_all().await;
-        self.is_told = true;
+        self.is_settled = true;
         heard?;
         let usage = self.account();
         let parts: Vec<ChoicePart> = (0..self.choices.len()).map(|index| self.whole_choice(index)).collect();
@@ -125,30 +125,30 @@ impl AnswerInProgress {
     }
 
     fn first_chunks(&self) -> VecDeque<String> {
-        let of_choice = |index| self.head.first_chunk(index, self.prompt_ids(index));
-        (0..self.choices.len()).filter_map(of_choice).map(|chunk| chunk.to_string()).collect()
+        let first_chunk = |index| self.head.first_chunk(index, self.prompt_ids(index));
+        (0..self.choices.len()).filter_map(first_chunk).map(|chunk| chunk.to_string()).collect()
     }
 
     /// `None` after the last chunk.
     async fn next_chunks(&mut self) -> Option<VecDeque<String>> {
-        if self.is_told {
+        if self.is_settled {
             return None;
         }
-        let told = match self.next().await {
+        let chunk = match self.next().await {
             Ok((choice, event)) => self.take(choice, event).map(|piece| self.chunk(choice, &piece)),
             Err(error) => Err(error),
         };
         let mut chunks = VecDeque::new();
-        match told {
+        match chunk {
             Ok(chunk) => chunks.extend(chunk.map(|chunk| chunk.to_string())),
             Err(error) => {
-                self.is_told = true;
+                self.is_settled = true;
                 self.record.failed(&error);
                 chunks.push_back(error.to_json().to_string());
             }
         }
-        if !self.is_told && self.is_whole() {
-            self.is_told = true;
+        if !self.is_settled && self.is_whole() {
+            self.is_settled = true;
             let usage = self.account();
             chunks.extend(self.request.include_usage.then(|| self.head.usage_chunk(usage).to_string()));
             chunks.push_back(DONE.to_owned());
@@ -189,7 +189,7 @@ impl AnswerInProgress {
     /// What comes next of the texts.
     async fn next(&mut self) -> Result<(usize, TextEvent), ApiError> {
         tokio::select! {
-            biased; // what came in time is told
+            biased; // what came in time is sent
             event = self.texts.events.recv() => event.ok_or(ApiError::ShuttingDown),
             () = sleep_until(self.deadline) => Err(ApiError::TimeLimit { limit: self.limit }),
             _ = self.phase.wait_for(|phase| *phase == Phase::Cutting) => Err(ApiError::ShuttingDown),
@@ -214,7 +214,7 @@ impl AnswerInProgress {
         };
         let choice = &mut self.choices[index];
         choice.text.push_str(&piece.text);
-        choice.told += piece.ids.len();
+        choice.emitted += piece.ids.len();
         Ok(piece)
     }
 
@@ -282,13 +282,13 @@ impl AnswerInProgress {
     }
 
     fn record_texts(&self) {
-        self.record.tell("texts", || json!(self.choices.iter().map(|choice| &choice.text).collect::<Vec<_>>()));
+        self.record.set_text("texts", || json!(self.choices.iter().map(|choice| &choice.text).collect::<Vec<_>>()));
     }
 }
 
 impl Drop for AnswerInProgress {
     fn drop(&mut self) {
-        if !self.is_told {
+        if !self.is_settled {
             self.record.set("aborted", true);
         }
         if !self.is_accounted {

@@ -45,7 +45,7 @@ pub enum Phase {
     Cutting,
 }
 
-/// Answers connections until `stop`, then lets the open requests finish; those that are still open after the drain time are told to end.
+/// Answers connections until `stop`, then lets the open requests finish; those that are still open after the drain time have to end.
 /// Returns whether none was.
 pub async fn serve(
     listener: TcpListener,

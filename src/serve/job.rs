@@ -72,7 +72,7 @@ impl WantedText {
 
 impl Job {
     /// Returns whether somebody hears it.
-    pub fn tell(&self, event: TextEvent) -> bool {
+    pub fn send(&self, event: TextEvent) -> bool {
         self.events.send((self.choice, event)).is_ok()
     }
 }

@@ -1,4 +1,4 @@
-//! What `/metrics` tells, in Prometheus' text format.
+//! What `/metrics` reports, in Prometheus' text format.
 
 use prometheus::{
     Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry, TextEncoder,
@@ -52,12 +52,12 @@ impl ServerMetrics {
         let histogram = |name: &str, help: &str, buckets| {
             register(&registry, Histogram::with_opts(HistogramOpts::new(name, help).buckets(buckets))?)
         };
-        let of_endpoint = Opts::new("requests_total", "Requests by endpoint and HTTP status.");
+        let by_endpoint = Opts::new("requests_total", "Requests by endpoint and HTTP status.");
         let times = HistogramOpts::new("request_seconds", "From the request to the end of its answer, by endpoint.");
         let times = HistogramVec::new(times.buckets(seconds(0.01)?), &["endpoint"])?;
         Ok(Self {
             request_seconds: register(&registry, times)?,
-            requests: register(&registry, IntCounterVec::new(of_endpoint, &["endpoint", "status"])?)?,
+            requests: register(&registry, IntCounterVec::new(by_endpoint, &["endpoint", "status"])?)?,
             prompt_tokens: counter("prompt_tokens_total", "Tokens of prompts.")?,
             cached_tokens: counter("prefix_cached_tokens_total", "Tokens of prompts that the prefix cache had.")?,
             new_tokens: counter("generation_tokens_total", "Generated tokens, those that end a text included.")?,

@@ -1,7 +1,7 @@
 //! An OpenAI-compatible server. Prints nothing and knows no command line.
 //!
 //! One thread runs all [`connections`], whose requests the [`routes`] turn into [`job`]s: a job is one text. Another thread, the
-//! [`worker`], decodes all texts together, and tells what comes of them to the [`answering`] requests.
+//! [`worker`], decodes all texts together, and sends what comes of them to the [`answering`] requests.
 
 pub mod acceptance;
 pub mod answering;

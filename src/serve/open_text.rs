@@ -44,7 +44,7 @@ impl<'a> OpenText<'a> {
         }
     }
 
-    /// Tells what new tokens complete; `Break` ends the text.
+    /// Sends what new tokens complete; `Break` ends the text.
     pub(super) fn take(&mut self, tokens: EmittedTokens, metrics: &ServerMetrics) -> ControlFlow<()> {
         self.time(metrics);
         let taken = self.words.taken_tokens();
@@ -52,7 +52,7 @@ impl<'a> OpenText<'a> {
         metrics.new_tokens.inc_by((self.words.taken_tokens() - taken) as u64);
         match piece {
             Ok(piece) => {
-                let is_gone = !piece.is_empty() && !self.job.tell(TextEvent::Piece(piece));
+                let is_gone = !piece.is_empty() && !self.job.send(TextEvent::Piece(piece));
                 if is_gone || self.words.is_stopped() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
             }
             Err(error) => {
@@ -85,11 +85,11 @@ impl<'a> OpenText<'a> {
             self.logprobs.extend(shown);
         }
         let text = self.words.take(tokens.ids)?;
-        Ok(self.told_now(text))
+        Ok(self.complete_piece(text))
     }
 
     /// A piece with the tokens that it completes.
-    fn told_now(&mut self, text: String) -> TextPiece {
+    fn complete_piece(&mut self, text: String) -> TextPiece {
         let new = self.words.emitted_tokens() - self.emitted;
         self.emitted += new;
         let ids = self.ids.drain(..new).collect();
@@ -110,7 +110,7 @@ impl<'a> OpenText<'a> {
         Ok(Some(ShownToken { text, bytes, logprob: token.log_p, top }))
     }
 
-    /// Tells the end.
+    /// Sends the end.
     pub(super) fn end(mut self, generation: Result<Generation, DecodeError>) {
         let (events, choice) = (self.job.events.clone(), self.job.choice);
         let event = match (self.failed.take(), generation) {

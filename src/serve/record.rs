@@ -22,12 +22,12 @@ pub struct Recorder {
     pub sink: LogSink,
     pub metrics: ServerMetrics,
     /// Whether prompts and answers are logged.
-    pub tells_texts: bool,
+    pub logs_texts: bool,
 }
 
 impl fmt::Debug for Recorder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Recorder").field("tells_texts", &self.tells_texts).finish_non_exhaustive()
+        f.debug_struct("Recorder").field("logs_texts", &self.logs_texts).finish_non_exhaustive()
     }
 }
 
@@ -73,7 +73,7 @@ impl Record {
     /// Adds the error that a client gets, by its type: its words may quote the request.
     pub fn failed(&self, error: &ApiError) {
         self.set("error_type", error.code().unwrap_or(error.kind()));
-        self.tell("error", || json!(error.to_string()));
+        self.set_text("error", || json!(error.to_string()));
     }
 
     /// Adds a fact, or replaces it.
@@ -82,8 +82,8 @@ impl Record {
     }
 
     /// Adds a text, where texts are logged.
-    pub fn tell(&self, key: &str, text: impl FnOnce() -> Value) {
-        if self.0.recorder.tells_texts {
+    pub fn set_text(&self, key: &str, text: impl FnOnce() -> Value) {
+        if self.0.recorder.logs_texts {
             self.set(key, text());
         }
     }
@@ -112,12 +112,12 @@ impl Drop for OpenRecord {
 mod tests {
     use super::*;
 
-    fn recorded(tells_texts: bool, run: impl FnOnce(Record)) -> (Vec<Value>, String) {
+    fn recorded(logs_texts: bool, run: impl FnOnce(Record)) -> (Vec<Value>, String) {
         let lines = Arc::new(Mutex::new(vec![]));
         let heard = lines.clone();
         let sink: LogSink = Arc::new(move |line| heard.lock().expect("no test panics").push(line.clone()));
         let metrics = ServerMetrics::new().expect("names differ");
-        run(Record::begin(Recorder { sink, metrics: metrics.clone(), tells_texts }, "req-1", "/v1/models"));
+        run(Record::begin(Recorder { sink, metrics: metrics.clone(), logs_texts }, "req-1", "/v1/models"));
         let page = String::from_utf8(metrics.page().expect("text")).expect("UTF-8");
         let lines = lines.lock().expect("no test panics").clone();
         (lines, page)
@@ -125,23 +125,23 @@ mod tests {
 
     #[test]
     fn a_record_is_one_line_and_has_texts_only_where_wanted() {
-        for tells_texts in [false, true] {
-            let (lines, page) = recorded(tells_texts, |record| {
+        for logs_texts in [false, true] {
+            let (lines, page) = recorded(logs_texts, |record| {
                 let other = record.clone();
                 record.answered(200);
                 drop(record);
-                other.tell("prompt", || json!("a secret"));
+                other.set_text("prompt", || json!("a secret"));
             });
             let [line] = &lines[..] else { panic!("one line: {lines:?}") };
             assert_eq!((&line["request_id"], &line["status"]), (&json!("req-1"), &json!(200)));
             assert!(line["seconds"].is_number() && line["time"].is_string());
-            assert_eq!(line.get("prompt").is_some(), tells_texts);
+            assert_eq!(line.get("prompt").is_some(), logs_texts);
             assert!(page.contains("medusa_requests_total{endpoint=\"/v1/models\",status=\"200\"} 1"), "{page}");
         }
     }
 
     #[test]
-    fn a_client_that_went_away_is_told_apart() {
+    fn a_client_that_went_away_is_distinguished() {
         let (lines, page) = recorded(false, drop);
         assert_eq!(lines[0]["status"], 499);
         assert!(page.contains("status=\"499\"} 1"), "{page}");

@@ -147,12 +147,12 @@ async fn completions(service: State<Arc<Service>>, record: Extension<Record>, re
 
 async fn answer(endpoint: Endpoint, service: &Arc<Service>, record: &Record, request: Request) -> Response {
     match begin(endpoint, service, record, request).await {
-        Ok(answer) => told(answer, record).await,
+        Ok(answer) => respond(answer, record).await,
         Err(error) => refused(record, &error),
     }
 }
 
-async fn told(answer: AnswerInProgress, record: &Record) -> Response {
+async fn respond(answer: AnswerInProgress, record: &Record) -> Response {
     if answer.is_streamed() {
         let events = Sse::new(answer.streamed()).keep_alive(KeepAlive::new().interval(STILL_HERE));
         return events.into_response();
@@ -189,7 +189,7 @@ async fn begin(
     })??;
     record.set("stream", request.stream);
     record.set("prompt_tokens", prompts.iter().map(|prompt| prompt.len()).sum::<usize>());
-    record.tell("prompts", || prompts.iter().map(|prompt| json!(**prompt)).collect());
+    record.set_text("prompts", || prompts.iter().map(|prompt| json!(**prompt)).collect());
     let texts = service.enter(&request, prompts)?;
     let head = AnswerHead {
         id: format!("{}{:016x}", endpoint.id_prefix(), rand::rng().random::<u64>()),

@@ -90,14 +90,14 @@ impl FakeServer {
             limits: RequestLimits { body_bytes: BODY_BYTES, body_time: BODY_TIME, new_tokens: None, time: TIME },
             keys: ApiKeys::default(),
             hosts: HostNames::Any,
-            recorder: Recorder { sink, metrics, tells_texts: false },
+            recorder: Recorder { sink, metrics, logs_texts: false },
             jobs,
             places: Arc::new(Semaphore::new(PLACES)),
             capacity: PLACES,
             bodies: Arc::new(Semaphore::new(BODIES_KIB)),
             phase: heard_phase,
             acceptance: AcceptanceRules {
-                of_server: Some(Acceptance::Rejection),
+                server_rule: Some(Acceptance::Rejection),
                 typical: TypicalAcceptance::default(),
             },
         };
@@ -214,10 +214,10 @@ fn ended(text: &str, ids: &[i64], reason: FinishReason) -> TextEvent {
     TextEvent::Ended(piece, EndedText { reason, generated, cached_tokens: 2, proposed: 4 })
 }
 
-/// Tells a text's events; its place is free from then on.
+/// Sends a text's events; its place is free from then on.
 fn finish(job: Job, events: impl IntoIterator<Item = TextEvent>) {
     for event in events {
-        assert!(job.tell(event), "somebody waits for it");
+        assert!(job.send(event), "somebody waits for it");
     }
 }
 

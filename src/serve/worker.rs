@@ -1,4 +1,4 @@
-//! The thread that decodes: takes jobs as they come, runs a step of all open texts, and tells each text's events.
+//! The thread that decodes: takes jobs as they come, runs a step of all open texts, and sends each text's events.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -52,7 +52,7 @@ impl<'a> Worker<'a> {
                 self.open.insert(key, OpenText::new(job, self.tokenizer));
             }
             Err(error) => {
-                job.tell(failure(&error));
+                job.send(failure(&error));
             }
         }
     }
@@ -70,8 +70,8 @@ impl<'a> Worker<'a> {
 
     fn step(&mut self) {
         let (open, metrics) = (&mut self.open, &self.metrics);
-        let stepped = self.decoder.step_with(&mut |key, told| match open.get_mut(&key) {
-            Some(text) if !text.job.events.is_closed() => text.take(told, metrics),
+        let stepped = self.decoder.step_with(&mut |key, emitted| match open.get_mut(&key) {
+            Some(text) if !text.job.events.is_closed() => text.take(emitted, metrics),
             _ => ControlFlow::Break(()),
         });
         match stepped {
@@ -92,7 +92,7 @@ impl<'a> Worker<'a> {
     fn fail(&mut self, error: &DecodeError) {
         self.decoder.clear();
         for text in std::mem::take(&mut self.open).into_values() {
-            text.job.tell(failure(error));
+            text.job.send(failure(error));
         }
     }
 
@@ -132,7 +132,7 @@ mod tests {
     use crate::numbers::{Finite, NonNegative, Positive};
     use crate::torch::raise;
 
-    /// Fails once where it is told to, and runs out of memory above so many tokens of a text.
+    /// Fails once where it is asked to, and runs out of memory above so many tokens of a text.
     #[derive(Debug)]
     struct Failing<'a> {
         engine: TchEngine<'a>,
@@ -169,7 +169,7 @@ mod tests {
     fn job(prompt: &[i64], max_new_tokens: usize) -> (Job, Events) {
         let settings = TextSettings {
             max_new_tokens,
-            sampling: Sampling::of_temperature(NonNegative::ZERO),
+            sampling: Sampling::with_temperature(NonNegative::ZERO),
             repetition_penalty: Positive::ONE,
             frequency_penalty: Finite::ZERO,
             presence_penalty: Finite::ZERO,

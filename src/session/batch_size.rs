@@ -21,7 +21,7 @@ const MOST_FOR_PREFIXES: usize = 1 << 30;
 /// A number of conversations, at most `waiting`, of at most `tokens` tokens each, with at most `guesses` in a step. Reports the choice.
 ///
 /// # Errors
-/// A GPU that does not tell its free memory.
+/// A GPU that does not report its free memory.
 pub fn that_fits(
     engine: &dyn Engine,
     [tokens, guesses]: [usize; 2],
@@ -44,8 +44,8 @@ pub fn that_fits(
 /// The number of texts that a server decodes together. Reports a context that the free memory does not hold.
 ///
 /// # Errors
-/// A GPU that does not tell its free memory.
-pub fn of_server(
+/// A GPU that does not report its free memory.
+pub fn for_server(
     engine: &dyn Engine,
     [tokens, guesses]: [usize; 2],
     reporter: &dyn Reporter,
@@ -78,18 +78,18 @@ fn unknown_memory(what: &'static str, flag: &'static str) -> impl FnOnce(CudaRun
 fn fit(engine: &dyn Engine, [tokens, guesses]: [usize; 2]) -> Result<BatchFit, CudaRuntimeError> {
     let backbone = engine.backbone();
     let options = (backbone.kind(), backbone.device());
-    let of_batch = BatchMemory::new(&backbone.config, options, [tokens, guesses], engine.prompt_pass());
+    let batch = BatchMemory::new(&backbone.config, options, [tokens, guesses], engine.prompt_pass());
     let free = free_bytes(backbone.device())?;
-    let size = of_batch.texts(free.map_or(u64::MAX, |free| free - for_prefixes(Some(free)) as u64));
-    Ok(BatchFit { size, each: of_batch.each, free })
+    let size = batch.texts(free.map_or(u64::MAX, |free| free - for_prefixes(Some(free)) as u64));
+    Ok(BatchFit { size, each: batch.each, free })
 }
 
 /// Bytes for the beginnings of conversations, which their later turns go on from. `None` where that could change an answer that must not
 /// depend on the batch: on a CPU, if bits depend on the pass that they were computed in.
 ///
 /// # Errors
-/// A GPU that does not tell its free memory.
-pub fn of_prefixes(engine: &dyn Engine) -> Result<Option<usize>, CudaRuntimeError> {
+/// A GPU that does not report its free memory.
+pub fn prefix_bytes(engine: &dyn Engine) -> Result<Option<usize>, CudaRuntimeError> {
     match engine.backbone().device() {
         Device::Cpu if !engine.same_bits_in_any_pass() => Ok(None),
         device => Ok(Some(for_prefixes(free_bytes(device)?))),
@@ -102,7 +102,7 @@ fn for_prefixes(free: Option<u64>) -> usize {
 }
 
 /// Says why many conversations together are slower on this GPU than on another one, or with another backbone.
-pub fn tell_slower(backbone: &Llama, reporter: &dyn Reporter) {
+pub fn report_slower(backbone: &Llama, reporter: &dyn Reporter) {
     let config = &backbone.config;
     let heads = [config.num_attention_heads, config.num_key_value_heads, config.head_dim];
     if let Some(why) = batch_attention::missing(backbone.device(), backbone.kind(), heads) {
@@ -136,14 +136,14 @@ mod tests {
     #[test]
     fn libtorch_on_a_cpu_takes_nothing_from_other_conversations() {
         let llama = backbone();
-        assert_eq!(of_prefixes(&TchEngine::for_batches(&llama)).unwrap(), None);
+        assert_eq!(prefix_bytes(&TchEngine::for_batches(&llama)).unwrap(), None);
     }
 
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn kernels_take_the_beginnings_of_other_conversations() {
         let llama = backbone().for_decoding();
-        let bytes = of_prefixes(&CpuEngine::new(&llama).expect("kernels")).unwrap();
+        let bytes = prefix_bytes(&CpuEngine::new(&llama).expect("kernels")).unwrap();
         assert!(bytes.is_some_and(|bytes| (1..=MOST_FOR_PREFIXES).contains(&bytes)), "{bytes:?}");
     }
 }

@@ -72,7 +72,7 @@ impl<'a> ReadyDrafter<'a> {
     ///
     /// # Errors
     /// If drafter, tree and backbone do not fit each other.
-    pub fn of_loaded(
+    pub fn from_loaded(
         backbone: &'a Llama,
         loaded: &'a LoadedDrafter,
         tree: Option<&'a GuessTree>,
@@ -81,7 +81,7 @@ impl<'a> ReadyDrafter<'a> {
         // Only rejection takes into account that guesses were drawn, and only from a single model.
         let draws = acceptance == Acceptance::Rejection && loaded.spec.parts().len() == 1;
         let guessing = if draws { Guessing::Drawn } else { Guessing::Best };
-        let part = |at: usize| Self::of_part(at, backbone, (loaded, tree), guessing);
+        let part = |at: usize| Self::from_part(at, backbone, (loaded, tree), guessing);
         if loaded.spec.parts().len() == 1 && loaded.row_times.is_none() && loaded.nodes.is_none() {
             return part(0);
         }
@@ -104,7 +104,7 @@ impl<'a> ReadyDrafter<'a> {
     }
 
     /// Part `at` of a loaded drafter.
-    fn of_part(
+    fn from_part(
         at: usize,
         backbone: &'a Llama,
         (loaded, tree): (&'a LoadedDrafter, Option<&'a GuessTree>),
@@ -172,16 +172,16 @@ impl<'a> Drafts<'a> {
     /// A loaded drafter with an acceptance rule.
     ///
     /// # Errors
-    /// As [`ReadyDrafter::of_loaded`].
+    /// As [`ReadyDrafter::from_loaded`].
     pub fn new(backbone: &'a Llama, loaded: &'a LoadedDrafter, acceptance: Acceptance) -> Result<Self, DraftError> {
-        Ok(Self { drafter: ReadyDrafter::of_loaded(backbone, loaded, None, acceptance)?, acceptance })
+        Ok(Self { drafter: ReadyDrafter::from_loaded(backbone, loaded, None, acceptance)?, acceptance })
     }
 
     /// A loaded drafter for many texts at a time, whose tree depends on their number if its file has several, and the most guesses of a text in one
     /// step.
     ///
     /// # Errors
-    /// As [`ReadyDrafter::of_loaded`].
+    /// As [`ReadyDrafter::from_loaded`].
     pub fn for_batches(
         backbone: &'a Llama,
         loaded: &'a LoadedDrafter,
@@ -190,7 +190,7 @@ impl<'a> Drafts<'a> {
         let several =
             loaded.by_load.as_ref().filter(|trees| loaded.spec.parts().len() == 1 && trees.choices().len() > 1);
         let (Some((heads, _)), Some(trees)) = (&loaded.heads, several) else {
-            let drafter = ReadyDrafter::of_loaded(backbone, loaded, None, acceptance)?;
+            let drafter = ReadyDrafter::from_loaded(backbone, loaded, None, acceptance)?;
             let guesses = drafter.max_nodes();
             return Ok((drafter.on_host(), guesses));
         };

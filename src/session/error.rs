@@ -64,7 +64,7 @@ pub enum SessionError {
     CpuEngine(#[source] Unsupported),
     #[error("--engine cuda cannot decode this")]
     CudaEngine(#[source] CudaError),
-    /// A GPU that does not tell its free memory.
+    /// A GPU that does not report its free memory.
     #[error("{what} depends on the free memory; set {flag}")]
     FreeMemory { what: &'static str, flag: &'static str, source: CudaRuntimeError },
     #[error(transparent)]

@@ -91,7 +91,7 @@ struct SplitRequest<'s> {
 /// The stages of `--device-map` on the GPUs of this process; `auto` spreads the weights, the heads' on the last GPU included.
 fn spread(map: &DeviceMap, device: Device, of: &SplitRequest) -> Result<Stages, SessionError> {
     let (gpus, layers) = (SharedGpus::alone(device), of.config.num_hidden_layers);
-    if let Some(expected) = map.expected_layers(layers).or_else(|| map.expected_gpus(gpus.of_each(device))) {
+    if let Some(expected) = map.expected_layers(layers).or_else(|| map.expected_gpus(gpus.per_process(device))) {
         return Err(UsageError(format!("--device-map {map}: expected {expected}")).into());
     }
     let devices = DeviceMap::devices(Some(map), gpus, device);

@@ -102,7 +102,7 @@ impl OpenedHeads {
         let config = self.file.config();
         let recorded = config.and_then(|config| config.architecture());
         let architecture = recorded.unwrap_or(self.file.architecture());
-        DrafterName::of_architecture(architecture).map(DrafterSpec::of).ok_or_else(|| {
+        DrafterName::from_architecture(architecture).map(DrafterSpec::of).ok_or_else(|| {
             let path = config.map_or(&self.path, |config| &config.path);
             let known = "\"medusa\", \"hydra\" or \"hydra++\"";
             UsageError(format!("{}: architecture: expected {known}, got {architecture:?}", path.display()))

@@ -1,8 +1,8 @@
 //! A tensor's memory as bytes, and bytes as a tensor, without a copy.
 //!
 //! tch's tensors are shared handles, and safe code writes to one through any of them: a view, a shallow clone. No slice of a tensor is
-//! protected by the borrow of its handle. Readers keep a contract ([`of`]); writers use memory that no other handle shares: a new tensor
-//! ([`filled`]), or the caller's guarantee to [`of_mut`].
+//! protected by the borrow of its handle. Readers keep a contract ([`raw`]); writers use memory that no other handle shares: a new tensor
+//! ([`filled`]), or the caller's guarantee to [`raw_mut`].
 #![expect(unsafe_code, reason = "tch gives the address of a tensor's memory and takes one; only here")]
 
 use tch::{Device, Kind, Tensor};
@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 ///
 /// # Panics
 /// If the tensor is on another device or not contiguous.
-pub fn of(tensor: &Tensor) -> &[u8] {
+pub fn raw(tensor: &Tensor) -> &[u8] {
     assert!(
         tensor.device() == Device::Cpu && tensor.is_contiguous(),
         "bytes of a tensor need it contiguous on the CPU"
@@ -34,23 +34,23 @@ pub fn of(tensor: &Tensor) -> &[u8] {
 ///
 /// # Panics
 /// If the tensor is on another device or not contiguous.
-pub unsafe fn of_mut(tensor: &mut Tensor) -> &mut [u8] {
-    let length = of(tensor).len();
+pub unsafe fn raw_mut(tensor: &mut Tensor) -> &mut [u8] {
+    let length = raw(tensor).len();
     if length == 0 {
         return &mut [];
     }
-    // SAFETY: as in `of`; the caller guarantees that nothing else uses the memory.
+    // SAFETY: as in `raw`; the caller guarantees that nothing else uses the memory.
     unsafe { std::slice::from_raw_parts_mut(tensor.data_ptr().cast::<u8>(), length) }
 }
 
 /// The numbers of a contiguous float32 CPU tensor.
 ///
 /// # Panics
-/// As [`of`], and for another dtype.
+/// As [`raw`], and for another dtype.
 pub fn numbers(tensor: &Tensor) -> &[f32] {
     assert_eq!(tensor.kind(), Kind::Float, "float32 numbers");
     // SAFETY: a float32 tensor's memory is float32 numbers.
-    unsafe { std::slice::from_raw_parts(of(tensor).as_ptr().cast(), tensor.numel()) }
+    unsafe { std::slice::from_raw_parts(raw(tensor).as_ptr().cast(), tensor.numel()) }
 }
 
 /// A new float32 CPU tensor, whose numbers may be any until `fill` writes them: libtorch would write zeros with all of OpenMP's threads,
@@ -59,7 +59,7 @@ pub fn filled(shape: &[i64], fill: impl FnOnce(&mut [f32])) -> Tensor {
     let mut tensor = Tensor::empty(shape, (Kind::Float, Device::Cpu));
     let numel = tensor.numel();
     // SAFETY: the memory is libtorch's and any bytes are float32 numbers; the new tensor has no other handle.
-    fill(unsafe { std::slice::from_raw_parts_mut(of_mut(&mut tensor).as_mut_ptr().cast(), numel) });
+    fill(unsafe { std::slice::from_raw_parts_mut(raw_mut(&mut tensor).as_mut_ptr().cast(), numel) });
     tensor
 }
 
@@ -92,8 +92,8 @@ mod tests {
     fn bytes_of_a_tensor_are_its_elements() {
         let tensor = Tensor::from_slice2(&[[1f32, 2.0], [3.0, 4.0]]);
         let expected: Vec<u8> = [1f32, 2.0, 3.0, 4.0].iter().flat_map(|x| x.to_le_bytes()).collect();
-        assert_eq!(of(&tensor), expected);
+        assert_eq!(raw(&tensor), expected);
         // SAFETY: `tensor` lives to the end of the test, and the view is only read.
-        assert_eq!(unsafe { view(of(&tensor), &[2, 2], Kind::Float) }, tensor);
+        assert_eq!(unsafe { view(raw(&tensor), &[2, 2], Kind::Float) }, tensor);
     }
 }

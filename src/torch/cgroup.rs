@@ -25,7 +25,7 @@ const V2: GroupFiles = GroupFiles { limit: "memory.max", usage: "memory.current"
 /// The limits of the process's group and of those around it. `mount` is /sys/fs/cgroup, `membership` the text of
 /// /proc/self/cgroup: lines `number:controllers:path`, without controllers in version 2.
 pub(super) fn limits(mount: &Path, membership: &str) -> Vec<GroupMemory> {
-    let of_line = |line: &str| {
+    let group = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);
         let (controllers, path) = (fields.next()?, fields.next()?);
         let (mount, files) = match controllers {
@@ -35,7 +35,7 @@ pub(super) fn limits(mount: &Path, membership: &str) -> Vec<GroupMemory> {
         };
         Some(limits_from(&mount, path, &files))
     };
-    membership.lines().filter_map(of_line).flatten().collect()
+    membership.lines().filter_map(group).flatten().collect()
 }
 
 /// Also looks in the folders above: a container may see its own group as the root.

@@ -51,8 +51,8 @@ pub trait Collective: Debug {
         let padded_wn = Tensor::zeros([self.world_size() as i64 * longest], (Kind::Uint8, Device::Cpu));
         self.share_of(&padded_wn).narrow(0, 0, own.len() as i64).copy_(&Tensor::from_slice(own));
         self.all_gather(&padded_wn)?;
-        let of_rank = |(rank, &length)| padded_wn.narrow(0, rank * longest, length);
-        Ok((0..).zip(&lengths).map(of_rank).map(|bytes| Vec::try_from(bytes).expect("a uint8 vector")).collect())
+        let rank_bytes = |(rank, &length)| padded_wn.narrow(0, rank * longest, length);
+        Ok((0..).zip(&lengths).map(rank_bytes).map(|bytes| Vec::try_from(bytes).expect("a uint8 vector")).collect())
     }
 
     /// Waits until all ranks have come here from work that may take long, in which an operation of theirs would time out. A rank that failed

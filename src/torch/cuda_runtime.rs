@@ -1,4 +1,4 @@
-//! What the CUDA runtime that libtorch_cuda has loaded tells about a GPU. libtorch needs neither the driver's library by another name nor
+//! What the CUDA runtime that libtorch_cuda has loaded reports about a GPU. libtorch needs neither the driver's library by another name nor
 //! NVRTC for it, so it answers wherever libtorch computes.
 #![expect(unsafe_code, reason = "C functions of a library that is opened at run time")]
 
@@ -102,7 +102,7 @@ pub fn memory(index: usize) -> Result<(u64, u64), CudaRuntimeError> {
 /// [`CudaRuntimeError`].
 pub(super) fn pci_address(index: usize) -> Result<String, CudaRuntimeError> {
     let (name, mut text) = ("cudaDeviceGetPCIBusId", [0; PCI_ADDRESS_BYTES]);
-    // SAFETY: the type is that of CUDA 13; the call writes at most as many bytes as it is told, the last of them 0.
+    // SAFETY: the type is that of CUDA 13; the call writes at most as many bytes as it is given, the last of them 0.
     let address = unsafe {
         let get = function::<GetPciAddress>(name)?;
         check(name, get(text.as_mut_ptr(), PCI_ADDRESS_BYTES as c_int, number(index)))?;
@@ -176,8 +176,8 @@ mod tests {
     fn the_function_that_is_missing_or_fails_is_named() {
         const ABSENT: usize = 1 << 20;
         assert_eq!(pci_address(ABSENT).unwrap_err().function, "cudaDeviceGetPCIBusId");
-        let [of_capability, of_memory] = [capability(ABSENT).map(drop), memory(ABSENT).map(drop)];
-        assert_eq!(of_capability.unwrap_err().function, "cudaDeviceGetAttribute");
-        assert!(["cudaSetDevice", "cudaGetDevice"].contains(&of_memory.unwrap_err().function));
+        let [no_capability, no_memory] = [capability(ABSENT).map(drop), memory(ABSENT).map(drop)];
+        assert_eq!(no_capability.unwrap_err().function, "cudaDeviceGetAttribute");
+        assert!(["cudaSetDevice", "cudaGetDevice"].contains(&no_memory.unwrap_err().function));
     }
 }

@@ -22,18 +22,18 @@ impl LossScale {
     /// For `gradients` that are cast to `kind`: the largest power with which a sum over `rows` of their products with `inputs`, or with
     /// numbers up to `inputs`, cannot overflow.
     pub fn for_sums(kind: Kind, gradients: &[&Tensor], rows: i64, inputs: &Tensor) -> Self {
-        let of = || {
-            let of_all = gradients.iter().map(|gradient| largest(gradient)).reduce(|a, b| a.maximum(&b));
-            let sums = of_all.expect("a gradient") * largest(inputs) * rows as f64;
+        let factor = || {
+            let largest_of_all = gradients.iter().map(|gradient| largest(gradient)).reduce(|a, b| a.maximum(&b));
+            let sums = largest_of_all.expect("a gradient") * largest(inputs) * rows as f64;
             (sums.clamp_min(SMALLEST).reciprocal() * LARGEST).log2().floor().exp2()
         };
-        Self { kind, factor: (kind == Kind::Half).then(|| tch::no_grad(of)) }
+        Self { kind, factor: (kind == Kind::Half).then(|| tch::no_grad(factor)) }
     }
 
     /// A given power, on the device of `gradient`.
     pub fn fixed(kind: Kind, power: f64, gradient: &Tensor) -> Self {
-        let of = || Tensor::full([], power, (Kind::Float, gradient.device()));
-        Self { kind, factor: (kind == Kind::Half).then(of) }
+        let factor = || Tensor::full([], power, (Kind::Float, gradient.device()));
+        Self { kind, factor: (kind == Kind::Half).then(factor) }
     }
 
     /// A gradient times the power, in the dtype.

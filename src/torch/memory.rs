@@ -72,13 +72,11 @@ pub fn machine() -> Option<(u64, u64)> {
 }
 
 fn within_groups(meminfo: &str, mount: &Path, membership: &str) -> Option<(u64, u64)> {
-    let whole = (field(meminfo, "MemTotal:")?, field(meminfo, "MemAvailable:")?);
+    let machine = (field(meminfo, "MemTotal:")?, field(meminfo, "MemAvailable:")?);
     let groups = cgroup::limits(mount, membership).into_iter();
-    Some(
-        groups.fold(whole, |(total, available), group| {
-            (total.min(group.limit_bytes), available.min(group.available_bytes))
-        }),
-    )
+    Some(groups.fold(machine, |(total, available), group| {
+        (total.min(group.limit_bytes), available.min(group.available_bytes))
+    }))
 }
 
 /// Parses the kernel's `Name:   1234 kB`.
@@ -104,8 +102,8 @@ mod tests {
         for (name, text) in [("memory.max", "8388608\n"), ("memory.current", "1048576\n")] {
             crate::files::write_atomic(&mount.path().join(name), |out| out.write_all(text.as_bytes())).unwrap();
         }
-        let of_machine = "MemTotal:  65536 kB\nMemFree:  1 kB\nMemAvailable:  32768 kB\n";
-        assert_eq!(super::within_groups(of_machine, mount.path(), "0::/\n"), Some((8 << 20, 7 << 20)));
-        assert_eq!(super::within_groups(of_machine, mount.path(), ""), Some((64 << 20, 32 << 20)));
+        let meminfo = "MemTotal:  65536 kB\nMemFree:  1 kB\nMemAvailable:  32768 kB\n";
+        assert_eq!(super::within_groups(meminfo, mount.path(), "0::/\n"), Some((8 << 20, 7 << 20)));
+        assert_eq!(super::within_groups(meminfo, mount.path(), ""), Some((64 << 20, 32 << 20)));
     }
 }

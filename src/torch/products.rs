@@ -103,9 +103,9 @@ mod tests {
         let [a, b] = matrices(Kind::BFloat16);
         let sum = Tensor::zeros([5, 9], (Kind::Float, Device::Cpu));
         let refused = |body: &dyn Fn()| guard("a product", body).expect_err("a CPU").reason;
-        let of = refused(&|| drop(Float32Products::Stored.of(&a, &b)));
+        let product = refused(&|| drop(Float32Products::Stored.of(&a, &b)));
         let add = refused(&|| Float32Products::Stored.add(&sum, &a, &b));
-        for (reason, operator) in [(of, "aten::mm.dtype"), (add, "aten::addmm.dtype_out")] {
+        for (reason, operator) in [(product, "aten::mm.dtype"), (add, "aten::addmm.dtype_out")] {
             let expected = format!("Could not run '{operator}' with arguments from the 'CPU' backend");
             assert!(reason.starts_with(&expected), "{reason}");
         }

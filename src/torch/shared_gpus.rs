@@ -26,7 +26,7 @@ pub struct SharedGpus {
 pub enum SharedGpusError {
     #[error(transparent)]
     Collective(#[from] CollectiveError),
-    /// A GPU does not tell where it is.
+    /// A GPU does not report where it is.
     #[error(transparent)]
     Runtime(#[from] CudaRuntimeError),
     /// Some GPUs are seen by two processes, but not all.
@@ -39,7 +39,7 @@ pub enum SharedGpusError {
     Overlap { ranks: [usize; 2] },
 }
 
-/// What a process tells the others.
+/// What a process sends the others.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct SeenGpus {
     machine: String,
@@ -59,7 +59,7 @@ impl SharedGpus {
     ///
     /// # Errors
     /// [`SharedGpusError`].
-    pub fn of_rank(group: &ProcessGroup, choice: DeviceChoice) -> Result<Self, SharedGpusError> {
+    pub fn for_rank(group: &ProcessGroup, choice: DeviceChoice) -> Result<Self, SharedGpusError> {
         let addresses = if choice == DeviceChoice::Cpu { Ok(vec![]) } else { addresses() };
         let own = SeenGpus {
             machine: machine_id(),
@@ -67,15 +67,15 @@ impl SharedGpus {
             addresses: addresses.clone().unwrap_or_default(),
         };
         let all = group.all_gather_bytes(&serde_json::to_vec(&own).expect("JSON holds it"));
-        addresses?; // the others wait for what this process tells
+        addresses?; // the others wait for what this process sends
         // Those of another version of the program may be unreadable: the comparison of the runs says so.
         let read = |seen: &Vec<u8>| serde_json::from_slice(seen).unwrap_or_default();
         let all: Vec<SeenGpus> = all?.iter().map(read).collect();
-        of_seen(&all, group.rank())
+        from_seen(&all, group.rank())
     }
 
     /// GPUs for each process, of which the first of a process of its own is `device`; `None` on a CPU, which can have any number of stages.
-    pub fn of_each(self, device: Device) -> Option<usize> {
+    pub fn per_process(self, device: Device) -> Option<usize> {
         match device {
             Device::Cuda(_) if self.processes > 1 => Some(self.gpus / self.processes),
             Device::Cuda(first) => Some(self.gpus.saturating_sub(first)),
@@ -93,7 +93,7 @@ fn addresses() -> Result<Vec<String>, CudaRuntimeError> {
 }
 
 /// Of a rank, from what all saw. All ranks find the same error.
-fn of_seen(all: &[SeenGpus], rank: usize) -> Result<SharedGpus, SharedGpusError> {
+fn from_seen(all: &[SeenGpus], rank: usize) -> Result<SharedGpus, SharedGpusError> {
     let overlap = |one: &SeenGpus, other: &SeenGpus| {
         let shares = || one.addresses.iter().any(|address| other.addresses.contains(address));
         one.machine == other.machine && one.addresses != other.addresses && shares()
@@ -133,7 +133,7 @@ impl DeviceChoice {
     ///
     /// # Errors
     /// [`GpuForEachError`].
-    pub fn of_process(self, shared: SharedGpus, gpus_of_each: usize) -> Result<Self, GpuForEachError> {
+    pub fn for_process(self, shared: SharedGpus, gpus_of_each: usize) -> Result<Self, GpuForEachError> {
         let SharedGpus { gpus, local_rank, processes } = shared;
         match self {
             Self::Cpu => Ok(self),
@@ -155,8 +155,8 @@ mod tests {
         SeenGpus { machine: machine.to_owned(), local_rank, addresses }
     }
 
-    fn of_each_rank(all: &[SeenGpus]) -> Vec<SharedGpus> {
-        (0..all.len()).map(|rank| of_seen(all, rank).expect("no overlap")).collect()
+    fn shared_by_rank(all: &[SeenGpus]) -> Vec<SharedGpus> {
+        (0..all.len()).map(|rank| from_seen(all, rank).expect("no overlap")).collect()
     }
 
     const ONE_OF_ITS_OWN: SharedGpus = SharedGpus { gpus: 1, local_rank: 0, processes: 1 };
@@ -164,15 +164,15 @@ mod tests {
     #[test]
     fn processes_that_see_all_gpus_take_them_in_order_on_each_machine() {
         let all = ["65", "b3"];
-        let shared = of_each_rank(&[seen("a", 1, &all), seen("a", 0, &all), seen("b", 0, &all), seen("b", 1, &all)]);
-        let of = |local_rank| SharedGpus { gpus: 2, local_rank, processes: 2 };
-        assert_eq!(shared, [of(1), of(0), of(0), of(1)]);
+        let shared = shared_by_rank(&[seen("a", 1, &all), seen("a", 0, &all), seen("b", 0, &all), seen("b", 1, &all)]);
+        let sharing = |local_rank| SharedGpus { gpus: 2, local_rank, processes: 2 };
+        assert_eq!(shared, [sharing(1), sharing(0), sharing(0), sharing(1)]);
     }
 
     /// srun --gpus-per-task=1: each is cuda:0 of its process.
     #[test]
     fn a_process_that_sees_one_gpu_of_its_own_shares_it_with_none() {
-        let shared = of_each_rank(&[seen("a", 0, &["65"]), seen("a", 1, &["b3"]), seen("b", 0, &["65"])]);
+        let shared = shared_by_rank(&[seen("a", 0, &["65"]), seen("a", 1, &["b3"]), seen("b", 0, &["65"])]);
         assert_eq!(shared, [ONE_OF_ITS_OWN; 3]);
     }
 
@@ -181,24 +181,24 @@ mod tests {
     fn processes_with_one_local_rank_are_in_the_order_of_their_ranks() {
         let [pair, other] = [["1", "2"], ["3", "4"]];
         let shared =
-            of_each_rank(&[seen("a", 0, &pair), seen("a", 0, &other), seen("a", 0, &pair), seen("a", 0, &other)]);
-        let of = |local_rank| SharedGpus { gpus: 2, local_rank, processes: 2 };
-        assert_eq!(shared, [of(0), of(0), of(1), of(1)]);
+            shared_by_rank(&[seen("a", 0, &pair), seen("a", 0, &other), seen("a", 0, &pair), seen("a", 0, &other)]);
+        let sharing = |local_rank| SharedGpus { gpus: 2, local_rank, processes: 2 };
+        assert_eq!(shared, [sharing(0), sharing(0), sharing(1), sharing(1)]);
     }
 
     #[test]
     fn processes_without_gpus_have_none() {
-        let shared = of_each_rank(&[seen("a", 0, &[]), seen("a", 1, &[])]);
+        let shared = shared_by_rank(&[seen("a", 0, &[]), seen("a", 1, &[])]);
         assert_eq!(shared, [0, 1].map(|local_rank| SharedGpus { gpus: 0, local_rank, processes: 2 }));
     }
 
     #[test]
-    fn some_gpus_in_common_are_told_to_all() {
+    fn some_gpus_in_common_are_reported_to_all() {
         let all = [seen("a", 0, &["1"]), seen("a", 1, &["2", "3"]), seen("a", 2, &["3"])];
         for rank in 0..3 {
-            assert_eq!(of_seen(&all, rank), Err(SharedGpusError::Overlap { ranks: [1, 2] }));
+            assert_eq!(from_seen(&all, rank), Err(SharedGpusError::Overlap { ranks: [1, 2] }));
         }
-        let error = of_seen(&[seen("a", 0, &["1", "2"]), seen("a", 1, &["2", "1"])], 0).unwrap_err().to_string();
+        let error = from_seen(&[seen("a", 0, &["1", "2"]), seen("a", 1, &["2", "1"])], 0).unwrap_err().to_string();
         assert!(error.starts_with("ranks 0 and 1 run on one machine"), "{error}");
     }
 
@@ -206,13 +206,17 @@ mod tests {
     fn processes_do_not_share_a_gpu() {
         let [first, second] = [0, 1].map(|local_rank| SharedGpus { gpus: 8, local_rank, processes: 2 });
         for choice in [DeviceChoice::Auto, DeviceChoice::Cuda(0)] {
-            assert_eq!(choice.of_process(first, 1), Ok(DeviceChoice::Cuda(0)));
-            assert_eq!(choice.of_process(second, 1), Ok(DeviceChoice::Cuda(1)));
-            assert_eq!(choice.of_process(second, 3), Ok(DeviceChoice::Cuda(3)));
-            assert_eq!(choice.of_process(second, 9), Ok(DeviceChoice::Cuda(4)), "too many: the recipe's check says so");
+            assert_eq!(choice.for_process(first, 1), Ok(DeviceChoice::Cuda(0)));
+            assert_eq!(choice.for_process(second, 1), Ok(DeviceChoice::Cuda(1)));
+            assert_eq!(choice.for_process(second, 3), Ok(DeviceChoice::Cuda(3)));
+            assert_eq!(
+                choice.for_process(second, 9),
+                Ok(DeviceChoice::Cuda(4)),
+                "too many: the recipe's check says so"
+            );
         }
-        assert_eq!(DeviceChoice::Cpu.of_process(second, 1), Ok(DeviceChoice::Cpu));
-        let named = DeviceChoice::Cuda(1).of_process(first, 1).unwrap_err().to_string();
+        assert_eq!(DeviceChoice::Cpu.for_process(second, 1), Ok(DeviceChoice::Cpu));
+        let named = DeviceChoice::Cuda(1).for_process(first, 1).unwrap_err().to_string();
         assert!(named.starts_with("--device cuda:1 is one GPU, and 2 processes"), "{named}");
     }
 
@@ -220,22 +224,22 @@ mod tests {
     fn a_gpu_that_only_this_process_sees_is_cuda_0() {
         let own = SharedGpus { gpus: 1, local_rank: 0, processes: 1 };
         for choice in [DeviceChoice::Auto, DeviceChoice::Cuda(0)] {
-            assert_eq!(choice.of_process(own, 1), Ok(DeviceChoice::Cuda(0)));
+            assert_eq!(choice.for_process(own, 1), Ok(DeviceChoice::Cuda(0)));
         }
         let two = SharedGpus { gpus: 2, ..own };
-        assert_eq!(DeviceChoice::Cuda(1).of_process(two, 1), Ok(DeviceChoice::Cuda(1)));
+        assert_eq!(DeviceChoice::Cuda(1).for_process(two, 1), Ok(DeviceChoice::Cuda(1)));
     }
 
     #[test]
     fn more_processes_than_gpus_are_refused() {
         let ninth = SharedGpus { gpus: 8, local_rank: 8, processes: 9 };
         for choice in [DeviceChoice::Auto, DeviceChoice::Cuda(0)] {
-            assert_eq!(choice.of_process(ninth, 1), Err(GpuForEachError::TooFew { processes: 9, gpus: 8 }));
+            assert_eq!(choice.for_process(ninth, 1), Err(GpuForEachError::TooFew { processes: 9, gpus: 8 }));
         }
-        let told = GpuForEachError::TooFew { processes: 2, gpus: 1 }.to_string();
-        assert!(told.contains("share 1 GPU, and") && !told.contains("  "), "{told}");
+        let message = GpuForEachError::TooFew { processes: 2, gpus: 1 }.to_string();
+        assert!(message.contains("share 1 GPU, and") && !message.contains("  "), "{message}");
         let none = SharedGpus { gpus: 0, ..ninth };
-        assert_eq!(DeviceChoice::Auto.of_process(none, 1), Ok(DeviceChoice::Auto), "the CPU");
-        assert_eq!(DeviceChoice::Cuda(0).of_process(none, 1), Ok(DeviceChoice::Cuda(0)), "which `resolve` refuses");
+        assert_eq!(DeviceChoice::Auto.for_process(none, 1), Ok(DeviceChoice::Auto), "the CPU");
+        assert_eq!(DeviceChoice::Cuda(0).for_process(none, 1), Ok(DeviceChoice::Cuda(0)), "which `resolve` refuses");
     }
 }

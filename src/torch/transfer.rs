@@ -40,12 +40,12 @@ impl HostTensor {
     ) -> Result<Self, E> {
         let mut new = Self { tensor: empty(size, kind, device), device };
         // SAFETY: the new tensor has no other handle.
-        fill(unsafe { bytes::of_mut(&mut new.tensor) })?;
+        fill(unsafe { bytes::raw_mut(&mut new.tensor) })?;
         Ok(new)
     }
 
     /// A list of integers.
-    pub fn of_integers(list: &[i64], device: Device) -> Self {
+    pub fn from_integers(list: &[i64], device: Device) -> Self {
         let copy = |memory: &mut [u8]| {
             let places = memory.as_chunks_mut::<8>().0.iter_mut();
             places.zip(list).for_each(|(place, number)| *place = number.to_ne_bytes());
@@ -71,7 +71,7 @@ impl HostTensor {
 
     /// The bytes in memory order.
     pub fn bytes(&self) -> &[u8] {
-        bytes::of(&self.tensor)
+        bytes::raw(&self.tensor)
     }
 }
 
@@ -95,7 +95,7 @@ mod tests {
     #[test]
     fn integers_and_bytes_come_back() {
         for list in [vec![], vec![3, -1, i64::MAX]] {
-            let host = HostTensor::of_integers(&list, Device::Cpu);
+            let host = HostTensor::from_integers(&list, Device::Cpu);
             assert_eq!(Vec::<i64>::try_from(host.on_device()).unwrap(), list);
             assert_eq!(HostTensor::copied(&host.on_device()).bytes(), host.bytes());
         }

@@ -17,7 +17,7 @@ use crate::torch::wide;
 use crate::train::fed_batch::DeviceBatch;
 use crate::train::feed::BatchMaker;
 use crate::train::hidden_states::{
-    CapturedSplits, HiddenStatesError, KeptStates, StatesReader, hidden_states, of_every_position,
+    CapturedSplits, HiddenStatesError, KeptStates, StatesReader, at_every_position, hidden_states,
 };
 use crate::train::plan::TrainPlan;
 use crate::train::state::TrainState;
@@ -239,9 +239,9 @@ impl<'r> TrainingBackbone<'r> {
                 kept.of(&batch.fed.batch, &kept_m, batch.read_ahead()?, compute)?
             }
         };
-        let whole = self.plan.drafter.reads().whole_rows;
+        let whole_rows = self.plan.drafter.reads().whole_rows;
         let n = batch.fed.batch.input_ids.len() as i64;
-        Ok(if whole { of_every_position(&states_mw, &kept_m, n) } else { states_mw })
+        Ok(if whole_rows { at_every_position(&states_mw, &kept_m, n) } else { states_mw })
     }
 
     /// The pass of a frozen backbone.
@@ -314,7 +314,7 @@ impl BackbonePass<'_> {
     /// Summed loss of the LM head, a float64 scalar; adds its gradients times `scale`. `None` if the LM head is frozen.
     pub fn lm_loss(&self, state: &TrainState, batch: &DeviceBatch, scale: f64) -> Option<Tensor> {
         let (lm_target, gradients) = (self.lm_target.as_ref()?, state.lm_gradients(self.dhidden_nh()?));
-        let (hidden_nh, targets, into) = (&self.hidden_nh, batch.of_lm_head(), Some((&gradients, scale)));
+        let (hidden_nh, targets, into) = (&self.hidden_nh, batch.lm_head_targets(), Some((&gradients, scale)));
         Some(match lm_target {
             LmTarget::Tokens => level_loss(None, self.lm_head, hidden_nh, &targets, into).loss,
             LmTarget::Teacher(teacher_nh) => distillation_loss(self.lm_head, [hidden_nh, teacher_nh], &targets, into),
@@ -324,7 +324,7 @@ impl BackbonePass<'_> {
     /// The losses of the LM head without gradients; `None` if it is frozen.
     pub fn lm_evaluation(&self, batch: &DeviceBatch) -> Option<LmEvaluation> {
         let (lm_target, hidden_nh) = (self.lm_target.as_ref()?, &self.hidden_nh);
-        let targets = batch.of_lm_head();
+        let targets = batch.lm_head_targets();
         let cross_entropy = level_loss(None, self.lm_head, hidden_nh, &targets, None).loss;
         let loss = match lm_target {
             LmTarget::Tokens => cross_entropy.shallow_clone(),

@@ -88,7 +88,7 @@ impl CheckedRun {
         let (outline, has_weights) = guard("checking the backbone", || outline(&plan))??;
         let config = outline.config;
         let tokenizer = load_tokenizer(folder, config.vocab_size)?;
-        let cache = data::cache::TokenCache::of_user();
+        let cache = data::cache::TokenCache::for_user();
         let template = ChatTemplate::choose(&plan.data.chat_template, folder).map_err(DataError::from)?;
         let settings = LoadSettings {
             tokenizer: tokenizer.as_ref(),
@@ -209,7 +209,7 @@ impl CheckedRun {
             pass,
             stage: StageShape::whole(self.config.num_hidden_layers),
             drafter,
-            teachers: Teachers { of_drafter: loss.targets.are_soft(), of_backbone: trained.has_teacher() },
+            teachers: Teachers { for_drafter: loss.targets.are_soft(), for_backbone: trained.has_teacher() },
             optimizer: optimizer.name,
             world: WorldPlan { size: plan.world_size, zero_stage: plan.zero_stage },
             unequal: 2 * shortest < longest,
@@ -282,8 +282,8 @@ impl CheckedRun {
 /// `train.max_steps`, or `train.epochs` times the steps of an epoch. Warm-up must not be longer.
 fn total_steps(plan: &TrainPlan, steps_per_epoch: usize) -> Result<usize, TrainError> {
     let epochs = plan.train.epochs.map_or(0, NonZeroUsize::get);
-    let of_epochs = || epochs.checked_mul(steps_per_epoch).ok_or(TrainError::TooManySteps { epochs, steps_per_epoch });
-    let total_steps = plan.train.max_steps.map_or_else(of_epochs, |steps| Ok(steps.get()))?;
+    let by_epochs = || epochs.checked_mul(steps_per_epoch).ok_or(TrainError::TooManySteps { epochs, steps_per_epoch });
+    let total_steps = plan.train.max_steps.map_or_else(by_epochs, |steps| Ok(steps.get()))?;
     if let Some(warmup_steps) = plan.schedule.warmup_steps.filter(|&steps| steps > total_steps) {
         return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
     }
@@ -364,8 +364,8 @@ struct SplitRows {
 impl SplitRows {
     /// The hidden states of all rows.
     fn captured(&self, set: &Arc<CapturedSet>) -> Result<CapturedSplits, DataError> {
-        let of = |rows: &RowStore| CapturedRows::new(set, rows);
-        Ok(CapturedSplits { train: of(&self.train)?, validation: self.validation.as_ref().map(of).transpose()? })
+        let split = |rows: &RowStore| CapturedRows::new(set, rows);
+        Ok(CapturedSplits { train: split(&self.train)?, validation: self.validation.as_ref().map(split).transpose()? })
     }
 }
 

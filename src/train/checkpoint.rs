@@ -223,7 +223,7 @@ impl<'r> Checkpoints<'r> {
     pub fn restore_newest(&self, state: &mut TrainState, ranks: Ranks) -> Result<Option<PathBuf>, CheckpointError> {
         let newest = ranks.is_first().then(|| self.newest()).transpose();
         let newest = ranks.agree(newest.map_err(CheckpointError::from))?;
-        let newest = ranks.of_first(newest)?;
+        let newest = ranks.from_first(newest)?;
         if let Some(checkpoint) = &newest {
             self.restore(checkpoint, state, ranks)?;
         }
@@ -232,7 +232,7 @@ impl<'r> Checkpoints<'r> {
 
     fn restore(&self, checkpoint: &Path, state: &mut TrainState, ranks: Ranks) -> Result<(), CheckpointError> {
         let read = ranks.is_first().then(|| self.restore_weights(checkpoint, state)).transpose();
-        let read = ranks.of_first(ranks.agree(read)?)?;
+        let read = ranks.from_first(ranks.agree(read)?)?;
         if let Some(tokens) = read.token_map {
             state.drafter.set_token_map(TokenMap::new(tokens, self.backbone.device()));
         }
@@ -260,12 +260,12 @@ impl<'r> Checkpoints<'r> {
         let file = checkpoint.join(state.drafter.file_name());
         restore_parameters(&file, state.parameters_of(ParameterGroup::is_of_drafter))?;
         let token_map = TokenMap::in_file(&WeightFiles::open_file(&file)?)?;
-        let of_backbone = match &self.plan.trained {
+        let backbone_file = match &self.plan.trained {
             BackboneTraining::Frozen => None,
             BackboneTraining::Lora { .. } => Some(ADAPTER_FILE),
             BackboneTraining::Full => Some(BACKBONE_FILE),
         };
-        if let Some(file) = of_backbone {
+        if let Some(file) = backbone_file {
             restore_parameters(&checkpoint.join(file), state.parameters_of(ParameterGroup::is_of_backbone))?;
         }
         // Killed between removing the last best/ and renaming the new one, or removed by hand: the next evaluation is the best.
@@ -377,8 +377,8 @@ fn restore_moment(
     let StateTensor { name, shape, kind, .. } = &moment.tensor;
     let read = file.map(|file| file.mapped_as(name, shape, *kind)).transpose();
     let read = ranks.agree(read.map_err(CheckpointError::from))?;
-    let whole = ranks.tensor_of_first(read, shape, *kind)?;
-    state.restore_moment(moment, &whole);
+    let values = ranks.tensor_of_first(read, shape, *kind)?;
+    state.restore_moment(moment, &values);
     Ok(())
 }
 

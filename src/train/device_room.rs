@@ -80,12 +80,12 @@ fn rounded(plan: &mut TrainPlan, _: &dyn Fn(&TrainPlan) -> bool) -> Option<Strin
 /// The largest micro batch that fits, or one row; the optimizer step keeps its rows.
 fn micro_batches(plan: &mut TrainPlan, fits: &dyn Fn(&TrainPlan) -> bool) -> Option<String> {
     let before = plan.train.micro_batch_size.get();
-    let of_step = before * plan.train.gradient_accumulation_steps.get();
+    let step_rows = before * plan.train.gradient_accumulation_steps.get();
     let mut keys = None;
-    for rows in (1..before).rev().filter(|&rows| of_step.is_multiple_of(rows)) {
+    for rows in (1..before).rev().filter(|&rows| step_rows.is_multiple_of(rows)) {
         plan.train.micro_batch_size = NonZeroUsize::new(rows)?;
-        plan.train.gradient_accumulation_steps = NonZeroUsize::new(of_step / rows)?;
-        let accumulated = of_step / rows;
+        plan.train.gradient_accumulation_steps = NonZeroUsize::new(step_rows / rows)?;
+        let accumulated = step_rows / rows;
         keys = Some(format!("train.micro_batch_size = {rows} with train.gradient_accumulation_steps = {accumulated}"));
         if fits(plan) {
             break;

@@ -6,7 +6,7 @@ use crate::formats::metrics::MetricsLine;
 
 /// Steps whose mean is compared with the first one.
 const STEPS: usize = 10;
-/// How far a loss rises before that is told. A divergence from the original backbone starts at 0.
+/// How far a loss rises before that is reported. A divergence from the original backbone starts at 0.
 const FACTOR: f64 = 1.5;
 const MARGIN: f64 = 1.0;
 
@@ -25,7 +25,7 @@ pub struct RisenLoss {
 pub(super) struct LossWatch {
     lm: Option<LossHistory>,
     heads: Option<LossHistory>,
-    is_told: bool,
+    is_reported: bool,
 }
 
 #[derive(Debug)]
@@ -44,9 +44,9 @@ impl LossWatch {
             let [first, mean] = risen?;
             Some(RisenLoss { name, first, mean })
         });
-        let is_told = self.is_told;
-        self.is_told |= risen.is_some();
-        risen.filter(|_| !is_told)
+        let is_reported = self.is_reported;
+        self.is_reported |= risen.is_some();
+        risen.filter(|_| !is_reported)
     }
 }
 
@@ -67,38 +67,38 @@ impl LossHistory {
 mod tests {
     use super::*;
 
-    /// The steps, counted from 1, after which a loss was told to have risen.
-    fn told(losses: impl IntoIterator<Item = (Option<f64>, f64)>) -> Vec<(usize, RisenLoss)> {
+    /// The steps, counted from 1, after which a loss was reported to have risen.
+    fn risen_losses(losses: impl IntoIterator<Item = (Option<f64>, f64)>) -> Vec<(usize, RisenLoss)> {
         let mut watch = LossWatch::default();
         let line = |(lm_loss, heads_loss): (Option<f64>, f64)| MetricsLine {
             lm_loss,
             heads_loss: Some(heads_loss),
             ..MetricsLine::parse(br#"{"split": "train", "step": 1}"#).unwrap()
         };
-        let told = losses.into_iter().map(line).zip(1..).filter_map(|(line, step)| Some((step, watch.after(&line)?)));
-        told.collect()
+        let risen = losses.into_iter().map(line).zip(1..).filter_map(|(line, step)| Some((step, watch.after(&line)?)));
+        risen.collect()
     }
 
     #[test]
-    fn a_loss_that_stays_high_above_the_first_is_told_once() {
+    fn a_loss_that_stays_high_above_the_first_is_reported_once() {
         let rising = (0..60).map(|step| (None, 20.0 + f64::from(step)));
         let risen = RisenLoss { name: "loss", first: 20.0, mean: 31.5 };
-        assert_eq!(told(rising), [(17, risen)]);
+        assert_eq!(risen_losses(rising), [(17, risen)]);
         let far = (0..60).map(|step| (None, if step == 0 { 29.0 } else { 5000.0 }));
-        assert_eq!(told(far)[0].0, 10);
+        assert_eq!(risen_losses(far)[0].0, 10);
     }
 
     #[test]
-    fn noise_and_a_loss_that_does_not_fall_are_not_told() {
+    fn noise_and_a_loss_that_does_not_fall_are_not_reported() {
         let noise = (0..100).map(|step| (None, if step % 10 == 9 { 90.0 } else { 20.0 }));
-        assert_eq!(told(noise), []);
-        assert_eq!(told((0..100).map(|_| (Some(2.0), 20.0))), []);
+        assert_eq!(risen_losses(noise), []);
+        assert_eq!(risen_losses((0..100).map(|_| (Some(2.0), 20.0))), []);
     }
 
     #[test]
-    fn the_two_losses_of_medusa_2_are_told_apart() {
+    fn the_two_losses_of_medusa_2_are_distinguished() {
         let name = |lm: f64, heads: f64| {
-            told((0..20).map(|step| if step == 0 { (Some(0.0), 20.0) } else { (Some(lm), heads) }))[0].1.name
+            risen_losses((0..20).map(|step| if step == 0 { (Some(0.0), 20.0) } else { (Some(lm), heads) }))[0].1.name
         };
         assert_eq!(name(2.0, 19.0), "LM loss", "a divergence that starts at 0");
         assert_eq!(name(0.1, 60.0), "heads loss");

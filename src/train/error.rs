@@ -18,7 +18,7 @@ use crate::torch::TorchPanic;
 use crate::train::checkpoint::CheckpointError;
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::ranks::RanksError;
-use crate::train::step::{StepError, of_float16};
+use crate::train::step::{StepError, float16_advice};
 
 /// Why a run failed or did not start.
 #[derive(Debug, thiserror::Error)]
@@ -90,7 +90,7 @@ pub enum TrainError {
         why: String,
     },
     /// The backbone cannot answer.
-    #[error("the backbone's answers to validation prompts: its logits are NaN or infinite; check its weights{}", of_float16(*dtype))]
+    #[error("the backbone's answers to validation prompts: its logits are NaN or infinite; check its weights{}", float16_advice(*dtype))]
     AnswersNotFinite { dtype: Dtype },
     /// Decoding the answers to validation prompts failed.
     #[error("the backbone's answers to validation prompts: {0}")]

@@ -128,11 +128,11 @@ impl FedBatch {
                 .then(|| integers.push(targets.positions.iter().map(|&position| rows.of(position + level as i64 + 1)))),
         };
         let levels = targets.by_level.iter().zip(&targets.previous).enumerate().map(&mut level).collect();
-        let lm_head = shape.trains_lm_head.then(|| rows.push_targets(&targets.of_lm_head, &mut integers));
+        let lm_head = shape.trains_lm_head.then(|| rows.push_targets(&targets.lm_head, &mut integers));
         let kept = kept.map(|kept| integers.push(kept.iter().copied()));
-        let integers = HostTensor::of_integers(&integers.all, shape.device);
+        let integers = HostTensor::from_integers(&integers.all, shape.device);
         let places = IntegerPlaces { tokens, levels, lm_head, kept };
-        let tokens = shape.embeds_on.map(|device| HostTensor::of_integers(&batch.input_ids, device));
+        let tokens = shape.embeds_on.map(|device| HostTensor::from_integers(&batch.input_ids, device));
         Self { batch, targets, integers, tokens, places, read_ahead: None }
     }
 
@@ -168,7 +168,7 @@ impl DeviceBatch<'_> {
     }
 
     /// Targets of a level (0-based), as rows of the hidden states.
-    pub fn of_level(&self, level: usize) -> Targets {
+    pub fn level_targets(&self, level: usize) -> Targets {
         let LevelPlaces { targets, previous, .. } = &self.fed.places.levels[level];
         // A micro batch may have no position of a level: M = 0.
         let previous =
@@ -176,20 +176,20 @@ impl DeviceBatch<'_> {
         Targets { previous_mj: previous, ..self.targets(targets) }
     }
 
-    /// [`DeviceBatch::of_level`] with the LM head's rows.
+    /// [`DeviceBatch::level_targets`] with the LM head's rows.
     ///
     /// # Panics
     /// If the LM head does not teach.
     pub fn soft_of_level(&self, level: usize) -> SoftTargets {
         let teachers = self.fed.places.levels[level].teachers.as_ref().expect("a run with soft targets");
-        SoftTargets { targets: self.of_level(level), teacher_m: self.list(teachers) }
+        SoftTargets { targets: self.level_targets(level), teacher_m: self.list(teachers) }
     }
 
     /// Targets of the LM head, as rows of the hidden states.
     ///
     /// # Panics
     /// If the LM head is frozen.
-    pub fn of_lm_head(&self) -> Targets {
+    pub fn lm_head_targets(&self) -> Targets {
         self.targets(self.fed.places.lm_head.as_ref().expect("a trained LM head"))
     }
 

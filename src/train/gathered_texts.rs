@@ -47,17 +47,17 @@ impl<'c> EvaluatedTexts<'c> {
             self.count(&all);
             self.counted.tokens_per_step()
         });
-        self.ranks.of_first(found)
+        self.ranks.from_first(found)
     }
 
     /// Counts the batches of all processes, which took turns.
     fn count(&mut self, all: &[Vec<u8>]) {
-        let mut of_ranks: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
-        for rank in (0..of_ranks.len()).cycle() {
-            if of_ranks[rank].is_empty() {
+        let mut by_rank: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
+        for rank in (0..by_rank.len()).cycle() {
+            if by_rank[rank].is_empty() {
                 return; // the first process that has no more batches ends the last turn
             }
-            let mut batch = split_off_counted(&mut of_ranks[rank]);
+            let mut batch = split_off_counted(&mut by_rank[rank]);
             while !batch.is_empty() {
                 let (row, text) = self.text_of(&mut batch);
                 self.counted.fold_of(row).add_text(text);
@@ -128,14 +128,14 @@ mod tests {
         let mut alone = EvaluatedTexts::new(3, Ranks::alone());
         batches().into_iter().for_each(|batch| alone.add_batch(batch.into_iter()));
         for world_size in [2, 4, 5, 7] {
-            let of_rank = |rank: usize| {
+            let rank_texts = |rank: usize| {
                 let own = batches().into_iter().skip(rank).step_by(world_size);
                 let bytes =
                     own.map(|batch| batch.iter().flat_map(|(row, text)| text_bytes(*row, text)).collect::<Vec<_>>());
                 bytes.flat_map(|batch| with_length(&batch)).collect::<Vec<u8>>()
             };
             let mut joined = EvaluatedTexts::new(3, Ranks::alone());
-            joined.count(&(0..world_size).map(of_rank).collect::<Vec<_>>());
+            joined.count(&(0..world_size).map(rank_texts).collect::<Vec<_>>());
             assert_eq!(joined.counted, alone.counted, "{world_size} processes");
         }
         let found = alone.tokens_per_step().expect("one process").expect("targets");

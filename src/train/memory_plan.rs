@@ -105,9 +105,9 @@ impl<'w> Workload<'w> {
 
     /// The size of each adapter tensor.
     fn adapters(&self, lora: &LoraConfig) -> Vec<u64> {
-        let of_layer = self.pass.adapters(lora);
+        let a_layer = self.pass.adapters(lora);
         let lm_head = self.stage.is_last.then(|| adapter(self.pass.config.lm_head(), lora));
-        (0..self.stage.layers).flat_map(|_| of_layer.clone()).chain(lm_head.into_iter().flatten()).collect()
+        (0..self.stage.layers).flat_map(|_| a_layer.clone()).chain(lm_head.into_iter().flatten()).collect()
     }
 
     fn backbone(&self) -> MemoryGroup {
@@ -156,8 +156,8 @@ impl<'w> Workload<'w> {
         if self.pass.recompute {
             return self.pass.allocated([(layers + last, input)]);
         }
-        let of_layers = self.pass.kept().into_iter().map(|(count, bytes)| (count * layers, bytes));
-        self.pass.allocated(of_layers.chain([(last, input)]))
+        let in_layers = self.pass.kept().into_iter().map(|(count, bytes)| (count * layers, bytes));
+        self.pass.allocated(in_layers.chain([(last, input)]))
     }
 
     fn hidden_states(&self) -> u64 {
@@ -173,7 +173,7 @@ impl<'w> Workload<'w> {
         let read_ahead = u64::from((self.cached || self.loaded.is_some()) && on_host);
         // A server's states before the final norm; their dtype is at most float32.
         let before_norm = u64::from(self.loaded.is_some()) * F32.div_ceil(element);
-        let states = (1 + tapped) * (1 + read_ahead + before_norm) + u64::from(self.teachers.of_backbone) + own_layer;
+        let states = (1 + tapped) * (1 + read_ahead + before_norm) + u64::from(self.teachers.for_backbone) + own_layer;
         self.pass.allocated([(states, numbers * element), (1, gradient), (own_layer, numbers * self.pass.wide())])
     }
 
@@ -184,9 +184,9 @@ impl<'w> Workload<'w> {
         let own_layer = self.drafter_layer().map_or(0, |layer| layer.at_once());
         let loss = if stage.is_last { drafter.loss_bytes(&self.pass, self.teachers) } else { 0 };
         let trains_lm_head = self.is_joint() && stage.is_last;
-        let of_lm_head = if trains_lm_head { drafter.lm_head_loss_bytes(&self.pass, self.teachers) } else { 0 };
+        let lm_head = if trains_lm_head { drafter.lm_head_loss_bytes(&self.pass, self.teachers) } else { 0 };
         let saving = self.saving().max(self.gathered_moment()).saturating_sub(idle);
-        loss.max(of_lm_head).max(layers).max(own_layer).max(self.embedding_gradient()).max(saving)
+        loss.max(lm_head).max(layers).max(own_layer).max(self.embedding_gradient()).max(saving)
     }
 
     /// libtorch computes a dense gradient for the embedding of a fully trained backbone.

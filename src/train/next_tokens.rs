@@ -1,7 +1,7 @@
 //! Whether the hidden states of a server are what they should be: how often the LM head predicts the next token from them. States of another
 //! layer, of another backbone or after the final norm are trained on without an error otherwise.
 //!
-//! A layer shortly before the last one cannot be told from the last one if it is alone in its files: it predicts almost as well.
+//! A layer shortly before the last one cannot be distinguished from the last one if it is alone in its files: it predicts almost as well.
 
 // M kept positions, H hidden
 use tch::{Kind, Tensor};

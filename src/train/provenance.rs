@@ -54,8 +54,8 @@ impl Provenance {
 
     /// Compared by content, not by origin: another commit of a repository may have the same heads.
     fn other_beginning(&self, now: &Self) -> Option<String> {
-        let is_told = !self.init_from_files.is_empty(); // earlier versions do not record it
-        let file = changed(&self.init_from_files, &now.init_from_files).filter(|_| is_told)?;
+        let is_recorded = !self.init_from_files.is_empty(); // earlier versions do not record it
+        let file = changed(&self.init_from_files, &now.init_from_files).filter(|_| is_recorded)?;
         Some(format!(
             "holds a run that began with other heads or adapters: {file} changed since (init_from); go on with the same files, or \
              train in another folder"
@@ -78,9 +78,9 @@ impl Provenance {
         let other = self.other_rows(&now.rows)?;
         let is_unhashed = |file: &Value| file["sha256"].is_null();
         let mut files = now.rows.iter().filter_map(|rows| rows["files"].as_array()).flatten();
-        let of_which = if files.any(is_unhashed) { "a file changed, or" } else { "of the same files:" };
+        let reason = if files.any(is_unhashed) { "a file changed, or" } else { "of the same files:" };
         Some(format!(
-            "holds a run on other {other}, {of_which} another version of this program made them, or a chat template that writes the date; \
+            "holds a run on other {other}, {reason} another version of this program made them, or a chat template that writes the date; \
              train in another folder"
         ))
     }
@@ -104,7 +104,7 @@ impl Provenance {
 
     fn other_rows(&self, now: &[Value]) -> Option<String> {
         let same = |before: &Value, now: &Value| before.is_null() || before == now;
-        let of_one = |what: &str, before: &Value, now: &Value| {
+        let change = |what: &str, before: &Value, now: &Value| {
             let number = ["rows", "tokens", "tokens_with_loss"].into_iter().find(|key| !same(&before[key], &now[key]));
             let difference = match number {
                 Some(key) => format!("{key} was {} when it began and is {} now", before[key], now[key]),
@@ -113,7 +113,7 @@ impl Provenance {
             Some(format!("rows to {what}: {difference}"))
         };
         let pairs = ["train on", "validate on"].into_iter().zip(self.rows.iter().zip(now));
-        pairs.into_iter().find_map(|(what, (before, now))| of_one(what, before, now))
+        pairs.into_iter().find_map(|(what, (before, now))| change(what, before, now))
     }
 }
 
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn other_numbers_and_other_tokens_of_the_same_files_are_told() {
+    fn other_numbers_and_other_tokens_of_the_same_files_are_reported() {
         let rows = |tokens: usize, sha256: &str| json!({"rows": 3, "tokens": tokens, "files": [{"path": "a", "tokens_sha256": sha256}]});
         let before = provenance(&[], rows(40, "x"));
         let now = |rows| difference(&before, &provenance(&[], rows));

@@ -32,10 +32,10 @@ pub enum RanksError {
     },
     /// Not all processes were started for the same run.
     #[error(
-        "rank {rank} differs from rank 0 in {what}: it has {value}, rank 0 has {of_first}; start all processes with the same program, recipe, \
+        "rank {rank} differs from rank 0 in {what}: it has {value}, rank 0 has {first}; start all processes with the same program, recipe, \
          data and backbone"
     )]
-    Differs { rank: usize, what: String, value: String, of_first: String },
+    Differs { rank: usize, what: String, value: String, first: String },
 }
 
 impl Ranks<'static> {
@@ -142,7 +142,7 @@ impl<'c> Ranks<'c> {
     }
 
     fn sum(self, numbers: &[f64]) -> Result<Vec<f64>, CollectiveError> {
-        // On the CPU: an error of a device must be told, too.
+        // On the CPU: an error of a device must be reported, too.
         let sum = Tensor::from_slice(numbers);
         self.collective.all_reduce(&sum)?;
         Ok(Vec::try_from(&sum).expect("a float64 vector"))
@@ -155,7 +155,7 @@ impl<'c> Ranks<'c> {
     ///
     /// # Panics
     /// If rank 0 passes `None`, or a value that JSON does not hold.
-    pub fn of_first<T: Serialize + DeserializeOwned>(self, value: Option<T>) -> Result<T, RanksError> {
+    pub fn from_first<T: Serialize + DeserializeOwned>(self, value: Option<T>) -> Result<T, RanksError> {
         if self.is_alone() {
             return Ok(value.expect("rank 0 says it"));
         }
@@ -175,12 +175,12 @@ impl<'c> Ranks<'c> {
         if self.is_alone() {
             return Ok(tensor.expect("rank 0 has it"));
         }
-        let whole = Tensor::zeros(shape, (kind, self.device));
+        let received = Tensor::zeros(shape, (kind, self.device));
         if self.is_first() {
-            whole.shallow_clone().copy_(&tensor.expect("rank 0 has it"));
+            received.shallow_clone().copy_(&tensor.expect("rank 0 has it"));
         }
-        self.collective.broadcast(&whole, 0)?;
-        Ok(whole)
+        self.collective.broadcast(&received, 0)?;
+        Ok(received)
     }
 
     /// What each process passes, by rank.
@@ -234,7 +234,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_is_told_by_its_first_line() {
+    fn an_error_is_reported_by_its_first_line() {
         assert_eq!(["one", "one\ntwo", "", "\ntwo"].map(first_line), ["one", "one", NO_WORDS, NO_WORDS]);
     }
 }

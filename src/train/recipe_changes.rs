@@ -169,14 +169,14 @@ mod tests {
     #[test]
     fn layers_may_lie_on_other_devices() {
         let mapped = |map| format!("[stage.medusa1]\n[backbone]\ndevice_map = {map}");
-        let of = |before: &str, now: &str| {
+        let changes = |before: &str, now: &str| {
             let [before, now] = [before, now].map(|stage| BEFORE.replace("[stage.medusa1]", stage));
             RecipeChanges::between(&before, &now).unwrap().keys
         };
         let (auto, list) = (mapped("\"auto\""), mapped("[2, 3]"));
-        assert_eq!(of(&auto, &list), ["backbone.device_map = [2, 3] (was \"auto\")"]);
+        assert_eq!(changes(&auto, &list), ["backbone.device_map = [2, 3] (was \"auto\")"]);
         assert_eq!(
-            of("[stage.medusa1]\n[backbone]\npath = \"b\"", &(list + "\npath = \"b\"")),
+            changes("[stage.medusa1]\n[backbone]\npath = \"b\"", &(list + "\npath = \"b\"")),
             ["backbone.device_map = [2, 3]"]
         );
     }

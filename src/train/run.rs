@@ -83,14 +83,14 @@ impl TrainRun {
         ranks: Ranks,
         resume: bool,
         interrupted: &AtomicBool,
-        tell: &mut dyn FnMut(RunEvent),
+        emit: &mut dyn FnMut(RunEvent),
     ) -> Result<RunOutcome, TrainError> {
         same_run::check_micro_batches(&self.checked.plan.train, ranks.world_size())?;
-        let same = same_run::check(&self.checked, ranks, tell);
+        let same = same_run::check(&self.checked, ranks, emit);
         ranks.agree(same)?;
-        let begun = ranks.is_first().then(|| self.begin(ranks, resume, tell)).transpose();
+        let begun = ranks.is_first().then(|| self.begin(ranks, resume, emit)).transpose();
         let begun = ranks.agree_after_long_work(begun)?;
-        let goes_on = ranks.of_first(begun.as_ref().map(|begun| begun.backbone.is_some()))?;
+        let goes_on = ranks.from_first(begun.as_ref().map(|begun| begun.backbone.is_some()))?;
         if !goes_on {
             return Ok(RunOutcome::FinishedBefore(self.checked.plan.train.output_dir.join(FINAL)));
         }
@@ -98,32 +98,32 @@ impl TrainRun {
             Some(BegunRun { claimed, backbone }) => (Some(claimed), backbone),
             None => (None, None),
         };
-        let backbone = backbone.map_or_else(|| self.training_backbone(ranks, tell), Ok);
+        let backbone = backbone.map_or_else(|| self.training_backbone(ranks, emit), Ok);
         let backbone = ranks.agree_after_long_work(backbone)?;
         let logged_every = claimed.as_ref().and_then(|claimed| claimed.logged_every);
-        let texts = ranks.is_first().then(|| self.own_answers(interrupted, tell)).transpose();
+        let texts = ranks.is_first().then(|| self.own_answers(interrupted, emit)).transpose();
         let texts = ranks.agree_after_long_work(texts)?;
-        let OwnAnswers::Rows(answers) = ranks.of_first(texts)? else { return Ok(RunOutcome::InterruptedBefore) };
+        let OwnAnswers::Rows(answers) = ranks.from_first(texts)? else { return Ok(RunOutcome::InterruptedBefore) };
         let answers = answers.and_then(|rows| own_answers::loader(rows, &self.checked.plan));
         check_halves(&self.checked.plan, answers.as_ref(), "validation answer")?;
-        let training = self.started(ranks, backbone, logged_every, tell)?;
+        let training = self.started(ranks, backbone, logged_every, emit)?;
         TrainingLoop { answers, ..training }.run(interrupted)
     }
 
     /// What rank 0 does first: claims the run's folder.
-    fn begin(&self, ranks: Ranks, resume: bool, tell: &mut dyn FnMut(RunEvent)) -> Result<BegunRun<'_>, TrainError> {
+    fn begin(&self, ranks: Ranks, resume: bool, emit: &mut dyn FnMut(RunEvent)) -> Result<BegunRun<'_>, TrainError> {
         let run = self.checked.plan.train.output_dir.as_path();
         let finished = run.join(FINAL);
         check_output_dir(run, resume)?;
         self.verify_sources()?;
         let folder = RunFolder::new(&self.checked)?;
-        tell(RunEvent::Hashing { bytes: folder.bytes_to_hash() });
+        emit(RunEvent::Hashing { bytes: folder.bytes_to_hash() });
         // Claim an existing run's folder first: a run that may not be resumed must not create a hidden-state cache.
         // Otherwise lock the cache before creating the run folder.
         let begun = if checkpoint::holds_a_run(run)? { Some(folder.claim(resume)?) } else { None };
-        let backbone = if finished.exists() { None } else { Some(self.training_backbone(ranks, tell)?) };
+        let backbone = if finished.exists() { None } else { Some(self.training_backbone(ranks, emit)?) };
         let claimed = begun.map_or_else(|| folder.claim(resume), Ok)?;
-        claimed.damaged.iter().for_each(|damaged| tell(RunEvent::Damaged(damaged)));
+        claimed.damaged.iter().for_each(|damaged| emit(RunEvent::Damaged(damaged)));
         if finished.exists() {
             checksums::verify(&finished)?;
             RunLog::restore_events(run)?;
@@ -131,22 +131,22 @@ impl TrainRun {
         if !claimed.changes.is_empty() {
             let total_steps = claimed.length_changed.then_some(self.checked.total_steps);
             let is_joint = !self.checked.plan.trained.is_frozen();
-            tell(RunEvent::RecipeChanged { keys: &claimed.changes, total_steps, is_joint });
+            emit(RunEvent::RecipeChanged { keys: &claimed.changes, total_steps, is_joint });
         }
         let backbone = backbone.filter(|_| !finished.exists());
         if backbone.is_some() && resume && checkpoint::newest_step(run)?.is_none() {
-            tell(RunEvent::NoCheckpoint);
+            emit(RunEvent::NoCheckpoint);
         }
         Ok(BegunRun { claimed, backbone })
     }
 
     /// What evaluations measure tokens per step on, besides the validation rows.
-    fn own_answers(&self, interrupted: &AtomicBool, tell: &mut dyn FnMut(RunEvent)) -> Result<OwnAnswers, TrainError> {
+    fn own_answers(&self, interrupted: &AtomicBool, emit: &mut dyn FnMut(RunEvent)) -> Result<OwnAnswers, TrainError> {
         let Some(MeasuredTexts::Answers(most)) = MeasuredTexts::of(&self.checked)? else {
             return Ok(OwnAnswers::Rows(None));
         };
         let rows = own_answers::kept_or_made(&self.checked, &self.backbone, most, &mut |done, prompts| {
-            tell(RunEvent::Answering { done, prompts });
+            emit(RunEvent::Answering { done, prompts });
             if interrupted.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         })?;
         Ok(rows.map_or(OwnAnswers::Interrupted, |rows| OwnAnswers::Rows(Some(rows))))
@@ -167,7 +167,7 @@ impl TrainRun {
         ranks: Ranks<'r>,
         backbone: TrainingBackbone<'r>,
         logged_every: Option<NonZeroUsize>,
-        tell: &'t mut dyn FnMut(RunEvent),
+        emit: &'t mut dyn FnMut(RunEvent),
     ) -> Result<TrainingLoop<'r, 't>, TrainError> {
         let plan = &self.checked.plan;
         let state = guard("making the heads", || self.first_state(ranks));
@@ -178,7 +178,7 @@ impl TrainRun {
         let checkpoints = Checkpoints { plan, backbone: &self.backbone, template, fingerprint };
         if let Some(checkpoint) = checkpoints.restore_newest(&mut state, ranks)? {
             let is_verified = checkpoint.join(CHECKSUMS).exists();
-            tell(RunEvent::Resumed { checkpoint: &checkpoint, is_verified });
+            emit(RunEvent::Resumed { checkpoint: &checkpoint, is_verified });
         }
         state.take_values_of_first(ranks)?;
         memory::keep_freed_blocks();
@@ -186,7 +186,7 @@ impl TrainRun {
         let log = ranks.agree(log)?;
         let logged_every = logged_every.unwrap_or(plan.train.log_every);
         if let Some((steps, log)) = log.as_ref().and_then(|log| Some((log.gap(state.step, logged_every)?, log))) {
-            tell(RunEvent::LogLacks { path: log.path(), steps });
+            emit(RunEvent::LogLacks { path: log.path(), steps });
         }
         let watch = LossWatch::default();
         Ok(TrainingLoop {
@@ -198,7 +198,7 @@ impl TrainRun {
             answers: None,
             log,
             watch,
-            tell,
+            emit,
         })
     }
 
@@ -218,22 +218,22 @@ impl TrainRun {
     fn training_backbone(
         &self,
         ranks: Ranks,
-        tell: &mut dyn FnMut(RunEvent),
+        emit: &mut dyn FnMut(RunEvent),
     ) -> Result<TrainingBackbone<'_>, TrainError> {
         let plan = &self.checked.plan;
         if let Some(captured) = &self.checked.captured {
             if let Some(next_tokens) = guard("reading hidden states", || self.next_tokens(captured))?? {
-                tell(RunEvent::CapturedStates(next_tokens));
+                emit(RunEvent::CapturedStates(next_tokens));
             }
             return Ok(TrainingBackbone::new(&self.backbone, plan, StatesSource::Captured(captured.clone())));
         }
         let caches = match &plan.train.hidden_state_cache {
-            Some(folder) if ranks.is_alone() => self.caches(folder, tell)?,
-            Some(folder) => self.complete_caches(folder, tell)?,
+            Some(folder) if ranks.is_alone() => self.caches(folder, emit)?,
+            Some(folder) => self.complete_caches(folder, emit)?,
             None => StatesCaches::default(),
         };
         if let Some(kept) = &caches.train {
-            tell(RunEvent::HiddenStates {
+            emit(RunEvent::HiddenStates {
                 path: kept.path(),
                 filled: kept.filled(),
                 rows: kept.rows(),
@@ -255,12 +255,12 @@ impl TrainRun {
     }
 
     /// The caches that several processes use: those with the states of all rows, which they only read.
-    fn complete_caches(&self, folder: &Path, tell: &mut dyn FnMut(RunEvent)) -> Result<StatesCaches<'_>, TrainError> {
+    fn complete_caches(&self, folder: &Path, emit: &mut dyn FnMut(RunEvent)) -> Result<StatesCaches<'_>, TrainError> {
         let CheckedRun { train, validation, .. } = &self.checked;
         let place = self.states_place(folder, train.sequences())?;
         let path = place.path().to_owned();
         let Some(kept) = place.open_if_complete(&self.backbone)? else {
-            tell(RunEvent::CacheIncomplete(&path));
+            emit(RunEvent::CacheIncomplete(&path));
             return Ok(StatesCaches::default());
         };
         let places = validation.as_ref().map(|rows| self.states_place(folder, rows.sequences())).transpose()?;
@@ -273,12 +273,12 @@ impl TrainRun {
     }
 
     /// The caches of the rows' hidden states, as far as the disk has space for them.
-    fn caches(&self, folder: &Path, tell: &mut dyn FnMut(RunEvent)) -> Result<StatesCaches<'_>, TrainError> {
+    fn caches(&self, folder: &Path, emit: &mut dyn FnMut(RunEvent)) -> Result<StatesCaches<'_>, TrainError> {
         let CheckedRun { train, validation, .. } = &self.checked;
         let mut opened = |place: StatesPlace, split, other_bytes| match place.open(&self.backbone, other_bytes) {
             Ok(kept) => Ok(Some(kept)),
             Err(why) if why.is_full_disk() => {
-                tell(RunEvent::CacheLacks(split, &why));
+                emit(RunEvent::CacheLacks(split, &why));
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -317,7 +317,7 @@ impl TrainRun {
         let Self { backbone, .. } = self;
         let tokens = self.checked.draft_vocabulary.as_ref().map(|vocabulary| &vocabulary.tokens[..]);
         let drafter = self.checked.drafter.build(backbone, tokens, plan.train.seed)?;
-        Ok(TrainState::of_rank(drafter, &self.backbone, plan, ranks))
+        Ok(TrainState::for_rank(drafter, &self.backbone, plan, ranks))
     }
 }
 

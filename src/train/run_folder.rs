@@ -127,7 +127,7 @@ impl<'r> RunFolder<'r> {
 
     /// Bytes of the weight files that [`RunFolder::claim`] hashes; hashes of earlier runs are cached.
     pub fn bytes_to_hash(&self) -> u64 {
-        let cache = TokenCache::of_user();
+        let cache = TokenCache::for_user();
         let is_new = |path: &&PathBuf| cache.as_ref().is_none_or(|cache| !cache.knows(path));
         let files = self.backbone_files.iter().chain(&self.init_from_files).filter(is_new);
         files.filter_map(|path| Some(path.metadata().ok()?.len())).sum()
@@ -168,7 +168,7 @@ impl<'r> RunFolder<'r> {
             .map(|row| Ok(prompt_hash(row?.prompt(self.answer_header))))
             .collect::<Result<_, DataError>>()?;
         let start = self.plan.drafter.start()?;
-        let before = start.map(|start| TrainedPrompts::of_heads(&start.folder)).transpose()?.flatten();
+        let before = start.map(|start| TrainedPrompts::for_heads(&start.folder)).transpose()?.flatten();
         Ok(TrainedPrompts::of(hashes).with(before.unwrap_or_default()).save(&run.join(PROMPTS))?)
     }
 
@@ -276,7 +276,7 @@ fn tokenizing_files(plan: &TrainPlan) -> Vec<PathBuf> {
 
 /// Hashes the files that exist.
 fn hashed(paths: &[PathBuf]) -> Result<Vec<HashedFile>, TrainError> {
-    let cache = TokenCache::of_user();
+    let cache = TokenCache::for_user();
     let sum = |path: &Path| cache.as_ref().map_or_else(|| sha256(path), |cache| cache.sha256_of(path));
     let file = |path: &PathBuf| match sum(path) {
         Ok(sha256) => Some(Ok(HashedFile { path: path.clone(), sha256 })),

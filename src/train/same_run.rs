@@ -23,13 +23,13 @@ type RunFacts = BTreeMap<String, String>;
 ///
 /// # Errors
 /// [`RanksError::Differs`], the same in all processes, or a file cannot be read.
-pub(super) fn check(checked: &CheckedRun, ranks: Ranks, tell: &mut dyn FnMut(RunEvent)) -> Result<(), TrainError> {
+pub(super) fn check(checked: &CheckedRun, ranks: Ranks, emit: &mut dyn FnMut(RunEvent)) -> Result<(), TrainError> {
     if ranks.is_alone() {
         return Ok(());
     }
     let facts = ranks.first_of_machine_first(|| {
         let folder = RunFolder::new(checked)?;
-        tell(RunEvent::Hashing { bytes: folder.bytes_to_hash() });
+        emit(RunEvent::Hashing { bytes: folder.bytes_to_hash() });
         Ok::<_, TrainError>(facts(checked, &folder.provenance()?))
     })?;
     let own = serde_json::to_vec(&facts).expect("JSON holds texts");
@@ -48,18 +48,18 @@ pub fn check_micro_batches(train: &TrainConfig, world_size: usize) -> Result<(),
     if micro_batches >= world_size {
         return Ok(());
     }
-    let of_step = rows * micro_batches;
-    let fits = |rows: &usize| of_step.is_multiple_of(*rows) && of_step / rows >= world_size;
+    let in_step = rows * micro_batches;
+    let fits = |rows: &usize| in_step.is_multiple_of(*rows) && in_step / rows >= world_size;
     let advice = match (1..rows).rev().find(fits) {
         Some(fewer) => format!(
-            "set train.micro_batch_size = {fewer} and train.gradient_accumulation_steps = {}, which are the same {of_step} rows, or start at \
+            "set train.micro_batch_size = {fewer} and train.gradient_accumulation_steps = {}, which are the same {in_step} rows, or start at \
              most {micro_batches}",
-            of_step / fewer
+            in_step / fewer
         ),
         None => format!(
             "a step has only {}; start at most as many processes with train.micro_batch_size = 1 and \
-             train.gradient_accumulation_steps = {of_step}, or raise the latter",
-            counted(of_step, "row")
+             train.gradient_accumulation_steps = {in_step}, or raise the latter",
+            counted(in_step, "row")
         ),
     };
     Err(TrainError::TooManyRanks { world_size, micro_batches, advice })
@@ -102,7 +102,7 @@ fn layers_of_stages(checked: &CheckedRun) -> String {
 /// Copies on other machines have other times of change.
 fn files_of_states(provenance: &Provenance) -> String {
     let files = provenance.hidden_states.as_ref();
-    files.map_or_else(String::new, |of| format!("{} with {} bytes", counted(of.files, "file"), of.bytes))
+    files.map_or_else(String::new, |all| format!("{} with {} bytes", counted(all.files, "file"), all.bytes))
 }
 
 fn files_of(of: &str, files: &[HashedFile]) -> impl Iterator<Item = (String, String)> {
@@ -131,7 +131,7 @@ fn difference(all: &[RunFacts]) -> Option<RanksError> {
         let mut whats = first.keys().chain(facts.keys());
         let what = whats.find(|&what| first.get(what) != facts.get(what))?;
         let value = |of: &RunFacts| of.get(what).map_or("nothing", String::as_str).to_owned();
-        Some(RanksError::Differs { rank, what: what.clone(), value: value(facts), of_first: value(first) })
+        Some(RanksError::Differs { rank, what: what.clone(), value: value(facts), first: value(first) })
     })
 }
 

@@ -91,8 +91,8 @@ impl ScheduleConfig {
 
     /// Steps of the warm-up in a run of `total` steps; a ratio is rounded up, as in transformers.
     fn warmup(&self, total: usize) -> usize {
-        let of_ratio = |ratio: Fraction| (ratio.get() * total as f64).ceil() as usize;
-        self.warmup_steps.or(self.warmup_ratio.map(of_ratio)).unwrap_or(0)
+        let from_ratio = |ratio: Fraction| (ratio.get() * total as f64).ceil() as usize;
+        self.warmup_steps.or(self.warmup_ratio.map(from_ratio)).unwrap_or(0)
     }
 }
 

@@ -80,16 +80,16 @@ pub struct SavedMoment {
 impl TrainState {
     /// The state at step 0 for `drafter` and the parameters of `backbone` that require a gradient, in a run of one process.
     pub fn new(drafter: Box<dyn TrainedDrafter>, backbone: &Llama, plan: &TrainPlan) -> Self {
-        Self::of_rank(drafter, backbone, plan, Ranks::alone())
+        Self::for_rank(drafter, backbone, plan, Ranks::alone())
     }
 
     /// As [`TrainState::new`], in a process of `ranks`.
-    pub fn of_rank(drafter: Box<dyn TrainedDrafter>, backbone: &Llama, plan: &TrainPlan, ranks: Ranks) -> Self {
-        let of_drafter = drafter.parameters().into_iter().map(|p| (ParameterGroup::Drafter, p));
-        let of_part =
+    pub fn for_rank(drafter: Box<dyn TrainedDrafter>, backbone: &Llama, plan: &TrainPlan, ranks: Ranks) -> Self {
+        let in_drafter = drafter.parameters().into_iter().map(|p| (ParameterGroup::Drafter, p));
+        let in_part =
             |part| backbone.trained_in(part).into_iter().map(move |p| (ParameterGroup::BackbonePart(part), p));
-        let of_lm_head = backbone.trained_in_lm_head().into_iter().map(|p| (ParameterGroup::LmHead, p));
-        let all: Vec<_> = of_drafter.chain((0..backbone.parts()).flat_map(of_part)).chain(of_lm_head).collect();
+        let in_lm_head = backbone.trained_in_lm_head().into_iter().map(|p| (ParameterGroup::LmHead, p));
+        let all: Vec<_> = in_drafter.chain((0..backbone.parts()).flat_map(in_part)).chain(in_lm_head).collect();
         let values: Vec<&Tensor> = all.iter().map(|(_, (_, value))| *value).collect();
         let gradients = FlatGradients::zeros(&values, ranks.world_size());
         let trained = |(at, (group, (name, value))): (usize, (ParameterGroup, (String, &Tensor)))| TrainedParameter {
@@ -225,12 +225,12 @@ impl TrainState {
 
     /// The tensors of the optimizer's state of whole parameters, in the order in which they are saved.
     pub fn moments(&self) -> Vec<SavedMoment> {
-        let of_parameter = |(parameter, p): (usize, &TrainedParameter)| {
+        let moments = |(parameter, p): (usize, &TrainedParameter)| {
             let tensors = self.optimizer.tensors_of(&p.parameter);
             let moment = move |(place, tensor)| SavedMoment { parameter, place, tensor };
             tensors.into_iter().enumerate().map(moment)
         };
-        self.parameters.iter().enumerate().flat_map(of_parameter).collect()
+        self.parameters.iter().enumerate().flat_map(moments).collect()
     }
 
     /// The whole tensor of a moment, of which each process may have a part.

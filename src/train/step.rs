@@ -47,7 +47,7 @@ pub enum StepError {
     /// The loss or the gradient norm is NaN or infinite.
     #[error(
         "step {step}: {what} is {value}, so the update was skipped; rows {rows:?} of the training data \
-         (counted from 0, before shuffling); lower optimizer.learning_rate, or check the weights{}", of_float16(*dtype)
+         (counted from 0, before shuffling); lower optimizer.learning_rate, or check the weights{}", float16_advice(*dtype)
     )]
     NotFinite {
         /// The skipped step, counted from 1 as in metrics.jsonl.
@@ -132,7 +132,7 @@ pub fn train_step(
 ) -> Result<StepOutcome, StepError> {
     let ranks = share.ranks;
     let work = format!("training step {}", state.step + 1);
-    let passed = guard(&work, || MetricSums::of_passes(backbone, state, share, weights));
+    let passed = guard(&work, || MetricSums::run_passes(backbone, state, share, weights));
     let passed = passed.map_err(StepError::from).flatten();
     // Also if this process failed: the others wait for it.
     if let Err(lost) = state.reduce_gradients(ranks) {
@@ -147,7 +147,7 @@ pub fn train_step(
     let (squared_norm, numbers) = numbers.split_last().expect("the squared norm is the last");
     // The square root of a square is not always the number itself.
     let grad_norm = if ranks.is_alone() { read.grad_norm.expect("it was read") } else { squared_norm.sqrt() };
-    let metrics = ReadSums::of_numbers(numbers).finish(weights.loss, share.counts, weights.lambda0);
+    let metrics = ReadSums::from_numbers(numbers).finish(weights.loss, share.counts, weights.lambda0);
     check_numbers(state.step + 1, &metrics, grad_norm, share, backbone.dtype())?;
     // As in torch.nn.utils.clip_grad_norm_.
     let clip = (weights.max_grad_norm / (grad_norm + 1e-6)).min(1.0);
@@ -160,7 +160,7 @@ pub fn train_step(
 }
 
 /// Further advice for a dtype with a small range.
-pub(super) fn of_float16(dtype: Dtype) -> &'static str {
+pub(super) fn float16_advice(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::Float16 => ", or set backbone.dtype = \"bfloat16\": float16 ends at 65504",
         Dtype::Float32 | Dtype::BFloat16 | Dtype::Float64 => "",
@@ -189,8 +189,8 @@ impl StepShare<'_> {
         let all = all.iter().map(|rows| serde_json::from_slice(rows).expect("the same program wrote it"));
         let all: Vec<Vec<Vec<usize>>> = all.collect();
         let turns = all.iter().map(Vec::len).max().unwrap_or(0); // the processes took turns
-        let of_turn = |turn: usize| all.iter().filter_map(move |of_rank| of_rank.get(turn));
-        Ok((0..turns).flat_map(of_turn).flatten().copied().collect())
+        let at_turn = |turn: usize| all.iter().filter_map(move |values| values.get(turn));
+        Ok((0..turns).flat_map(at_turn).flatten().copied().collect())
     }
 }
 
@@ -240,7 +240,7 @@ pub fn evaluate<E: From<StepError> + From<TorchPanic> + From<RanksError> + Displ
     let numbers = evaluated.as_ref().map_or_else(|_| vec![0.0; counted + summed], Clone::clone);
     let (_, numbers) = ranks.agree_and_sum(evaluated, numbers)?;
     let (counts, numbers) = numbers.split_at(counted);
-    let metrics = ReadSums::of_numbers(numbers).finish(loss, &TargetCounts::of_numbers(counts), lambda0);
+    let metrics = ReadSums::from_numbers(numbers).finish(loss, &TargetCounts::from_numbers(counts), lambda0);
     Ok(StepMetrics { tokens_per_step: texts.tokens_per_step()?, ..metrics })
 }
 
@@ -263,7 +263,7 @@ impl MetricSums {
     }
 
     /// The losses of a process's micro batches, whose gradients are added to those of `state`.
-    fn of_passes(
+    fn run_passes(
         backbone: &mut TrainingBackbone,
         state: &TrainState,
         share: StepShare,
@@ -287,7 +287,7 @@ impl MetricSums {
         for (index, batch) in on_device.iter().enumerate() {
             let pass = backbone.forward(batch, state.step, ranks.share().number(index))?;
             let _ = self.add_levels(&*state.drafter, &pass, batch, Some((state, lambda0)));
-            let lm_scale = 1.0 / self.counts.of_lm_head.max(1) as f64;
+            let lm_scale = 1.0 / self.counts.lm_head.max(1) as f64;
             if let Some(loss) = pass.lm_loss(state, batch, lm_scale) {
                 add_to(&mut self.lm_loss, loss);
             }
@@ -343,9 +343,9 @@ impl MetricSums {
         let lambda0 = training.map_or(1.0, |(_, lambda0)| lambda0);
         let tasks = (0..self.by_level.len()).map(|level| self.task(level, batch, lambda0)).collect();
         let gradients = training.map(|(state, _)| state.drafter_gradients(pass.dhidden_nh()));
-        let of_batch = drafter.losses(&pass.drafter_batch(batch, tasks), gradients.as_ref());
-        self.by_level.iter_mut().zip(&of_batch).for_each(|(sums, of_batch)| sums.add(of_batch));
-        of_batch.into_iter().map(|of_level| of_level.ranks_m).collect()
+        let in_batch = drafter.losses(&pass.drafter_batch(batch, tasks), gradients.as_ref());
+        self.by_level.iter_mut().zip(&in_batch).for_each(|(sums, more)| sums.add(more));
+        in_batch.into_iter().map(|level| level.ranks_m).collect()
     }
 
     /// What a level (0-based) learns from a micro batch. A weight is divided by the number of targets of the whole optimizer step.
@@ -362,7 +362,7 @@ impl MetricSums {
                 },
                 scale: weight,
             },
-            false => LevelTask { targets: LevelTargets::Labels(batch.of_level(level)), scale: weight / labels },
+            false => LevelTask { targets: LevelTargets::Labels(batch.level_targets(level)), scale: weight / labels },
         }
     }
 }
@@ -384,24 +384,24 @@ impl ReadSums {
     /// All sums but the norm in a list, so that processes can add them.
     fn numbers(&self) -> Vec<f64> {
         // Whether there is an LM loss at all: a process without a micro batch has none.
-        let of_lm = |sum: Option<f64>| [sum.map_or(0.0, |_| 1.0), sum.unwrap_or(0.0)];
-        let of_lm = [of_lm(self.lm_loss), of_lm(self.lm_cross_entropy)].concat();
-        [&of_lm, &self.cross_entropies, &self.divergences, self.hits.as_flattened()].concat()
+        let present = |sum: Option<f64>| [sum.map_or(0.0, |_| 1.0), sum.unwrap_or(0.0)];
+        let lm_numbers = [present(self.lm_loss), present(self.lm_cross_entropy)].concat();
+        [&lm_numbers, &self.cross_entropies, &self.divergences, self.hits.as_flattened()].concat()
     }
 
     /// From a list as [`ReadSums::numbers`] makes it.
-    fn of_numbers(numbers: &[f64]) -> Self {
-        let (of_lm, rest) = numbers.split_at(OF_LM);
+    fn from_numbers(numbers: &[f64]) -> Self {
+        let (lm_numbers, rest) = numbers.split_at(OF_LM);
         let levels = rest.len() / (2 + TOP);
-        let of_lm = |at: usize| (of_lm[at] > 0.0).then_some(of_lm[at + 1]);
+        let lm_sum = |at: usize| (lm_numbers[at] > 0.0).then_some(lm_numbers[at + 1]);
         let (losses, hits) = rest.split_at(2 * levels);
         let (cross_entropies, divergences) = losses.split_at(levels);
         Self {
             cross_entropies: cross_entropies.to_vec(),
             divergences: divergences.to_vec(),
             hits: hits.as_chunks().0.to_vec(),
-            lm_loss: of_lm(0),
-            lm_cross_entropy: of_lm(2),
+            lm_loss: lm_sum(0),
+            lm_cross_entropy: lm_sum(2),
             grad_norm: None,
         }
     }
@@ -413,8 +413,8 @@ impl ReadSums {
 
     fn finish(&self, config: &LossConfig, counts: &TargetCounts, lambda0: f64) -> StepMetrics {
         let mean = |sum: f64, count: usize| (count > 0).then(|| sum / count as f64);
-        let of_lm = |sum: Option<f64>| sum.and_then(|sum| mean(sum, counts.of_lm_head));
-        let (lm_loss, cross_entropy) = (of_lm(self.lm_loss), of_lm(self.lm_cross_entropy));
+        let lm_mean = |sum: Option<f64>| sum.and_then(|sum| mean(sum, counts.lm_head));
+        let (lm_loss, cross_entropy) = (lm_mean(self.lm_loss), lm_mean(self.lm_cross_entropy));
         let losses = self.level_losses(config, counts);
         let weighted: f64 = losses.iter().enumerate().map(|(level, l)| config.weight(level) * l.unwrap_or(0.0)).sum();
         let top = |(hits, count): (&[f64; TOP], &TargetCount)| {
@@ -435,11 +435,11 @@ impl ReadSums {
 
     /// Lk of each level; `None` without a target.
     fn level_losses(&self, config: &LossConfig, counts: &TargetCounts) -> Vec<Option<f64>> {
-        let of = config.targets;
+        let targets = config.targets;
         let loss = |(level, count): (usize, &TargetCount)| {
-            let of_labels = of.labels() * self.cross_entropies[level] / count.labels.max(1) as f64;
-            let of_backbone = of.backbone() * self.divergences[level] / count.all.max(1) as f64;
-            (count.all > 0).then_some(of_labels + of_backbone)
+            let from_labels = targets.labels() * self.cross_entropies[level] / count.labels.max(1) as f64;
+            let from_backbone = targets.backbone() * self.divergences[level] / count.all.max(1) as f64;
+            (count.all > 0).then_some(from_labels + from_backbone)
         };
         counts.by_level.iter().enumerate().map(loss).collect()
     }
@@ -458,8 +458,8 @@ impl MetricSums {
         let (scalars, rest) = all.split_at(scalars.len());
         let (hits, grad_norm) = rest.as_chunks();
         let mut scalars = scalars.iter().copied();
-        let mut of_levels = || scalars.by_ref().take(self.by_level.len()).collect();
-        let (cross_entropies, divergences) = (of_levels(), of_levels());
+        let mut next_levels = || scalars.by_ref().take(self.by_level.len()).collect();
+        let (cross_entropies, divergences) = (next_levels(), next_levels());
         let lm_loss = self.lm_loss.as_ref().and_then(|_| scalars.next());
         let lm_cross_entropy = self.lm_cross_entropy.as_ref().and_then(|_| scalars.next());
         let (hits, grad_norm) = (hits.to_vec(), grad_norm.first().copied());

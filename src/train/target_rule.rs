@@ -25,7 +25,7 @@ impl TargetRule {
 
     /// The rule of the positions in a cache of hidden states, which runs with other numbers of levels use, too.
     #[must_use]
-    pub fn of_cache(self) -> Self {
+    pub fn for_cache(self) -> Self {
         let levels = self.reads.levels.next_multiple_of(LEVELS_OF_A_CACHE);
         Self { reads: Reads { levels, ..self.reads }, ..self }
     }

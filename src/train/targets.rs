@@ -10,7 +10,7 @@ use crate::tree::rank_counts::{OUTSIDE, RankedPosition};
 #[derive(Debug)]
 pub struct BatchTargets {
     /// The next token.
-    pub(super) of_lm_head: TargetTokens,
+    pub(super) lm_head: TargetTokens,
     /// Level `l` (0-based) predicts the token l + 2 positions ahead. With a truncated vocabulary, the outputs of these tokens.
     pub(super) by_level: Vec<TargetTokens>,
     /// Positions whose label is outside of the truncated vocabulary, by level.
@@ -51,7 +51,7 @@ impl TargetCount {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TargetCounts {
     pub by_level: Vec<TargetCount>,
-    pub of_lm_head: usize,
+    pub lm_head: usize,
     /// Input tokens.
     pub tokens: u64,
 }
@@ -59,20 +59,20 @@ pub struct TargetCounts {
 impl TargetCounts {
     /// None yet, of `levels` levels.
     pub fn new(levels: usize) -> Self {
-        Self { by_level: vec![TargetCount::default(); levels], of_lm_head: 0, tokens: 0 }
+        Self { by_level: vec![TargetCount::default(); levels], lm_head: 0, tokens: 0 }
     }
 
     /// Adds a micro batch.
     pub fn add(&mut self, batch: &Batch, targets: &BatchTargets) {
-        self.of_lm_head += targets.lm_head_count();
-        self.by_level.iter_mut().zip(targets.level_counts()).for_each(|(count, of_level)| count.add(of_level));
+        self.lm_head += targets.lm_head_count();
+        self.by_level.iter_mut().zip(targets.level_counts()).for_each(|(count, level)| count.add(level));
         self.tokens += batch.tokens() as u64;
     }
 
     /// All numbers in a list, so that processes can sum them.
     pub fn numbers(&self) -> Vec<f64> {
-        let of_levels = self.by_level.iter().flat_map(|count| [count.labels, count.outside, count.all]);
-        of_levels.chain([self.of_lm_head, self.tokens as usize]).map(|number| number as f64).collect()
+        let by_level = self.by_level.iter().flat_map(|count| [count.labels, count.outside, count.all]);
+        by_level.chain([self.lm_head, self.tokens as usize]).map(|number| number as f64).collect()
     }
 
     /// From a list as [`TargetCounts::numbers`] makes it.
@@ -80,28 +80,28 @@ impl TargetCounts {
     /// # Panics
     /// If the list has another length.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "sums of counts, far below 2^52")]
-    pub fn of_numbers(numbers: &[f64]) -> Self {
+    pub fn from_numbers(numbers: &[f64]) -> Self {
         let numbers: Vec<usize> = numbers.iter().map(|&number| number as usize).collect();
-        let (of_levels, rest) = numbers.as_chunks();
-        let &[of_lm_head, tokens] = rest else { panic!("a list as `numbers` makes it, got {numbers:?}") };
+        let (by_level, rest) = numbers.as_chunks();
+        let &[lm_head, tokens] = rest else { panic!("a list as `numbers` makes it, got {numbers:?}") };
         let count = |&[labels, outside, all]: &[usize; 3]| TargetCount { labels, outside, all };
-        Self { by_level: of_levels.iter().map(count).collect(), of_lm_head, tokens: tokens as u64 }
+        Self { by_level: by_level.iter().map(count).collect(), lm_head, tokens: tokens as u64 }
     }
 }
 
 impl BatchTargets {
     /// Number of the LM head's targets.
     pub fn lm_head_count(&self) -> usize {
-        self.of_lm_head.positions.len()
+        self.lm_head.positions.len()
     }
 
     /// Numbers of each level's targets.
     pub fn level_counts(&self) -> impl Iterator<Item = TargetCount> {
         let labels = |tokens: &[i64]| tokens.iter().filter(|&&token| token != i64::from(IGNORE)).count();
-        let count = move |(of_level, outside): (&TargetTokens, &Vec<i64>)| TargetCount {
-            labels: labels(&of_level.tokens),
+        let count = move |(targets, outside): (&TargetTokens, &Vec<i64>)| TargetCount {
+            labels: labels(&targets.tokens),
             outside: outside.len(),
-            all: of_level.tokens.len(),
+            all: targets.tokens.len(),
         };
         self.by_level.iter().zip(&self.outside).map(count)
     }
@@ -109,17 +109,17 @@ impl BatchTargets {
     /// Collects the targets of all levels, whose outputs are the tokens of the map, if there is one.
     pub fn new(batch: &Batch, rule: TargetRule, map: Option<&TokenMap>) -> Self {
         let all = (0..rule.reads.levels).map(|level| rule.targets(batch, level + 2));
-        let of_map = |targets: TargetTokens| match map {
+        let mapped = |targets: TargetTokens| match map {
             Some(map) => outputs_of(&targets, map, rule.soft),
             None => (targets, vec![]),
         };
-        let (by_level, outside): (Vec<TargetTokens>, Vec<_>) = all.map(of_map).unzip();
+        let (by_level, outside): (Vec<TargetTokens>, Vec<_>) = all.map(mapped).unzip();
         let previous = |(level, targets): (usize, &TargetTokens)| {
             let width = rule.reads.tokens_of(level);
             PreviousTokens { width, tokens: batch.tokens_after(&targets.positions, width) }
         };
         let previous = by_level.iter().enumerate().map(previous).collect();
-        Self { of_lm_head: batch.targets(1), previous, by_level, outside }
+        Self { lm_head: batch.targets(1), previous, by_level, outside }
     }
 
     /// Each data row of `batch`, by its index, and the ranks of its labels. `ranks[level][i]` is the rank of the level's
@@ -127,7 +127,7 @@ impl BatchTargets {
     pub fn texts(&self, batch: &Batch, ranks: &[Vec<usize>]) -> impl Iterator<Item = (usize, Vec<RankedPosition>)> {
         let empty = RankedPosition { is_step: false, ranks: vec![None; self.by_level.len()] };
         let mut positions = vec![empty; batch.input_ids.len()];
-        for &at in &self.of_lm_head.positions {
+        for &at in &self.lm_head.positions {
             positions[at as usize].is_step = true;
         }
         for (level, (targets, ranks)) in self.by_level.iter().zip(ranks).enumerate() {
@@ -145,15 +145,15 @@ impl BatchTargets {
 /// The outputs of the tokens of `targets`, and the positions of those that have none. The latter are dropped; if the LM head teaches, they stay
 /// as targets without a label.
 fn outputs_of(targets: &TargetTokens, map: &TokenMap, soft: bool) -> (TargetTokens, Vec<i64>) {
-    let (mut of_map, mut outside) = (TargetTokens::default(), vec![]);
+    let (mut mapped, mut outside) = (TargetTokens::default(), vec![]);
     let ignore = i64::from(IGNORE);
     for (&position, &token) in targets.positions.iter().zip(&targets.tokens) {
         let output = if token == ignore { Some(ignore) } else { map.output_of(token) };
         outside.extend(output.is_none().then_some(position));
         if let Some(output) = output.or(soft.then_some(ignore)) {
-            of_map.positions.push(position);
-            of_map.tokens.push(output);
+            mapped.positions.push(position);
+            mapped.tokens.push(output);
         }
     }
-    (of_map, outside)
+    (mapped, outside)
 }

@@ -1,4 +1,4 @@
-//! How well each token tells the next one, by their counts in the training rows: what a language model must do better than.
+//! How well each token predicts the next one, by their counts in the training rows: what a language model must do better than.
 
 use std::collections::HashMap;
 

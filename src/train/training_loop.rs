@@ -79,7 +79,7 @@ pub enum RunEvent<'e> {
     CacheLacks(MetricsSplit, &'e HiddenStatesError),
     /// An optimizer step was made.
     Stepped(&'e MetricsLine),
-    /// The run probably diverges; told once.
+    /// The run probably diverges; reported once.
     LossRisen {
         loss: RisenLoss,
         step: usize,
@@ -127,7 +127,7 @@ pub(super) struct TrainingLoop<'r, 't> {
     /// Of rank 0.
     pub(super) log: Option<RunLog>,
     pub(super) watch: LossWatch,
-    pub(super) tell: &'t mut dyn FnMut(RunEvent),
+    pub(super) emit: &'t mut dyn FnMut(RunEvent),
 }
 
 impl<'r> TrainingLoop<'r, '_> {
@@ -183,7 +183,7 @@ impl<'r> TrainingLoop<'r, '_> {
         // A finished run can go on from its last step if the recipe asks for more.
         let newest = self.ranks.is_first().then(|| newest_step(&self.plan().train.output_dir)).transpose();
         let newest = self.ranks.agree(newest.map_err(TrainError::from))?;
-        if self.ranks.of_first(newest)? != Some(self.state.step) {
+        if self.ranks.from_first(newest)? != Some(self.state.step) {
             self.save()?;
         }
         let heads = self.sync().and_then(|()| match self.ranks.is_first() {
@@ -224,7 +224,7 @@ impl<'r> TrainingLoop<'r, '_> {
         let work = format!("training step {}", step + 1);
         let share = StepShare { batches: &batches, counts: &counts, ranks: self.ranks };
         let outcome = guard(&work, || train_step(&mut self.backbone, &mut self.state, share, &weights))??;
-        self.tell_of_cache();
+        self.report_cache();
         let mut line = self.line(MetricsSplit::Train, self.state.tokens, &outcome.metrics);
         line.update = Some(UpdateLine {
             lr: weights.rate,
@@ -242,7 +242,7 @@ impl<'r> TrainingLoop<'r, '_> {
         let mut counts = TargetCounts::new(self.state.drafter.reads().levels);
         batches.iter().flatten().for_each(|batch| counts.add(&batch.batch, &batch.targets));
         let (batches, counts) = self.ranks.agree_and_sum(batches, counts.numbers())?;
-        Ok((batches, TargetCounts::of_numbers(&counts)))
+        Ok((batches, TargetCounts::from_numbers(&counts)))
     }
 
     fn after_step(&mut self, line: &MetricsLine) -> Result<(), TrainError> {
@@ -250,10 +250,10 @@ impl<'r> TrainingLoop<'r, '_> {
         let last = step == self.checked.total_steps;
         let is_logged = last || step.is_multiple_of(train.log_every.get());
         let logged = if is_logged { self.append(line) } else { Ok(()) };
-        (self.tell)(RunEvent::Stepped(line));
+        (self.emit)(RunEvent::Stepped(line));
         if let Some(loss) = self.watch.after(line) {
             let learning_rate = self.plan().learning_rate;
-            (self.tell)(RunEvent::LossRisen { loss, step, learning_rate });
+            (self.emit)(RunEvent::LossRisen { loss, step, learning_rate });
         }
         let due = train.eval_every.is_some_and(|every| step.is_multiple_of(every.get()));
         // Rank 0 takes part in the evaluation also if it could not write the line: the others wait for it there.
@@ -271,7 +271,7 @@ impl<'r> TrainingLoop<'r, '_> {
         let Some(validation) = &self.checked.validation else { return Ok(()) };
         let maker = self.backbone.batch_maker(&*self.state.drafter, MetricsSplit::Validation);
         let mut metrics = self.evaluate_on(validation, maker)?;
-        self.tell_of_cache();
+        self.report_cache();
         if !metrics.loss.is_finite() {
             return Err(StepError::EvaluationNotFinite { step: self.state.step, value: metrics.loss }.into());
         }
@@ -289,7 +289,7 @@ impl<'r> TrainingLoop<'r, '_> {
         }
         line.stopped_early = self.stopped_early().is_some();
         self.append(&line)?;
-        (self.tell)(RunEvent::Evaluated(&line));
+        (self.emit)(RunEvent::Evaluated(&line));
         if judged.is_some() { self.keep_best() } else { Ok(()) }
     }
 
@@ -311,7 +311,7 @@ impl<'r> TrainingLoop<'r, '_> {
         check_finite(&self.state)?;
         if self.ranks.is_first() {
             let saved = self.checkpoints.save_best(&*self.state.drafter, best)?;
-            (self.tell)(RunEvent::Best(best, &saved));
+            (self.emit)(RunEvent::Best(best, &saved));
         }
         Ok(())
     }
@@ -321,7 +321,7 @@ impl<'r> TrainingLoop<'r, '_> {
         self.ranks.agree(synced)?;
         let saved = self.checkpoints.save_step(&self.state, self.ranks);
         let saved = self.ranks.agree(saved.map_err(TrainError::from))?;
-        (self.tell)(RunEvent::Saved(&saved));
+        (self.emit)(RunEvent::Saved(&saved));
         Ok(saved)
     }
 
@@ -333,9 +333,9 @@ impl<'r> TrainingLoop<'r, '_> {
     }
 
     /// Reports once that the cache of hidden states stores nothing more, and each damage.
-    fn tell_of_cache(&mut self) {
+    fn report_cache(&mut self) {
         if let Some((split, why)) = self.backbone.take_notice() {
-            (self.tell)(RunEvent::CacheLacks(split, &why));
+            (self.emit)(RunEvent::CacheLacks(split, &why));
         }
     }
 

@@ -73,7 +73,7 @@ impl Calibration {
             Ok(runs[begin..end].iter().map(|run| Replay::new(&tree, [run])).collect())
         };
         let replays: Vec<Vec<Replay>> = (0..folds).into_par_iter().map(replayed).collect::<Result<_, SearchError>>()?;
-        let ExpectedTokens { per_step, interval } = ExpectedTokens::of_texts(&replays.concat(), found.tree.max_depth());
+        let ExpectedTokens { per_step, interval } = ExpectedTokens::new(&replays.concat(), found.tree.max_depth());
         Ok(SearchedTree { expected_tokens_per_step: per_step, interval, ..found })
     }
 
@@ -83,7 +83,7 @@ impl Calibration {
         let DynamicRanks { top_k, runs } = self.dynamic.as_ref()?;
         let replays: Vec<Replay> =
             runs.iter().map(|run| Replay::dynamic([nodes, depth], std::slice::from_ref(run))).collect();
-        Some((DynamicTree { nodes, depth, top_k: *top_k }, ExpectedTokens::of_texts(&replays, depth)))
+        Some((DynamicTree { nodes, depth, top_k: *top_k }, ExpectedTokens::new(&replays, depth)))
     }
 
     fn listed(&self, accuracies: &[Vec<f64>]) -> PathCounts {

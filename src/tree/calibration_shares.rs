@@ -40,9 +40,9 @@ pub type ShareFile = (PathBuf, CalibrationShare);
 /// Without any share.
 pub fn merge(shares: Vec<ShareFile>) -> Result<Calibration, MergeError> {
     let (first_path, first) = shares.first().expect("at least one share");
-    let of = first.of.clone();
+    let work = first.of.clone();
     for (path, share) in &shares[1..] {
-        let difference = difference((first.share, &of), (share.share, &share.of));
+        let difference = difference((first.share, &work), (share.share, &share.of));
         if let Some((key, expected, got)) = difference {
             return Err(MergeError::Different { path: path.clone(), first: first_path.clone(), key, expected, got });
         }
@@ -60,20 +60,20 @@ pub fn merge(shares: Vec<ShareFile>) -> Result<Calibration, MergeError> {
     if !missing.is_empty() {
         return Err(MergeError::Missing { missing });
     }
-    let mut counts = RankCounts::new(by_share.values().next().map_or(0, |(_, share)| share.hits.len()), of.top_k);
+    let mut counts = RankCounts::new(by_share.values().next().map_or(0, |(_, share)| share.hits.len()), work.top_k);
     let mut rows: Vec<RanksOfRow> = vec![];
     for (_, share) in by_share.into_values() {
         counts.add_share(&share);
         rows.extend(share.rows_with_ranks);
     }
     rows.sort_by_key(|row| row.row);
-    let mut dynamic = DynamicRanks { top_k: of.dynamic_top_k, runs: vec![] };
+    let mut dynamic = DynamicRanks { top_k: work.dynamic_top_k, runs: vec![] };
     for row in rows {
         counts.add_kept_runs(row.runs);
         dynamic.runs.extend(row.dynamic);
     }
-    let calibration = counts.sign(of.backbone, of.heads_sha256)?;
-    Ok(Calibration { dynamic: Some(dynamic), prompts: of.prompts, ..calibration })
+    let calibration = counts.sign(work.backbone, work.heads_sha256)?;
+    Ok(Calibration { dynamic: Some(dynamic), prompts: work.prompts, ..calibration })
 }
 
 /// The first key in which two shares are of different work.

@@ -39,8 +39,8 @@ impl CrossValidation {
     /// head 1 has no target in one of the halves.
     pub fn tokens_per_step(&self) -> Option<f64> {
         let [first, second] = &self.folds;
-        let [of_first, of_second] = [best_tree(first)?, best_tree(second)?];
-        let replays = [Replay::new(&of_first, second.runs()), Replay::new(&of_second, first.runs())];
+        let [first_tree, second_tree] = [best_tree(first)?, best_tree(second)?];
+        let replays = [Replay::new(&first_tree, second.runs()), Replay::new(&second_tree, first.runs())];
         let joined =
             Replay { tokens: replays.map(|r| r.tokens).iter().sum(), steps: replays.map(|r| r.steps).iter().sum() };
         Some(joined.tokens_per_step())
@@ -123,15 +123,15 @@ mod tests {
     }
 
     #[test]
-    fn the_size_of_the_tree_is_told() {
-        let of = |heads: usize| {
+    fn the_size_of_the_tree_is_reported() {
+        let words = |heads: usize| {
             let top1 = vec!["0.1"; heads].join(",");
             let line = format!(
                 r#"{{"split":"validation","step":1,"tokens_per_step":1.484,"head_top1":[{top1}],"head_top5":[]}}"#
             );
             in_words(&serde_json::from_str(&line).unwrap()).unwrap()
         };
-        assert_eq!(of(3), "1.48 tokens per step with the best tree of 63 nodes");
-        assert_eq!(of(1), "1.48 tokens per step with the best tree of 10 nodes");
+        assert_eq!(words(3), "1.48 tokens per step with the best tree of 63 nodes");
+        assert_eq!(words(1), "1.48 tokens per step with the best tree of 10 nodes");
     }
 }

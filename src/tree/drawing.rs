@@ -159,8 +159,8 @@ mod tests {
 
     /// Values of an attribute in all elements of a name.
     fn values(svg: &str, element: &str, attribute: &str) -> Vec<f64> {
-        let of = |tag: &str| tag.split(&format!(" {attribute}=\"")).nth(1)?.split('"').next()?.parse().ok();
-        svg.split(&format!("<{element} ")).skip(1).filter_map(of).collect()
+        let value = |tag: &str| tag.split(&format!(" {attribute}=\"")).nth(1)?.split('"').next()?.parse().ok();
+        svg.split(&format!("<{element} ")).skip(1).filter_map(value).collect()
     }
 
     /// Whether every element is closed in order, inside a single root element.

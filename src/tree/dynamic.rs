@@ -64,18 +64,18 @@ impl GrowingTree {
 
     /// The nodes that get children next, best first; empty when the tree is done.
     pub fn frontier(&self) -> impl ExactSizeIterator<Item = FrontierNode> {
-        let of = |&node: &usize| self.nodes[node];
+        let grown = |&node: &usize| self.nodes[node];
         self.frontier
             .iter()
-            .map(of)
+            .map(grown)
             .map(|GrownNode { parent_in_frontier, token, .. }| FrontierNode { parent: parent_in_frontier, token })
     }
 
     /// Adds a level: of each node of the frontier, as many guesses, best first. Those of probability 0 are left out.
     pub fn grow(&mut self, guesses: &[LikelyToken]) {
-        let (first, of_each) = (self.nodes.len(), guesses.len() / self.frontier.len().max(1));
+        let (first, each) = (self.nodes.len(), guesses.len() / self.frontier.len().max(1));
         self.depth += 1;
-        for (at, guesses) in guesses.chunks_exact(of_each.max(1)).enumerate() {
+        for (at, guesses) in guesses.chunks_exact(each.max(1)).enumerate() {
             let parent = self.frontier[at];
             for guess in guesses.iter().filter(|guess| likelihood(guess) > f32::NEG_INFINITY) {
                 let log_p = self.nodes[parent].log_p + likelihood(guess);

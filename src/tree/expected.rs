@@ -11,15 +11,15 @@ const Z: f64 = 1.959_964;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpectedTokens {
     pub per_step: f64,
-    /// The mean of 95 % of the sets of as many other texts lies in it; `None` where there are too few texts to tell.
+    /// The mean of 95 % of the sets of as many other texts lies in it; `None` where there are too few texts for an interval.
     pub interval: Option<[f64; 2]>,
 }
 
 impl ExpectedTokens {
     /// From the replay of each text with a tree of at most `depth` levels: all tokens ÷ all steps. The standard error is that of a ratio of
     /// means (Cochran, Sampling Techniques, section 2.11); that of a difference between two sets is √2 times as large.
-    pub fn of_texts(replays: &[Replay], depth: usize) -> Self {
-        let sum = |of: fn(&Replay) -> usize| replays.iter().map(of).sum::<usize>() as f64;
+    pub fn new(replays: &[Replay], depth: usize) -> Self {
+        let sum = |pick: fn(&Replay) -> usize| replays.iter().map(pick).sum::<usize>() as f64;
         let (steps, texts) = (sum(|replay| replay.steps), replays.len() as f64);
         let per_step = if steps > 0.0 { sum(|replay| replay.tokens) / steps } else { 0.0 };
         let residual = |replay: &Replay| replay.tokens as f64 - per_step * replay.steps as f64;
@@ -75,7 +75,7 @@ mod tests {
         for texts in [6, 40] {
             let mut held = 0;
             for _ in 0..1000 {
-                let (one, other) = (ExpectedTokens::of_texts(&set(texts), 3), ExpectedTokens::of_texts(&set(texts), 3));
+                let (one, other) = (ExpectedTokens::new(&set(texts), 3), ExpectedTokens::new(&set(texts), 3));
                 held += usize::from(one.interval.is_some_and(|[low, high]| (low..=high).contains(&other.per_step)));
             }
             assert!((920..=980).contains(&held), "{held} of 1000 sets of {texts} texts");
@@ -85,8 +85,8 @@ mod tests {
     #[test]
     fn few_texts_have_no_interval() {
         let text = Replay { tokens: 9, steps: 3 };
-        assert_eq!(ExpectedTokens::of_texts(&[text; 2], 5), ExpectedTokens { per_step: 3.0, interval: None });
-        assert_eq!(ExpectedTokens::of_texts(&[text; 3], 5).interval, Some([3.0, 3.0]));
-        assert_eq!(ExpectedTokens::of_texts(&[], 5), ExpectedTokens { per_step: 0.0, interval: None });
+        assert_eq!(ExpectedTokens::new(&[text; 2], 5), ExpectedTokens { per_step: 3.0, interval: None });
+        assert_eq!(ExpectedTokens::new(&[text; 3], 5).interval, Some([3.0, 3.0]));
+        assert_eq!(ExpectedTokens::new(&[], 5), ExpectedTokens { per_step: 0.0, interval: None });
     }
 }

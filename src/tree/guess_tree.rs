@@ -36,7 +36,7 @@ impl GuessTree {
     /// # Errors
     /// [`TreeError`] names what is no tree.
     pub fn by_load(alone: Self, file: &TreeFile) -> Result<ByLoad<Self>, TreeError> {
-        let of_sequences = |of: &TreeOfSequences| {
+        let for_sequences = |of: &TreeOfSequences| {
             let tree = match (of.dynamic, &of.choices) {
                 (Some(limits), _) => Some(check(limits).map(|()| Self::Dynamic(limits))?),
                 (None, choices) if choices.is_empty() => None,
@@ -44,10 +44,10 @@ impl GuessTree {
             };
             Ok(AtLoad { texts: of.sequences, tree })
         };
-        let others = file.by_sequences.iter().map(of_sequences).collect::<Result<Vec<_>, _>>()?;
+        let others = file.by_sequences.iter().map(for_sequences).collect::<Result<Vec<_>, _>>()?;
         let is_there = others.iter().any(|choice| choice.texts == 1);
-        let of_one = (!is_there).then(|| AtLoad { texts: 1, tree: Some(alone.clone()) });
-        Ok(ByLoad::new(others.into_iter().chain(of_one).collect()).unwrap_or_else(|| ByLoad::always(alone)))
+        let for_one = (!is_there).then(|| AtLoad { texts: 1, tree: Some(alone.clone()) });
+        Ok(ByLoad::new(others.into_iter().chain(for_one).collect()).unwrap_or_else(|| ByLoad::always(alone)))
     }
 
     /// The tree, if it is the same at each step.
@@ -125,23 +125,23 @@ mod tests {
         assert!(
             tree.check_fits(4, 9).unwrap_err().to_string().contains("10 guesses of a node (top_k); expected 1 to 9")
         );
-        let of = |sequences, choices: &[&[usize]]| TreeOfSequences {
+        let tree_for = |sequences, choices: &[&[usize]]| TreeOfSequences {
             sequences,
             choices: choices.iter().map(|path| path.to_vec()).collect(),
             expected_tokens_per_second: 1.0,
             ..TreeOfSequences::default()
         };
-        let by_sequences = vec![of(4, &[&[0]]), of(16, &[])];
+        let by_sequences = vec![tree_for(4, &[&[0]]), tree_for(16, &[])];
         let file = TreeFile { by_sequences, ..TreeFile::chosen_at_each_step(limits) };
         file.save(&path).unwrap();
         let (tree, file) = GuessTree::load(&path).unwrap();
         let by_load = GuessTree::by_load(tree.clone(), &file).unwrap();
         let small = GuessTree::Static(SparseTree::chain(1).unwrap());
         assert_eq!([1, 5, 16].map(|texts| by_load.at(texts)), [Some(&tree), Some(&small), None]);
-        let of_one = TreeFile { by_sequences: vec![of(1, &[&[0]])], ..file.clone() };
-        let by_load = GuessTree::by_load(tree.clone(), &of_one).unwrap();
+        let for_one = TreeFile { by_sequences: vec![tree_for(1, &[&[0]])], ..file.clone() };
+        let by_load = GuessTree::by_load(tree.clone(), &for_one).unwrap();
         assert_eq!((by_load.at(1), by_load.choices().len()), (Some(&small), 1), "the file's own tree of one text");
-        let file = TreeFile { by_sequences: vec![of(4, &[&[0, 0]])], ..file };
+        let file = TreeFile { by_sequences: vec![tree_for(4, &[&[0, 0]])], ..file };
         assert!(GuessTree::by_load(tree, &file).is_err(), "[0, 0] has no parent");
         TreeFile::chosen_at_each_step(DynamicTree { nodes: TREE_NODES, ..limits }).save(&path).unwrap();
         assert_eq!(GuessTree::load(&path).unwrap().0.nodes(), TREE_NODES);

@@ -137,7 +137,7 @@ impl MergedTree {
             p.push(p[node.parent] * hits.probability(node)); // parents come first
         }
         let mut guesses: Vec<(usize, f64)> = p.into_iter().enumerate().skip(1).collect();
-        guesses.sort_by(|(a, of_a), (b, of_b)| of_b.total_cmp(of_a).then(a.cmp(b)));
+        guesses.sort_by(|(a, p), (b, q)| q.total_cmp(p).then(a.cmp(b)));
         guesses
     }
 

@@ -72,7 +72,7 @@ impl PathCounts {
         let mut counts = Self::new(accuracies);
         counts.seen[0].count = total as f64;
         for (path, count) in paths {
-            let known = |(head, &guess): (usize, &usize)| accuracies.get(head).is_some_and(|of| guess < of.len());
+            let known = |(head, &guess): (usize, &usize)| accuracies.get(head).is_some_and(|all| guess < all.len());
             let Some(&last) = path.last().filter(|_| path.iter().enumerate().all(known)) else { continue };
             let at = path.iter().enumerate().fold(0, |at, (head, &guess)| counts.child_of(at, head, guess));
             counts.seen[at].count = count as f64;
@@ -111,11 +111,11 @@ impl PathCounts {
 
     /// The next head's guesses after a path, best guess first.
     pub fn children(&self, parent: PathNode) -> impl Iterator<Item = PathNode> + '_ {
-        let of_parent = parent.at.map(|at| &self.seen[at]);
-        let parent_count = of_parent.map_or(0.0, |seen| seen.count);
+        let above = parent.at.map(|at| &self.seen[at]);
+        let parent_count = above.map_or(0.0, |seen| seen.count);
         let general = self.general(parent.depth);
         general.into_iter().enumerate().map(move |(guess, general)| {
-            let at = of_parent.and_then(|seen| seen.children.get(guess).copied()).filter(|&at| at != 0);
+            let at = above.and_then(|seen| seen.children.get(guess).copied()).filter(|&at| at != 0);
             let count = at.map_or(0.0, |at| self.seen[at].count);
             let probability = parent.probability * smoothed(count, parent_count, general);
             PathNode { probability, depth: parent.depth + 1, at }

@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_position_tells_what_a_step_would_find() {
+    fn a_position_has_what_a_step_would_find() {
         let mut counts = RankCounts::new(3, 2);
         assert_eq!(counts.add(&[Some(1), Some(0), Some(1)]), [1, 0, 1]);
         assert_eq!(counts.add(&[Some(1), Some(2), Some(1)]), [1], "nothing behind a miss");

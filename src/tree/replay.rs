@@ -56,9 +56,9 @@ pub fn starts<'a>(tree: &'a SparseTree, run: &'a RankTrace) -> impl Iterator<Ite
 
 /// How many right guesses a tree that is chosen at each step holds.
 fn held(right: &[Vec<usize>], [nodes, depth]: [usize; 2]) -> usize {
-    let of_level = right.iter().take(depth).enumerate();
+    let levels = right.iter().take(depth).enumerate();
     let holds = |(level, ranks): (usize, &Vec<usize>)| ranks.get(depth - 1 - level).is_some_and(|&rank| rank < nodes);
-    of_level.take_while(|&of_level| holds(of_level)).count()
+    levels.take_while(|&level| holds(level)).count()
 }
 
 /// Number of guesses that a step accepts, given the right guess of each head.

@@ -117,7 +117,7 @@ impl SparseTree {
     ///
     /// # Panics
     /// If the nodes are in another order, or too many.
-    pub fn of_parents(parents: &[usize]) -> Self {
+    pub fn from_parents(parents: &[usize]) -> Self {
         let is_sorted = parents.is_sorted() && parents.iter().zip(1..).all(|(&parent, node)| parent < node);
         assert!(is_sorted && parents.len() <= TREE_NODES, "at most {TREE_NODES} nodes by depth, then parent");
         let mut nodes = vec![Node { path: vec![], parent: None, children: 1..1 }];
@@ -343,11 +343,11 @@ mod tests {
 
     #[test]
     fn parents_alone_make_a_tree_whose_guesses_are_the_best_ones() {
-        let tree = SparseTree::of_parents(&[0, 0, 1, 1, 2]);
+        let tree = SparseTree::from_parents(&[0, 0, 1, 1, 2]);
         let choices = vec![vec![0], vec![1], vec![0, 0], vec![0, 1], vec![1, 0]];
         assert_eq!(tree, SparseTree::new(choices).unwrap());
-        assert_eq!(SparseTree::of_parents(&[]), SparseTree::root());
-        assert!(std::panic::catch_unwind(|| SparseTree::of_parents(&[0, 1, 0])).is_err());
+        assert_eq!(SparseTree::from_parents(&[]), SparseTree::root());
+        assert!(std::panic::catch_unwind(|| SparseTree::from_parents(&[0, 1, 0])).is_err());
     }
 
     #[test]

@@ -105,7 +105,7 @@ mod tests {
                 paths
             };
             prop_assert_eq!(paths(&own, &nodes.tokens), paths(&tree.parents, &tree.tokens));
-            let sparse = SparseTree::of_parents(&nodes.parents);
+            let sparse = SparseTree::from_parents(&nodes.parents);
             let parents: Vec<usize> = (1..sparse.len()).filter_map(|node| sparse.parent(node)).collect();
             prop_assert_eq!(parents, nodes.parents);
         }

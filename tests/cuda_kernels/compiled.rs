@@ -53,7 +53,7 @@ fn every_kernel_compiles_for_every_gpu_without_spilling() {
 
 #[test]
 #[cfg_attr(not(nvrtc), ignore = "needs NVRTC beside libtorch (scripts/setup)")]
-fn a_kernel_that_is_refused_tells_the_file_and_the_line() {
+fn a_kernel_that_is_refused_names_the_file_and_the_line() {
     let compiler = Compiler::open(None).unwrap_or_else(|error| panic!("{error}"));
     let error = compiler.compile(Program::TreeAttention, KernelDtype::BFloat16, 128, "sm_75").unwrap_err().to_string();
     assert!(error.contains("tree_attention.cu for sm_75"), "{error}");

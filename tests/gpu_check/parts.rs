@@ -59,25 +59,25 @@ fn returned(code: &str) -> Value {
 
 #[test]
 fn a_process_that_nobody_can_wait_for_ends_the_part() {
-    let told = returned(
+    let printed = returned(
         "import json, processes\nprocesses.SECONDS_TO_DIE = 0.2\n\
          print(json.dumps(processes.run(['sh', '-c', 'echo early; setsid sleep 5 & sleep 60'], 0.3)))",
     );
-    assert_eq!(told["failed"], "not done after 0 s, and a process that it started goes on: early", "{told}");
+    assert_eq!(printed["failed"], "not done after 0 s, and a process that it started goes on: early", "{printed}");
 }
 
 #[test]
 fn an_error_of_the_scripts_is_the_parts_own() {
-    let told = returned(
+    let printed = returned(
         "import json, stages, types\nstages.trained.PARTS['bench'] = lambda *_: {}['speedup']\n\
          of = types.SimpleNamespace(program=None, scratch=None)\nprint(json.dumps(stages.attempt('bench', of, 5, {})))",
     );
-    let failed = told["failed"].as_str().expect("a message");
+    let failed = printed["failed"].as_str().expect("a message");
     assert!(failed.starts_with("KeyError: 'speedup'\nTraceback"), "{failed}");
 }
 
 #[test]
-fn a_distillation_that_is_stopped_tells_its_speed_so_far() {
+fn a_distillation_that_is_stopped_reports_its_speed_so_far() {
     let folder = tempfile::tempdir().expect("a folder");
     let program = folder.path().join("slow");
     let text = "#!/bin/sh\necho '3 of 96 conversations, 650 tokens/s, 1 min left' >&2\n\
@@ -86,8 +86,8 @@ fn a_distillation_that_is_stopped_tells_its_speed_so_far() {
     let code = "import json, pathlib, sys, trained\n\
                 print(json.dumps(trained.distill(sys.argv[1], pathlib.Path(sys.argv[2]), 0.5)))";
     let paths = [&program, folder.path()].map(|path: &Path| path.to_str().expect("UTF-8"));
-    let told: Value = serde_json::from_str(&python(code, &paths)).expect("JSON");
-    assert!(told["failed"].as_str().is_some_and(|failed| failed.starts_with("not done after")), "{told}");
-    let line = &told["lines"][0];
-    assert_eq!((line["tokens_per_second"].as_f64(), &line["partial"]), (Some(700.0), &Value::Bool(true)), "{told}");
+    let printed: Value = serde_json::from_str(&python(code, &paths)).expect("JSON");
+    assert!(printed["failed"].as_str().is_some_and(|failed| failed.starts_with("not done after")), "{printed}");
+    let line = &printed["lines"][0];
+    assert_eq!((line["tokens_per_second"].as_f64(), &line["partial"]), (Some(700.0), &Value::Bool(true)), "{printed}");
 }

@@ -64,9 +64,9 @@ fn what_was_recorded_becomes_a_table() {
     let folder = tempfile::tempdir().expect("a folder");
     let recorded = folder.path().join("recorded.json");
     write_atomic(&recorded, |out| Ok(serde_json::to_writer(out, &recorded_results())?)).expect("a file of a test");
-    let told = run(Path::new(SCRIPT), &["--table", recorded.to_str().expect("UTF-8")]);
-    let table = words(&told.stdout);
-    assert!(told.status.success(), "{}", words(&told.stderr));
+    let printed = run(Path::new(SCRIPT), &["--table", recorded.to_str().expect("UTF-8")]);
+    let table = words(&printed.stdout);
+    assert!(printed.status.success(), "{}", words(&printed.stderr));
     for line in [
         "# A GPU, 2026-01-02, engine",
         "**medusa2 failed**: not done after 9 s",
@@ -101,7 +101,7 @@ fn what_was_recorded_becomes_a_table() {
         "**The table of tiny could not be made**: KeyError: 'loss'",
         "| cuda | 900 | 2700 | 3.05 | 3.00 | yes |",
     ] {
-        assert!(table.lines().any(|told| told == line), "{line}\n{table}");
+        assert!(table.lines().any(|printed| printed == line), "{line}\n{table}");
     }
     let broken = run(Path::new(SCRIPT), &["--table", "/nowhere.json"]);
     assert!(words(&broken.stderr).contains("expected a file that scripts/gpu_check wrote"));

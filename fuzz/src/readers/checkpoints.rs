@@ -13,7 +13,7 @@ use medusa::train::ranks::Ranks;
 use medusa::train::state::TrainState;
 use tch::{Device, Kind};
 
-use super::scratch::{choice, folder, told, write};
+use super::scratch::{checked, choice, folder, write};
 use super::weights::{backbone_config, safetensors_file};
 
 /// A run of two small heads, and what its only checkpoint holds.
@@ -83,9 +83,9 @@ pub(super) fn checkpoint(input: &[u8]) {
         }
         let SavedRun { plan, backbone, state, .. } = run;
         let checkpoints = Checkpoints { plan, backbone, template: None, fingerprint: None };
-        let _ = (told(&folder, verify_newest(&folder)), told(&folder, newest_best(&folder)));
-        let _ = told(&folder, checkpoints.restore_newest(state, Ranks::alone()));
-        let _ = told(&folder, set_damaged_aside(&folder));
-        let _ = (told(&folder, holds_a_run(&folder)), told(&folder, newest_step(&folder)));
+        let _ = (checked(&folder, verify_newest(&folder)), checked(&folder, newest_best(&folder)));
+        let _ = checked(&folder, checkpoints.restore_newest(state, Ranks::alone()));
+        let _ = checked(&folder, set_damaged_aside(&folder));
+        let _ = (checked(&folder, holds_a_run(&folder)), checked(&folder, newest_step(&folder)));
     });
 }

@@ -24,7 +24,7 @@ use medusa::tree::guess_tree::GuessTree;
 use parquet::arrow::ArrowWriter;
 use sha2::{Digest, Sha256};
 
-use super::scratch::{choice, file, folder, told, write};
+use super::scratch::{checked, choice, file, folder, write};
 
 /// Reads a file as it is, and once more with the right checksum if it has one.
 fn resealed(reader: &str, name: &str, input: &[u8], read: impl Fn(&Path)) {
@@ -38,7 +38,7 @@ fn resealed(reader: &str, name: &str, input: &[u8], read: impl Fn(&Path)) {
 
 pub(super) fn tree(input: &[u8]) {
     resealed("tree", "tree.json", input, |path| {
-        let Some((tree, file)) = told(path, GuessTree::load(path)) else { return };
+        let Some((tree, file)) = checked(path, GuessTree::load(path)) else { return };
         let (nodes, depth) = (tree.nodes(), tree.depth());
         let _ = (tree.check_fits(depth, nodes), tree.check_fits(1, 1), tree.as_static().is_some());
         if let Ok(trees) = GuessTree::by_load(tree, &file) {
@@ -55,7 +55,7 @@ const SEARCHED: usize = 1 << 12;
 
 pub(super) fn calibration(input: &[u8]) {
     resealed("calibration", "calibration.json", input, |path| {
-        let Some(mut calibration) = told(path, Calibration::load(path)) else { return };
+        let Some(mut calibration) = checked(path, Calibration::load(path)) else { return };
         let heads = calibration.heads.len();
         if input.len() < SEARCHED {
             let tree = calibration.best_tree(4, heads);
@@ -74,7 +74,7 @@ pub(super) fn calibration(input: &[u8]) {
 
 pub(super) fn calibration_share(input: &[u8]) {
     resealed("calibration_share", "share.json", input, |path| {
-        let Some(share) = told(path, CalibrationShare::load(path)) else { return };
+        let Some(share) = checked(path, CalibrationShare::load(path)) else { return };
         let [first, second] = ["first.json", "second.json"].map(|name| path.with_file_name(name));
         let _ = merge(vec![(first.clone(), share.clone())]);
         let _ = merge(vec![(first, share.clone()), (second, share)]);
@@ -83,10 +83,12 @@ pub(super) fn calibration_share(input: &[u8]) {
 
 pub(super) fn latency(input: &[u8]) {
     resealed("latency", "latency.json", input, |path| {
-        let Some(latency) = told(path, Latency::load(path)) else { return };
+        let Some(latency) = checked(path, Latency::load(path)) else { return };
         let asked = LatencyConditions { backbone: Some("other".into()), ..LatencyConditions::default() };
-        let _ =
-            (told(path, latency.check(&asked, path)), told(path, latency.check(&LatencyConditions::default(), path)));
+        let _ = (
+            checked(path, latency.check(&asked, path)),
+            checked(path, latency.check(&LatencyConditions::default(), path)),
+        );
         let _ = (latency.caveat(), latency.step(false, 3, 2), latency.step(true, usize::MAX, usize::MAX));
         latency.save(path).expect("a folder that can be written");
         Latency::load(path).expect("latencies that were written are read");
@@ -96,7 +98,7 @@ pub(super) fn latency(input: &[u8]) {
 pub(super) fn metrics(input: &[u8]) {
     let path = file("metrics", "metrics.jsonl", input);
     let whole = MetricsFile::read_what_is_whole(&path);
-    let read = told(&path, MetricsFile::read(&path));
+    let read = checked(&path, MetricsFile::read(&path));
     assert!(read.is_none_or(|read| read.lines.len() <= whole.lines.len()), "what is whole is all of a good file");
     if let Ok(line) = MetricsLine::parse(input) {
         let _ = line.losses();
@@ -109,10 +111,10 @@ pub(super) fn metrics(input: &[u8]) {
 /// A run's folder, as `medusa report` reads it, around its provenance.
 pub(super) fn provenance(input: &[u8]) {
     resealed("provenance", "provenance.json", input, |path| {
-        let _ = told(path, Provenance::entries(path));
-        let _ = told(path, DistillProvenance::entries(path));
+        let _ = checked(path, Provenance::entries(path));
+        let _ = checked(path, DistillProvenance::entries(path));
         let _ = (Provenance::backbone_of(path), Provenance::recipe_of(path.parent().expect("a folder")));
-        if let Some(provenance) = told(path, Provenance::load(path)) {
+        if let Some(provenance) = checked(path, Provenance::load(path)) {
             write(path, provenance.to_json().as_bytes());
             Provenance::load(path).expect("what was written is read");
         }
@@ -123,10 +125,10 @@ pub(super) fn provenance(input: &[u8]) {
 /// `bench.json` and `load.json`.
 pub(super) fn results(input: &[u8]) {
     let path = file("results", "results.json", input);
-    for result in told(&path, bench::load::<bench::BenchResult>(&path)).unwrap_or_default() {
+    for result in checked(&path, bench::load::<bench::BenchResult>(&path)).unwrap_or_default() {
         let _ = (result.groups().count(), result.is_of_heads(), result.guesses().len(), result.is_plain());
     }
-    for result in told(&path, load::load(&path)).unwrap_or_default() {
+    for result in checked(&path, load::load(&path)).unwrap_or_default() {
         let _ = (result.source.name(), result.source.conditions());
     }
 }
@@ -134,7 +136,8 @@ pub(super) fn results(input: &[u8]) {
 /// config.json beside heads.
 pub(super) fn heads_config(input: &[u8]) {
     let path = file("heads_config", "config.json", input);
-    let Some(Some(config)) = told(&path, PublishedHeadsConfig::load_beside(&path.with_file_name("heads.safetensors")))
+    let Some(Some(config)) =
+        checked(&path, PublishedHeadsConfig::load_beside(&path.with_file_name("heads.safetensors")))
     else {
         return;
     };
@@ -148,7 +151,7 @@ pub(super) fn trained_prompts(input: &[u8]) {
     let sum = Sha256::digest(input);
     for content in [input, &[input, &sum[..]].concat()] {
         let path = file("trained_prompts", "prompts.hashes", content);
-        let Some(trained) = told(&path, TrainedPrompts::load(&path)) else { continue };
+        let Some(trained) = checked(&path, TrainedPrompts::load(&path)) else { continue };
         assert!(!trained.have(&[]), "a prompt without tokens begins with none");
         trained.save(&path).expect("a file of ours");
         assert_eq!(TrainedPrompts::load(&path).expect("a file that was written is read"), trained);
@@ -160,9 +163,9 @@ pub(super) fn checksums(input: &[u8]) {
     let path = file("checksums", "medusa.sha256", input);
     let folder = path.parent().expect("a folder");
     write(&folder.join("a"), b"a");
-    let _ = told(&path, read_list(&path));
-    let _ = told(folder, verify(folder));
-    let Some(Some(sums)) = told(folder, Checksums::read(folder)) else { return };
+    let _ = checked(&path, read_list(&path));
+    let _ = checked(folder, verify(folder));
+    let Some(Some(sums)) = checked(folder, Checksums::read(folder)) else { return };
     for name in sums.names() {
         let _ = sums.verify_file(name);
         let _ = sums.compare(name, "ab");
@@ -175,11 +178,11 @@ pub(super) fn journal(input: &[u8]) {
     let _ = check_journal(&path);
     let _ = check_journal(&file("journal", "journal.jsonl", &with_checksums(input)));
     let path = file("journal", "refused.jsonl", input);
-    let _ = told(&path, check_refused(&path));
+    let _ = checked(&path, check_refused(&path));
     if let Ok(text) = std::str::from_utf8(input) {
         let sealed: String = text.lines().map(|line| sealed(line) + "\n").collect();
         let path = file("journal", "refused.jsonl", sealed.as_bytes());
-        let _ = told(&path, check_refused(&path));
+        let _ = checked(&path, check_refused(&path));
     }
 }
 
@@ -221,7 +224,7 @@ pub(super) fn distill_folder(input: &[u8]) {
     if !indices.is_empty() {
         write(&folder.join(format!("shard{}-00000.parquet", of_shares[0])), &shard(indices));
     }
-    let _ = told(&folder, DistilledFolder::read(&folder));
+    let _ = checked(&folder, DistilledFolder::read(&folder));
     let (choice, _) = choice(input);
     let _ = medusa::distill::folder::is_next_shard(&folder, &format!("part-{choice:05}.parquet"));
 }

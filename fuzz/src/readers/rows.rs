@@ -13,7 +13,7 @@ use medusa::data::{self, LoadSettings, source};
 use medusa::files::hex;
 use sha2::{Digest, Sha256};
 
-use super::scratch::{choice, file, folder, told, write};
+use super::scratch::{checked, choice, file, folder, write};
 
 /// What rows are read with.
 struct Reading {
@@ -46,7 +46,7 @@ fn rows(path: &Path) {
                 loss_on: if skip_bad_rows { LossOn::All } else { LossOn::Assistant },
                 ..LoadSettings::new(tokenizer.vocab_size(), NonZeroUsize::new(64).expect("64 is not 0"))
             };
-            let read = told(path, data::load(&[path.display().to_string()], &settings));
+            let read = checked(path, data::load(&[path.display().to_string()], &settings));
             let Some((rows, report)) = read else { continue };
             assert_eq!(rows.len(), report.counts.rows);
             for at in (0..rows.len()).take(4) {
@@ -141,7 +141,7 @@ pub(super) fn data_folder(input: &[u8]) {
     };
     let folder = folder(&format!("data_folder/{name}"));
     write(&folder.join(name), rest);
-    told(&folder, source::find(&[folder.display().to_string()]));
+    checked(&folder, source::find(&[folder.display().to_string()]));
 }
 
 /// A file of the token cache, as [`arrow`] has it, under the name that its footer's hash gives it; with the checksums of its batches made
@@ -161,10 +161,10 @@ pub(super) fn token_cache(input: &[u8]) {
 /// Prompts, for generating and for distilling.
 pub(super) fn prompts(input: &[u8]) {
     let path = file("prompts", "prompts.jsonl", input);
-    if let Some(file) = told(&path, PromptFile::open(&path)) {
-        let _ = (file.sha256().len(), told(&path, file.dialogues()));
+    if let Some(file) = checked(&path, PromptFile::open(&path)) {
+        let _ = (file.sha256().len(), checked(&path, file.dialogues()));
     }
-    let Some(read) = told(&path, prompts::read(&path)) else { return };
+    let Some(read) = checked(&path, prompts::read(&path)) else { return };
     READING.with(|Reading { tokenizer, template }| {
         for prompt in &read {
             let _ = prompts::to_ids(&prompt.input, tokenizer, template.as_ref());

@@ -38,7 +38,7 @@ pub(super) fn file(reader: &str, name: &str, bytes: &[u8]) -> PathBuf {
 ///
 /// # Panics
 /// If an error does not name the file, or the folder where a folder is read.
-pub(super) fn told<T, E: Error>(path: &Path, result: Result<T, E>) -> Option<T> {
+pub(super) fn checked<T, E: Error>(path: &Path, result: Result<T, E>) -> Option<T> {
     match result {
         Ok(value) => Some(value),
         Err(error) => {

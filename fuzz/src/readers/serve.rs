@@ -63,14 +63,14 @@ static SERVICE: LazyLock<Arc<Service>> = LazyLock::new(|| {
         recorder: Recorder {
             sink: Arc::new(|line| assert!(line.is_object(), "a line of the log: {line}")),
             metrics: ServerMetrics::new().expect("names differ"),
-            tells_texts: true,
+            logs_texts: true,
         },
         jobs,
         places: Arc::new(Semaphore::new(PLACES)),
         capacity: PLACES,
         bodies: Arc::new(Semaphore::new(256)),
         phase: heard_phase,
-        acceptance: AcceptanceRules { of_server: Some(Acceptance::Rejection), typical: TypicalAcceptance::default() },
+        acceptance: AcceptanceRules { server_rule: Some(Acceptance::Rejection), typical: TypicalAcceptance::default() },
     })
 });
 
@@ -84,14 +84,14 @@ fn write_texts(jobs: &Receiver<Job>) {
         let piece = |text: &str, ids: &[i64]| TextPiece { text: text.to_owned(), ids: ids.to_vec(), logprobs: vec![] };
         let tokens = job.text.request().prompt.len();
         if tokens % 8 == 7 {
-            job.tell(TextEvent::Refused("no text of so many tokens".to_owned()));
+            job.send(TextEvent::Refused("no text of so many tokens".to_owned()));
             continue;
         }
         let reason = [FinishReason::Eos, FinishReason::Length, FinishReason::Stop][tokens % 3];
         let generated = GeneratedTokens { tokens: 2, steps: 1 };
         let ended = EndedText { reason, generated, cached_tokens: 1, proposed: 4 };
-        job.tell(TextEvent::Piece(piece("\u{e9}", &[5])));
-        job.tell(TextEvent::Ended(piece("\n", &[6]), ended));
+        job.send(TextEvent::Piece(piece("\u{e9}", &[5])));
+        job.send(TextEvent::Ended(piece("\n", &[6]), ended));
     }
 }
 

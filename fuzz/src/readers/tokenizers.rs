@@ -7,7 +7,7 @@ use medusa::data::chat_template::{ChatTemplate, Message, TemplateInputs};
 use medusa::data::tokenize::{TextTokenizer, files_of};
 use serde_json::{Value, json};
 
-use super::scratch::{choice, folder, told, write};
+use super::scratch::{checked, choice, folder, write};
 
 /// A SentencePiece model of a few pieces.
 const MODEL: &[u8] = include_bytes!("../../../tests/fixtures/tokenizers/suffix.model");
@@ -37,24 +37,24 @@ fn with(reader: &str, files: &[(&str, &[u8])]) -> std::path::PathBuf {
 
 /// What is done with a tokenizer.
 fn used(folder: &Path) {
-    let Some(tokenizer) = told(folder, TextTokenizer::load(folder)) else { return };
+    let Some(tokenizer) = checked(folder, TextTokenizer::load(folder)) else { return };
     let _ = (tokenizer.vocab_size(), tokenizer.longest_token(), tokenizer.bos_id(), tokenizer.eos_id());
-    let _ = (told(folder, tokenizer.check_vocabulary(100)), tokenizer.special_token_at(TEXT));
-    let _ = (told(folder, tokenizer.encode_around(TEXT)), tokenizer.sha256().len(), files_of(folder).len());
-    if let Some((ids, places)) = told(folder, tokenizer.encode_with_places(TEXT)) {
+    let _ = (checked(folder, tokenizer.check_vocabulary(100)), tokenizer.special_token_at(TEXT));
+    let _ = (checked(folder, tokenizer.encode_around(TEXT)), tokenizer.sha256().len(), files_of(folder).len());
+    if let Some((ids, places)) = checked(folder, tokenizer.encode_with_places(TEXT)) {
         assert_eq!(ids.len(), places.len());
     }
-    let Some(ids) = told(folder, tokenizer.encode(TEXT, true)) else { return };
-    let _ = told(folder, tokenizer.decode(&ids, true));
+    let Some(ids) = checked(folder, tokenizer.encode(TEXT, true)) else { return };
+    let _ = checked(folder, tokenizer.decode(&ids, true));
     let mut stream = tokenizer.stream();
     for &id in ids.iter().chain(&[0, 1, -1, i32::MAX]) {
-        let _ = (tokenizer.is_special(id), stream.is_special(id), told(folder, stream.text_of(id)));
-        let _ = told(folder, stream.push(id));
+        let _ = (tokenizer.is_special(id), stream.is_special(id), checked(folder, stream.text_of(id)));
+        let _ = checked(folder, stream.push(id));
     }
     for id in (0..256).chain(200..256) {
-        let _ = told(folder, stream.push(id)); // bytes, in a tokenizer that has them: few are a character
+        let _ = checked(folder, stream.push(id)); // bytes, in a tokenizer that has them: few are a character
     }
-    let _ = told(folder, stream.finish());
+    let _ = checked(folder, stream.finish());
 }
 
 /// tokenizer.json: whole, or parts of one in a skeleton that is right.
@@ -95,7 +95,7 @@ pub(super) fn config(input: &[u8]) {
     let bytes = if [b'm', b'a'].contains(&which) { rest } else { input };
     let folder = with("tokenizer_config", &[("tokenizer.model", MODEL), (name, bytes)]);
     used(&folder);
-    let _ = told(&folder, ChatTemplate::load(&folder));
+    let _ = checked(&folder, ChatTemplate::load(&folder));
 }
 
 /// A template over conversations of all forms. Large numbers, with which it may take all memory, are left out (SECURITY.md).
@@ -106,7 +106,7 @@ pub(super) fn chat_template(input: &[u8]) {
     }
     const CONFIG: &[u8] = br#"{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}"#;
     let folder = with("chat_template", &[("tokenizer_config.json", CONFIG), ("chat_template.jinja", input)]);
-    let Some(Some(template)) = told(&folder, ChatTemplate::load(&folder)) else { return };
+    let Some(Some(template)) = checked(&folder, ChatTemplate::load(&folder)) else { return };
     let turns = [("system", "Be brief."), ("user", " Hi \u{e9}\n"), ("assistant", "Hello."), ("user", "Bye")];
     let messages: Vec<Message> = turns.iter().map(|(role, content)| Message::new(*role, *content)).collect();
     let mut called = Message::new("assistant", "");
@@ -115,8 +115,8 @@ pub(super) fn chat_template(input: &[u8]) {
     let with_call = [messages[1].clone(), called, Message::new("tool", "{\"y\": 1}")];
     let tool = json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}});
     let inputs = TemplateInputs { tools: Some(vec![tool]), ..TemplateInputs::default() };
-    let _ = told(&folder, template.render(&messages, false));
-    let _ = told(&folder, template.render(&messages[1..2], true));
-    let _ = told(&folder, template.render_with(&with_call, &inputs, true));
+    let _ = checked(&folder, template.render(&messages, false));
+    let _ = checked(&folder, template.render(&messages[1..2], true));
+    let _ = checked(&folder, template.render_with(&with_call, &inputs, true));
     let _ = (template.sha256().len(), template.source().len());
 }

@@ -17,7 +17,7 @@ use tch::{Device, Kind, Tensor};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
-use super::scratch::{choice, file, folder, told, write};
+use super::scratch::{checked, choice, file, folder, write};
 
 /// Bytes of data that a header is given.
 const MOST_DATA: u64 = 64 << 10;
@@ -37,21 +37,21 @@ pub(super) fn safetensors_file(input: &[u8]) -> Vec<u8> {
 
 /// What is read of all kinds of weight files.
 fn weights(path: &Path) {
-    let Some(files) = told(path, WeightFiles::open_file(path)) else { return };
+    let Some(files) = checked(path, WeightFiles::open_file(path)) else { return };
     for tensor in files.tensors() {
         let name = tensor.name.as_str();
         let (kind, shape) = (files.kind(name), files.shape(name).expect("a tensor of the list"));
-        let _ = told(path, files.mapped(name, &shape));
-        let _ = told(path, files.integers(name));
-        let _ = told(path, files.is_zero(name));
+        let _ = checked(path, files.mapped(name, &shape));
+        let _ = checked(path, files.integers(name));
+        let _ = checked(path, files.is_zero(name));
         if tensor.bytes < MOST_DATA as usize {
-            let _ = told(path, files.tensor(name, &shape, kind.unwrap_or(Kind::Float), Device::Cpu));
-            let _ = told(path, files.stored(name, &shape, Device::Cpu));
+            let _ = checked(path, files.tensor(name, &shape, kind.unwrap_or(Kind::Float), Device::Cpu));
+            let _ = checked(path, files.stored(name, &shape, Device::Cpu));
         }
-        let _ = (told(path, files.check(name, &[1, 2])), files.same_memory(name, name), files.file_of(name));
-        let _ = told(path, files.same_bits(name, name));
+        let _ = (checked(path, files.check(name, &[1, 2])), files.same_memory(name, name), files.file_of(name));
+        let _ = checked(path, files.same_bits(name, name));
     }
-    let _ = told(path, files.fingerprint());
+    let _ = checked(path, files.fingerprint());
     files.release();
 }
 
@@ -77,14 +77,14 @@ pub(super) fn index(input: &[u8]) {
     names.iter().for_each(|name| drop(fs::remove_file(folder.join(name))));
     if !input.is_empty() {
         write(&folder.join(name), index);
-        let _ = told(&folder.join(name), WeightFiles::open_file(&folder.join(name)));
+        let _ = checked(&folder.join(name), WeightFiles::open_file(&folder.join(name)));
     }
-    let _ = (told(&folder, files_of(&folder)), told(&folder, files_with(&folder, &["a"])));
-    if let Some(files) = told(&folder, WeightFiles::open(&folder)) {
+    let _ = (checked(&folder, files_of(&folder)), checked(&folder, files_with(&folder, &["a"])));
+    if let Some(files) = checked(&folder, WeightFiles::open(&folder)) {
         let _ = (files.names().len(), files.tensors());
         files.release();
     }
-    let _ = told(&folder, WeightFiles::open_tensors(&folder, &["a"]));
+    let _ = checked(&folder, WeightFiles::open_tensors(&folder, &["a"]));
 }
 
 /// The header of a file of hidden states.
@@ -95,15 +95,15 @@ pub(super) fn captured_states(input: &[u8]) {
     let sizes = StateSizes { hidden_size: 4, vocab_size: 64 };
     let captured = CapturedFile::open(&path, sizes);
     let _ = captured.as_ref().err().map(CapturedError::kind);
-    let Some(captured) = told(&path, captured) else { return };
-    let _ = (told(&path, captured.token_ids(64)), told(&path, captured.loss_mask()));
+    let Some(captured) = checked(&path, captured) else { return };
+    let _ = (checked(&path, captured.token_ids(64)), checked(&path, captured.loss_mask()));
     let _ = captured.check_like(&captured);
     let other = file("captured_states", "hs_1.safetensors", &safetensors_file(OTHER_STATES));
-    let _ = told(&path, captured.check_like(&CapturedFile::open(&other, sizes).expect("states of ours")));
+    let _ = checked(&path, captured.check_like(&CapturedFile::open(&other, sizes).expect("states of ours")));
     if captured.tokens > 0 && captured.tokens < 64 {
         let mut states = vec![0; captured.state_bytes() * 2];
         let last = captured.tokens - 1;
-        let _ = told(&path, captured.read_states(captured.layers - 1, &[0, last], &mut states));
+        let _ = checked(&path, captured.read_states(captured.layers - 1, &[0, last], &mut states));
     }
 }
 
@@ -160,7 +160,7 @@ pub(super) fn peft(input: &[u8]) {
     write(&folder.join("adapter_config.json"), config);
     write(&folder.join("adapter_model.safetensors"), &safetensors_file(header));
     let mut backbone = CONFIG.with(|config| Llama::random((*config).clone(), Kind::Float, Device::Cpu, 0));
-    let _ = told(&folder, peft::attach(&mut backbone, &folder, None));
+    let _ = checked(&folder, peft::attach(&mut backbone, &folder, None));
 }
 
 /// Heads: config.json, and behind a NUL a safetensors header.
@@ -173,21 +173,21 @@ pub(super) fn heads(input: &[u8]) {
     let folder = folder("heads");
     write(&folder.join("config.json"), config);
     write(&folder.join("heads.safetensors"), &safetensors_file(header));
-    let Some(heads) = told(&folder, HeadsFile::open(&folder)) else { return };
-    let _ = (told(&folder, heads.check_alone()), heads.layout(), heads.base(), heads.files());
-    let _ = told(&folder, heads.parameters());
-    let _ = told(&folder, heads.bytes());
-    let _ = told(&folder, heads.prefix_tensors());
-    let _ = told(&folder, heads.prefix_tensor("prefix.layers.0.self_attn.q_proj.weight", &[8, 8]));
-    let _ = (heads.path(), heads.kind(), heads.config().is_some(), told(&folder, heads.sha256()));
-    let fits = CONFIG.with(|config| told(&folder, heads.check(config)));
+    let Some(heads) = checked(&folder, HeadsFile::open(&folder)) else { return };
+    let _ = (checked(&folder, heads.check_alone()), heads.layout(), heads.base(), heads.files());
+    let _ = checked(&folder, heads.parameters());
+    let _ = checked(&folder, heads.bytes());
+    let _ = checked(&folder, heads.prefix_tensors());
+    let _ = checked(&folder, heads.prefix_tensor("prefix.layers.0.self_attn.q_proj.weight", &[8, 8]));
+    let _ = (heads.path(), heads.kind(), heads.config().is_some(), checked(&folder, heads.sha256()));
+    let fits = CONFIG.with(|config| checked(&folder, heads.check(config)));
     let shape = heads.shape();
     if fits.is_some() && shape.medusa_num_heads * (shape.medusa_num_layers + 1) < 64 {
         for place in shape.places() {
-            let _ = told(&folder, heads.tensor(place, Kind::Float));
-            let _ = told(&folder, heads.stored(place));
+            let _ = checked(&folder, heads.tensor(place, Kind::Float));
+            let _ = checked(&folder, heads.stored(place));
         }
-        let _ = told(&folder, heads.lm_head());
-        let _ = told(&folder, heads.compare_lm_head(&Tensor::zeros([16, 8], (Kind::Float, Device::Cpu))));
+        let _ = checked(&folder, heads.lm_head());
+        let _ = checked(&folder, heads.compare_lm_head(&Tensor::zeros([16, 8], (Kind::Float, Device::Cpu))));
     }
 }

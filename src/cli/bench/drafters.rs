@@ -90,13 +90,13 @@ pub(super) fn searched_trees(
             .map(|found| Some(GuessTree::Static(found.tree)))
             .map_err(|why| UsageError(format!("{flag}={nodes}: {why}")))
     };
-    let of_setting = |setting: &BenchSetting| -> Result<Vec<_>, UsageError> {
+    let trees_for = |setting: &BenchSetting| -> Result<Vec<_>, UsageError> {
         calibrations
             .iter()
             .map(|calibration| setting.nodes.map_or(Ok(None), |nodes| tree(nodes, calibration)))
             .collect()
     };
-    Ok(settings.iter().map(of_setting).collect::<Result<_, _>>()?)
+    Ok(settings.iter().map(trees_for).collect::<Result<_, _>>()?)
 }
 
 /// `--calibration` is that of `--heads`, or of the only heads; others have theirs beside them. `None` for a drafter without heads.

@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drafter_that_is_slower_than_plain_decoding_is_told_with_a_remedy() {
+    fn a_drafter_that_is_slower_than_plain_decoding_is_reported_with_a_remedy() {
         let none = json!({});
         let results = [("plain", 1.0), ("medusa", 0.25), ("ngram", 1.2), ("model:m", 0.9), ("lookahead", 0.5)];
         let said = of(&results.map(|(drafter, speedup)| result(drafter, speedup, &none)));

@@ -30,13 +30,13 @@ pub(super) fn results(bench: &BenchRun, rows: &Rows, repeats: &[Vec<BenchPass>])
 
 fn result(bench: &BenchRun, contestant: &BenchDrafter, passes: &[&BenchPass]) -> BenchResult {
     let first = passes[0];
-    let of = |pick: &dyn Fn(&BenchPass) -> Measured| {
+    let compared = |pick: &dyn Fn(&BenchPass) -> Measured| {
         comparison(&passes.iter().map(|pass| pick(pass)).collect::<Vec<_>>(), bench.texts())
     };
-    let category = |name: &String| (name.clone(), of(&|pass| pass.categories.get(name).copied().unwrap_or_default()));
+    let category = |name: &String| (name.clone(), compared(&|p| p.categories.get(name).copied().unwrap_or_default()));
     let facts = contestant.facts.clone();
     BenchResult {
-        all: of(&|pass| pass.all),
+        all: compared(&|pass| pass.all),
         categories: first.categories.keys().map(category).collect(),
         device: device_name(bench.decoder.backbone.device()),
         dtype: Dtype::of(bench.decoder.backbone.kind()).to_string(),
@@ -63,13 +63,13 @@ fn plain(bench: &BenchRun, passes: &[&BenchPass]) -> BenchResult {
         differ: false,
         log_p: LogProbability { plain: measured.log_p.plain, drafted: measured.log_p.plain },
     };
-    let of_plain = |pass: &&BenchPass| BenchPass {
+    let plain_pass = |pass: &&BenchPass| BenchPass {
         all: itself(pass.all),
         categories: pass.categories.iter().map(|(name, measured)| (name.clone(), itself(*measured))).collect(),
         too_long: pass.too_long,
         first_difference: None,
     };
-    let passes: Vec<BenchPass> = passes.iter().map(of_plain).collect();
+    let passes: Vec<BenchPass> = passes.iter().map(plain_pass).collect();
     let like = result(bench, &bench.contestants[0], &passes.iter().collect::<Vec<_>>());
     let engine = bench.plain.as_ref().map_or(like.engine, |plain| plain.borrow().engine_name().into());
     BenchResult {
@@ -87,8 +87,8 @@ fn plain(bench: &BenchRun, passes: &[&BenchPass]) -> BenchResult {
 
 /// Compares the repeats over the same prompts.
 fn comparison(repeats: &[Measured], texts: Texts) -> DecodingComparison {
-    let of = |pick: fn(&Measured) -> Tally| repeats.iter().map(pick).collect::<Vec<_>>();
-    let (plain, drafted) = (of(|measured| measured.times.plain), of(|measured| measured.times.drafted));
+    let tallies = |pick: fn(&Measured) -> Tally| repeats.iter().map(pick).collect::<Vec<_>>();
+    let (plain, drafted) = (tallies(|measured| measured.times.plain), tallies(|measured| measured.times.drafted));
     let medians = Comparison { plain: median(&plain), drafted: median(&drafted) };
     // Only the first repeat is scored.
     let log_p = repeats.first().filter(|_| texts == Texts::Sampled).map(|first| first.log_p);

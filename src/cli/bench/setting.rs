@@ -57,8 +57,8 @@ pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<BenchSetting>> {
 pub(super) fn check_load(args: &BenchArgs) -> anyhow::Result<()> {
     let load = &args.load;
     // Checked here, since clap requires nothing that conflicts with a flag that was given, such as --heads.
-    let of_server = [("--model", load.model.is_some()), ("--api-key-file", load.api_key_file.is_some())];
-    if let Some((flag, _)) = of_server.iter().find(|(_, is_given)| *is_given && load.endpoint.is_none()) {
+    let server_flags = [("--model", load.model.is_some()), ("--api-key-file", load.api_key_file.is_some())];
+    if let Some((flag, _)) = server_flags.iter().find(|(_, is_given)| *is_given && load.endpoint.is_none()) {
         return refused(&format!("{flag} is for a server; give it --endpoint URL"));
     }
     if !load.is_set() {

@@ -13,7 +13,7 @@ const DISTANCE: &str = "log p distance";
 pub(super) fn table(results: &[BenchResult], width: Option<usize>) -> String {
     let Some(first) = results.first() else { return String::new() };
     if results.iter().any(|result| (&result.drafter, &result.weights) != (&first.drafter, &first.weights)) {
-        return of_drafters(results, first, width);
+        return drafter_table(results, first, width);
     }
     let swept = first.sweep.as_ref().map(|swept| swept.name.as_str());
     let mut rows = vec![header(swept.unwrap_or("category"), results)];
@@ -30,7 +30,7 @@ pub(super) fn table(results: &[BenchResult], width: Option<usize>) -> String {
     lines.join("\n")
 }
 
-fn of_drafters(results: &[BenchResult], first: &BenchResult, width: Option<usize>) -> String {
+fn drafter_table(results: &[BenchResult], first: &BenchResult, width: Option<usize>) -> String {
     let names = names(results);
     let engines_differ = results.iter().any(|result| result.engine != first.engine);
     let columns = |result: &BenchResult, name: &str| comparison_row(result, name, engines_differ);

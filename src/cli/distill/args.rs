@@ -83,7 +83,7 @@ pub struct DistillArgs {
     pub(super) served: ServedFlags,
 }
 
-/// Tells what a resumed run goes on from.
+/// Reports what a resumed run continues.
 pub(super) fn say_resumed(output: &Output, common: &CommonFlags) {
     if output.kept() > 0 {
         common.say(format_args!("resuming after {} of {} conversations", output.kept(), output.conversations()));

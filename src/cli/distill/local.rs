@@ -133,7 +133,7 @@ impl DistillArgs {
         common: &CommonFlags,
     ) -> anyhow::Result<()> {
         let Some(heads) = &self.heads else { return Ok(()) };
-        let Some(trained) = trained_on::of_heads(heads)? else { return Ok(()) };
+        let Some(trained) = trained_on::for_heads(heads)? else { return Ok(()) };
         let tokenizer = TextTokenizer::load(backbone)?;
         let renderer = Renderer { tokenizer: &tokenizer, template };
         let is_met = |dialogue: &&Dialogue| {
@@ -180,7 +180,7 @@ impl DistillArgs {
         waiting: usize,
         common: &CommonFlags,
     ) -> anyhow::Result<BackboneAnswerer<'d>> {
-        let sampling = Sampling { top_p: self.top_p, ..Sampling::of_temperature(self.temperature) };
+        let sampling = Sampling { top_p: self.top_p, ..Sampling::with_temperature(self.temperature) };
         let backbone = &decoder.backbone;
         let Some(engine) = engine else {
             let request = Request { sampling, ..Request::greedy(&[], 0) };
@@ -193,7 +193,7 @@ impl DistillArgs {
         let tokens = longest.saturating_add(guesses);
         let fits = || batch_size::that_fits(&*engine, [tokens.get(), guesses], waiting, common);
         let size = self.batch_size.map_or_else(fits, Ok)?;
-        let (device, prefixes) = (backbone.device(), batch_size::of_prefixes(&*engine)?);
+        let (device, prefixes) = (backbone.device(), batch_size::prefix_bytes(&*engine)?);
         let drafts = drafts.map(|(drafter, _)| (drafter, ACCEPTANCE));
         let mut batch = SequenceBatch::new(engine, drafts, size);
         if let Some(bytes) = prefixes {
@@ -222,7 +222,7 @@ impl DistillArgs {
         if self.engine.engine == EngineName::Auto {
             common.say(format_args!("engine {}: {TOGETHER}", engine.name()));
         }
-        batch_size::tell_slower(&decoder.backbone, common);
+        batch_size::report_slower(&decoder.backbone, common);
         Ok(Some(engine))
     }
 }

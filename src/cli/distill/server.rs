@@ -81,7 +81,7 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let model = args.server.model(&client, stop, common)?;
     let contexts = args.contexts(words.as_ref(), &model)?;
     contexts.check(words.is_some(), common)?;
-    let settings = args.settings(contexts.of_folder, common);
+    let settings = args.settings(contexts.at_begin, common);
     let (dialogues, _) = args.fitting(dialogues, renderer.as_ref(), &settings, common)?;
     let prompts = PromptsUsed { file: &file, conversations: dialogues.len(), too_long: all - dialogues.len() };
     let provenance = DistillProvenance {
@@ -132,15 +132,15 @@ impl DistillArgs {
 
     /// The smallest limits that are known.
     fn contexts(&self, words: Option<&BackboneTokens>, model: &ListedModel) -> anyhow::Result<Contexts> {
-        let of_backbone = words.map(|words| usize::try_from(words.config.max_position_embeddings)).transpose()?;
-        let of_flag = self.engine.max_context.map(|tokens| usize::try_from(tokens.get())).transpose()?;
-        let own = [of_backbone, of_flag].into_iter().flatten().min().unwrap_or(usize::MAX);
+        let backbone_limit = words.map(|words| usize::try_from(words.config.max_position_embeddings)).transpose()?;
+        let flag_limit = self.engine.max_context.map(|tokens| usize::try_from(tokens.get())).transpose()?;
+        let own = [backbone_limit, flag_limit].into_iter().flatten().min().unwrap_or(usize::MAX);
         let begun = if self.resume { output::begun_with(&self.out, self.shard)? } else { None };
         let at_first = begun.map_or(model.max_model_len, |keys| keys.get("server_context").and_then(Value::as_u64));
         let with =
             |limit: Option<u64>| limit.map_or(Ok(own), |limit| usize::try_from(limit).map(|limit| limit.min(own)));
-        let of_folder = with(at_first)?;
-        Ok(Contexts { own, of_folder, now: of_folder.min(with(model.max_model_len)?) })
+        let at_begin = with(at_first)?;
+        Ok(Contexts { own, at_begin, now: at_begin.min(with(model.max_model_len)?) })
     }
 
     fn server_settings(&self, words: Option<&BackboneTokens>, model: String, contexts: Contexts) -> ServerSettings {
@@ -150,7 +150,7 @@ impl DistillArgs {
             top_p: self.top_p,
             concurrency: self.server.concurrency.get(),
             retries: self.server.retries,
-            context: contexts.of_folder,
+            context: contexts.at_begin,
             context_now: contexts.now,
             strict: self.fit.strict,
             eos: words.map_or_else(Vec::new, |words| words.config.eos_token_ids.clone()),
@@ -178,7 +178,7 @@ struct Contexts {
     /// Of the backbone and the flag: a resumed run must have the same.
     own: usize,
     /// With the server's when the folder was begun, which decides on the prompts that fit.
-    of_folder: usize,
+    at_begin: usize,
     /// With the server's of this run.
     now: usize,
 }
@@ -189,15 +189,15 @@ impl Contexts {
     /// # Errors
     /// Without `--backbone` nobody knows what does not fit.
     fn check(self, has_backbone: bool, common: &CommonFlags) -> anyhow::Result<()> {
-        let Self { of_folder, now, .. } = self;
-        if now >= of_folder {
+        let Self { at_begin, now, .. } = self;
+        if now >= at_begin {
             return Ok(());
         }
         let smaller =
-            format!("the server's context (max_model_len) is {now} tokens, and was {of_folder} when --out was begun");
+            format!("the server's context (max_model_len) is {now} tokens, and was {at_begin} when --out was begun");
         if !has_backbone {
             anyhow::bail!(
-                "{smaller}; without --backbone the prompts that do not fit are not known: start the server with {of_folder} again"
+                "{smaller}; without --backbone the prompts that do not fit are not known: start the server with {at_begin} again"
             );
         }
         common.say(format_args!("{smaller}: the run ends at the first prompt or answer that does not fit"));
@@ -233,15 +233,15 @@ impl ServerProgress {
             note = format!("{note}, {} refused", self.tally.refused());
         }
         self.counter.set(now.conversations, &note);
-        self.tell_news();
+        self.report_news();
     }
 
-    fn tell_news(&self) {
+    fn report_news(&self) {
         self.tally.news().iter().for_each(|line| self.counter.say(line));
     }
 
     fn end(self) -> Arc<ServerTally> {
-        self.tell_news();
+        self.report_news();
         self.tally
     }
 }
@@ -256,7 +256,7 @@ struct ServerRun {
     too_long: usize,
     /// Conversations of earlier runs.
     resumed: usize,
-    /// New ones, as far as the server tells them.
+    /// New ones, as far as the server reports them.
     tokens: usize,
     seconds: f64,
 }

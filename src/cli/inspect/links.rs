@@ -14,7 +14,7 @@ use crate::formats::run_folder::{BEST, CALIBRATION, FINAL, LATENCY, TREE, is_fin
 use crate::formats::tree::TreeFile;
 
 /// Compares the hashes in the calibrations, trees and latencies among `files` with the files beside them. One that cannot be read has been
-/// told already.
+/// reported already.
 pub(super) fn of(files: &[PathBuf]) -> anyhow::Result<Vec<CheckedFile>> {
     let mut checked = vec![];
     for file in files {
@@ -27,12 +27,12 @@ pub(super) fn of(files: &[PathBuf]) -> anyhow::Result<Vec<CheckedFile>> {
                 if let Some(expected) = expected.as_ref().filter(|_| source.is_file()) {
                     let got = sha256(&source).map_err(failed("read", &source))?;
                     // An exported calibration says of which one it is a copy.
-                    let exported = Calibration::load(&source).ok().and_then(|of| of.exported_from);
-                    let of_export = exported.map(|from| from.calibration_sha256);
+                    let exported = Calibration::load(&source).ok().and_then(|file| file.exported_from);
+                    let copied_from = exported.map(|from| from.calibration_sha256);
                     checked.push(link(
                         file,
                         expected,
-                        &[Some(got), of_export].into_iter().flatten().collect::<Vec<_>>(),
+                        &[Some(got), copied_from].into_iter().flatten().collect::<Vec<_>>(),
                         &source,
                     ));
                 }
@@ -40,17 +40,17 @@ pub(super) fn of(files: &[PathBuf]) -> anyhow::Result<Vec<CheckedFile>> {
         } else if file.ends_with(CALIBRATION)
             && let Ok(calibration) = Calibration::load(file)
         {
-            checked.extend(of_heads(file, &calibration.heads_sha256)?);
+            checked.extend(heads_link(file, &calibration.heads_sha256)?);
         } else if file.ends_with(LATENCY)
             && let Ok(Latency { heads_sha256: Some(heads), .. }) = Latency::load(file)
         {
-            checked.extend(of_heads(file, &heads)?);
+            checked.extend(heads_link(file, &heads)?);
         }
     }
     Ok(checked)
 }
 
-/// Whether a calibration names other heads than those beside it, by their recorded checksums. One that cannot be read has been told already.
+/// Whether a calibration names other heads than those beside it, by their recorded checksums. One that cannot be read was reported already.
 pub(super) fn is_of_other_heads(calibration: &Path) -> bool {
     let Ok(named) = Calibration::load(calibration).map(|calibration| calibration.heads_sha256) else { return false };
     let places = places_of_heads(parent(calibration)).unwrap_or_default();
@@ -60,7 +60,7 @@ pub(super) fn is_of_other_heads(calibration: &Path) -> bool {
 }
 
 /// `None` if there are no heads beside it.
-fn of_heads(file: &Path, expected: &str) -> anyhow::Result<Option<CheckedFile>> {
+fn heads_link(file: &Path, expected: &str) -> anyhow::Result<Option<CheckedFile>> {
     let places = places_of_heads(parent(file)).map_err(failed("read", parent(file)))?;
     let mut sums = vec![];
     for heads in places.iter().filter_map(|place| HeadsFile::open(place).ok()) {
@@ -80,7 +80,7 @@ fn places_of_heads(folder: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(places)
 }
 
-/// Whether one of several files is the one that is named; else the first is told.
+/// Whether one of several files is the one that is named; else the first is reported.
 fn link(file: &Path, expected: &str, got: &[String], to: &Path) -> CheckedFile {
     let got = got.iter().find(|got| *got == expected).or(got.first()).map_or("", String::as_str);
     CheckedFile {

@@ -63,8 +63,8 @@ impl RunContents {
     pub(super) fn read(path: &Path) -> anyhow::Result<Self> {
         let lines = MetricsFile::read_what_is_whole(&path.join(METRICS)).lines; // none before step 1
         let whole = |text: &[u8]| serde_json::from_slice(text).unwrap_or_default();
-        let of_line = |(text, line): &(Vec<u8>, MetricsLine)| JsonLine { whole: whole(text), read: line.clone() };
-        let newest = |split| lines.iter().rfind(|(_, line)| line.split == split).map(of_line);
+        let json_line = |(text, line): &(Vec<u8>, MetricsLine)| JsonLine { whole: whole(text), read: line.clone() };
+        let newest = |split| lines.iter().rfind(|(_, line)| line.split == split).map(json_line);
         let (training, validation) = (newest(MetricsSplit::Train), newest(MetricsSplit::Validation));
         let calibration = path.join(CALIBRATION);
         let is_foreign = links::is_of_other_heads(&calibration);
@@ -190,11 +190,11 @@ fn newest_heads(path: &Path, checkpoints: &[String]) -> anyhow::Result<Option<He
 }
 
 pub(super) fn accuracy_of(calibration: &Calibration) -> Vec<TopAccuracy> {
-    let of_head = |guesses: Vec<f64>| TopAccuracy {
+    let top_accuracy = |guesses: Vec<f64>| TopAccuracy {
         top1: guesses.first().copied().unwrap_or(f64::NAN), // shown as NaN: the head has no guess
         top5: guesses.iter().take(5).sum(),
     };
-    calibration.accuracies().into_iter().map(of_head).collect()
+    calibration.accuracies().into_iter().map(top_accuracy).collect()
 }
 
 /// From the calibration if there is one, else from the last evaluation.
@@ -216,7 +216,7 @@ mod tests {
     use std::io::Write;
 
     #[test]
-    fn checkpoints_are_in_the_order_of_their_steps_and_a_broken_bench_is_told() {
+    fn checkpoints_are_in_the_order_of_their_steps_and_a_broken_bench_is_reported() {
         let dir = tempfile::tempdir().unwrap();
         for name in ["step-10", "step-9", "step-1000000", "step-000020", "final"] {
             std::fs::create_dir(dir.path().join(name)).unwrap();
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_sweep_the_fastest_result_is_shown_whole() {
+    fn the_fastest_result_of_a_sweep_is_shown_whole() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("bench.json");
         let result = |speedup: f64| format!(r#"{{"acceleration_rate":2.5,"speedup":{speedup},"engine":"cpu"}}"#);
@@ -258,8 +258,8 @@ mod tests {
         let path = dir.path().join("calibration.json");
         let line = r#"{"split":"validation","step":1,"head_top1":[0.5],"head_top5":[0.75]}"#;
         let line: MetricsLine = serde_json::from_str(line).unwrap();
-        let of_evaluation = [TopAccuracy { top1: 0.5, top5: 0.75 }];
-        assert_eq!(accuracy(Some(&path), Some(&line)).unwrap(), of_evaluation);
+        let evaluated = [TopAccuracy { top1: 0.5, top5: 0.75 }];
+        assert_eq!(accuracy(Some(&path), Some(&line)).unwrap(), evaluated);
         assert_eq!(accuracy(Some(&path), None).unwrap(), []);
         let text =
             br#"{"heads":[{"counts":[4,1,1,1,1,4],"total":16,"accuracy":[0.25,0.0625,0.0625,0.0625,0.0625,0.25]}],

@@ -63,19 +63,19 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> anyhow::Result<()> {
 
 /// The lists of checksums in some folders.
 struct Lists {
-    of_folder: HashMap<PathBuf, Checksums>,
+    by_folder: HashMap<PathBuf, Checksums>,
     /// Those that cannot be read.
     damaged: HashMap<PathBuf, String>,
 }
 
 impl Lists {
     fn beside(files: &[PathBuf]) -> Result<Self, ChecksumError> {
-        let mut lists = Self { of_folder: HashMap::new(), damaged: HashMap::new() };
+        let mut lists = Self { by_folder: HashMap::new(), damaged: HashMap::new() };
         let mut folders: Vec<&Path> = files.iter().map(|file| parent(file)).collect();
         folders.dedup();
         for folder in folders {
             match Checksums::read(folder) {
-                Ok(list) => lists.of_folder.extend(list.map(|list| (folder.to_owned(), list))),
+                Ok(list) => lists.by_folder.extend(list.map(|list| (folder.to_owned(), list))),
                 Err(ChecksumError::File(error)) => return Err(error.into()),
                 Err(ChecksumError::Line { path, line }) => {
                     lists.damaged.insert(path, format!("line {line} is no line of checksums"));
@@ -98,11 +98,11 @@ impl Lists {
                 format!("{}/{name}", parent(file).file_name().unwrap_or_default().to_string_lossy()),
             ),
         };
-        let expected = self.of_folder.get(folder).and_then(|list| list.expected(&listed_as));
+        let expected = self.by_folder.get(folder).and_then(|list| list.expected(&listed_as));
         match expected {
             Some(expected) => Ok(FileState::compared(expected, &files::sha256(file).map_err(failed("read", file))?)),
             None if is_list(file) => Ok(FileState::Ok), // each of its lines is compared with a file
-            None => of_kind(file, &name),
+            None => kind_state(file, &name),
         }
     }
 
@@ -114,7 +114,7 @@ impl Lists {
             let state = || FileState::damaged(format_args!("it is missing, and {CHECKSUMS} lists it"));
             names.map(|name| CheckedFile { file: folder.join(name), state: state() }).collect::<Vec<_>>()
         };
-        let mut missing: Vec<_> = self.of_folder.iter().flat_map(missing).collect();
+        let mut missing: Vec<_> = self.by_folder.iter().flat_map(missing).collect();
         missing.retain(|file| file.file.starts_with(path));
         missing.sort_by(|one, other| one.file.cmp(&other.file));
         missing
@@ -122,7 +122,7 @@ impl Lists {
 }
 
 /// A file that no list names: many kinds have checksums of their own.
-fn of_kind(file: &Path, name: &str) -> anyhow::Result<FileState> {
+fn kind_state(file: &Path, name: &str) -> anyhow::Result<FileState> {
     let because = |why| Ok(FileState::Unrecorded { why: Some(why) });
     let begins = |start: &str| name.starts_with(start);
     if let Some((expected, got)) = hub::hashes_of_blob(file).map_err(failed("read", file))? {

@@ -17,7 +17,7 @@ pub(super) struct AllowedHostFlags {
 }
 
 impl AllowedHostFlags {
-    /// The names of a server that was told to listen on `host`, which is this address.
+    /// The names of a server that listens on `host`, which is this address.
     pub(super) fn names(&self, host: &str, address: IpAddr, keys: &ApiKeys) -> HostNames {
         let is_open_to_pages = address.is_loopback() && !keys.are_needed();
         let is_checked = is_open_to_pages || !self.allowed_host.is_empty();

@@ -46,7 +46,7 @@ pub(super) struct LimitFlags {
 }
 
 impl LimitFlags {
-    pub(super) fn of_request(&self) -> RequestLimits {
+    pub(super) fn request(&self) -> RequestLimits {
         RequestLimits {
             body_bytes: self.max_body_bytes.get(),
             body_time: BODY_TIME,
@@ -55,7 +55,7 @@ impl LimitFlags {
         }
     }
 
-    pub(super) fn of_connections(&self) -> ConnectionLimits {
+    pub(super) fn connections(&self) -> ConnectionLimits {
         ConnectionLimits {
             connections: most_connections(),
             header_time: HEADER_TIME,

@@ -154,11 +154,11 @@ impl RankProcess {
         }
     }
 
-    /// As a shell tells it.
+    /// As a shell reports it.
     fn status(&self) -> u8 {
         let status = self.ended.unwrap_or_default();
-        let of_signal = status.signal().map(|signal| 128 + signal);
-        status.code().or(of_signal).and_then(|code| u8::try_from(code).ok()).unwrap_or(1)
+        let signal_code = status.signal().map(|signal| 128 + signal);
+        status.code().or(signal_code).and_then(|code| u8::try_from(code).ok()).unwrap_or(1)
     }
 }
 

@@ -304,8 +304,8 @@ impl RunPreview {
 
 /// Tokens of all steps.
 fn tokens(checked: &CheckedRun, steps_per_epoch: usize) -> usize {
-    let of_epochs = checked.pack_report.tokens as u128 * checked.total_steps as u128;
-    usize::try_from(of_epochs / steps_per_epoch.max(1) as u128).unwrap_or(usize::MAX)
+    let epoch_tokens = checked.pack_report.tokens as u128 * checked.total_steps as u128;
+    usize::try_from(epoch_tokens / steps_per_epoch.max(1) as u128).unwrap_or(usize::MAX)
 }
 
 /// In MiB, from 10 GiB on in GiB.
@@ -364,7 +364,7 @@ fn warnings(checked: &CheckedRun, fullest: &FullestDevice, savings: &[MemorySavi
     warnings.extend(uneven(checked.plan.train.gradient_accumulation_steps.get(), checked.plan.world_size));
     let too_small = room.filter(|room| !room.holds(peak_bytes));
     warnings.extend(too_small.map(|room| does_not_fit(&device_name(device), peak_bytes, room, savings)));
-    let gpus = checked.plan.gpus.of_each(device).filter(|&gpus| gpus > 1);
+    let gpus = checked.plan.gpus.per_process(device).filter(|&gpus| gpus > 1);
     if let (Some(_), Some(gpus), None) = (too_small, gpus, &checked.plan.backbone.device_map) {
         warnings.push(format!(
             "this process has {gpus} GPUs: backbone.device_map = \"auto\" spreads the backbone over them"

@@ -33,7 +33,7 @@ impl<'c> TrainProgress<'c> {
         Self { common, progress, live: io::stderr().is_terminal(), total, has_begun: false }
     }
 
-    pub(super) fn tell(&mut self, event: &RunEvent<'_>) {
+    pub(super) fn report(&mut self, event: &RunEvent<'_>) {
         match event {
             RunEvent::Hashing { bytes } if *bytes >= WORTH_A_LINE => {
                 self.line(&format!("hashing {} of weights (cached for later runs)", gibibytes(*bytes)));
@@ -65,7 +65,7 @@ impl<'c> TrainProgress<'c> {
             RunEvent::Answering { done, prompts } => {
                 self.progress.set(0, format!("answers to validation prompts: {done}/{prompts}"));
             }
-            RunEvent::CapturedStates(next_tokens) => self.line(&of_server(next_tokens)),
+            RunEvent::CapturedStates(next_tokens) => self.line(&server_note(next_tokens)),
             RunEvent::CacheIncomplete(path) => self.line(&format!(
                 "hidden states are computed, not read: several processes read only a cache with the states of all rows, which {} is not; fill it \
                  with one process",
@@ -86,7 +86,7 @@ impl<'c> TrainProgress<'c> {
         }
     }
 
-    /// On a terminal the bar shows each step; elsewhere the first and the last one are told, and others at intervals.
+    /// On a terminal the bar shows each step; elsewhere the first and the last one are reported, and others at intervals.
     fn stepped(&mut self, line: &MetricsLine) {
         self.json(line);
         let speed = line.update.as_ref().map_or(0.0, |update| update.tokens_per_second);
@@ -112,7 +112,7 @@ impl<'c> TrainProgress<'c> {
     }
 }
 
-fn of_server(next_tokens: &NextTokens) -> String {
+fn server_note(next_tokens: &NextTokens) -> String {
     let NextTokens { tokens, accuracy, cross_entropy, by_pairs, doubt } = next_tokens;
     let found = format!(
         "from {tokens} hidden states of the server the LM head predicts {:.1} % of the next tokens (cross-entropy {cross_entropy:.2}; {by_pairs:.2} \

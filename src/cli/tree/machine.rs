@@ -57,7 +57,7 @@ pub(super) fn latency(
         latency.check(&asked, path)?;
         sequences::check(args, &latency, path)?;
         common.say(format_args!("{}: steps of engine {}", path.display(), latency.engine));
-        tell_caveat(&latency, path, common);
+        report_caveat(&latency, path, common);
         return Ok(latency);
     }
     let Some(setup) = setup else {
@@ -70,11 +70,11 @@ pub(super) fn latency(
     let latency = measure(args, setup, calibration, common)?;
     latency.save(path)?;
     common.say(format_args!("wrote {}: steps of engine {}", path.display(), latency.engine));
-    tell_caveat(&latency, path, common);
+    report_caveat(&latency, path, common);
     Ok(latency)
 }
 
-fn tell_caveat(latency: &Latency, path: &Path, common: &CommonFlags) {
+fn report_caveat(latency: &Latency, path: &Path, common: &CommonFlags) {
     if let Some(caveat) = latency.caveat() {
         common.say(format_args!("warning: {}: {caveat}", path.display()));
     }
@@ -107,7 +107,7 @@ fn asked(
             (Some(setup), _) => Some(quantization_name(setup.quantization)),
             (None, typed) => typed.map(|typed| quantization_name(typed.quantization())),
         },
-        threads: Some(Team::of_process().size()),
+        threads: Some(Team::shared().size()),
         context: args.context.map(Into::into),
         backbone: backbone.map(|backbone| hub::name_of(&backbone.folder)),
         backbone_sha256: backbone.map(sha256).transpose()?,
@@ -127,7 +127,7 @@ fn machine_now(common: &CommonFlags) -> MachineLoad {
 }
 
 fn disturbs_threads(busy: &f64) -> bool {
-    disturb(*busy, Team::of_process().size(), cores())
+    disturb(*busy, Team::shared().size(), cores())
 }
 
 /// Times trees built from the calibration, with the engine that will decode.
@@ -143,7 +143,7 @@ fn measure(
     let mut candidates = latency::trees_to_time(num_heads, max_nodes, &best_tree)?;
     let silent = common.context().silent(); // no notice about a missing --tree
     let engine = EngineOptions { engine: args.engine, max_context: None };
-    let plans = setup.heads.clone().map(DrafterPlan::of_heads).transpose()?.into_iter().collect();
+    let plans = setup.heads.clone().map(DrafterPlan::for_heads).transpose()?.into_iter().collect();
     let (backbone, backbone_sha256) = (hub::name_of(&setup.backbone.folder), sha256(&setup.backbone)?);
     let decoder = engine.load(setup, plans, silent)?;
     let heads = decoder.drafter().and_then(|drafter| drafter.heads.as_ref());
@@ -185,7 +185,7 @@ fn measure(
         engine_flag: args.engine.flag().to_owned(),
         dtype: Dtype::of(decoder.backbone.kind()),
         quantization: decoder.backbone.quantization().map(|quantization| quantization.to_string()),
-        threads: Team::of_process().size(),
+        threads: Team::shared().size(),
         context,
         backbone,
         backbone_sha256: Some(backbone_sha256),

@@ -17,7 +17,7 @@ use crate::tree::guess_tree::GuessTree;
 
 /// Refuses a file without the times that are asked for.
 pub(super) fn check(args: &TreeArgs, latency: &Latency, path: &Path) -> anyhow::Result<()> {
-    let is_there = |texts: usize| latency.by_sequences.iter().any(|of| of.sequences == texts);
+    let is_there = |texts: usize| latency.by_sequences.iter().any(|batch| batch.sequences == texts);
     match args.sequences.iter().find(|texts| !is_there(texts.get())) {
         None => Ok(()),
         Some(texts) => Err(UsageError(format!(
@@ -48,15 +48,15 @@ pub(super) fn measure(
     common: &CommonFlags,
 ) -> anyhow::Result<Vec<StepsOfSequences>> {
     let engine = EngineOptions { engine: args.engine, max_context: None };
-    let of_size = |tree: &&GuessTree| tree.as_static().is_some() && tree.nodes().is_power_of_two();
-    let trees: Vec<GuessTree> = candidates.iter().map(|(tree, _)| tree).filter(of_size).cloned().collect();
-    let of_texts = |texts: usize| {
+    let is_timed = |tree: &&GuessTree| tree.as_static().is_some() && tree.nodes().is_power_of_two();
+    let trees: Vec<GuessTree> = candidates.iter().map(|(tree, _)| tree).filter(is_timed).cloned().collect();
+    let measure = |texts: usize| {
         common.say(format_args!("timing steps of {} at a time", counted(texts, "text")));
         let new_engine = || anyhow::Ok(engine.for_batches(decoder)?);
         latency::measure_batch((&decoder.backbone, trained), &trees, [context, texts], &new_engine)
     };
     let counts: BTreeSet<usize> = args.sequences.iter().map(|texts| texts.get()).collect();
-    counts.into_iter().map(of_texts).collect()
+    counts.into_iter().map(measure).collect()
 }
 
 /// The fastest tree for each number of texts; prints them.
@@ -66,7 +66,7 @@ pub(super) fn choose(
     max_nodes: usize,
     common: &CommonFlags,
 ) -> anyhow::Result<Vec<TreeOfSequences>> {
-    latency.by_sequences.iter().map(|of| choose_one(latency, of, calibration, max_nodes, common)).collect()
+    latency.by_sequences.iter().map(|batch| choose_one(latency, batch, calibration, max_nodes, common)).collect()
 }
 
 fn choose_one(

@@ -133,9 +133,9 @@ impl Lanes for Avx2 {
             }
             return;
         }
-        let mut whole = [0.0; LANES];
-        self.store(&mut whole, v);
-        out.copy_from_slice(&whole[..out.len()]);
+        let mut lanes = [0.0; LANES];
+        self.store(&mut lanes, v);
+        out.copy_from_slice(&lanes[..out.len()]);
     }
 
     #[inline(always)]
@@ -282,8 +282,8 @@ impl Lanes for Avx2 {
     fn write_bfloat16_x(self, x: &[f32; 32], lines: &mut [VectorLine]) {
         for (odd, line) in lines.iter_mut().enumerate() {
             let (numbers, _) = bytes_of(std::slice::from_mut(line)).as_chunks_mut::<4>();
-            let of_place = x.iter().skip(odd).step_by(2);
-            numbers.iter_mut().zip(of_place).for_each(|(to, &x)| *to = bf16::from_f32(x).to_f32().to_ne_bytes());
+            let selected = x.iter().skip(odd).step_by(2);
+            numbers.iter_mut().zip(selected).for_each(|(to, &x)| *to = bf16::from_f32(x).to_f32().to_ne_bytes());
         }
     }
 }

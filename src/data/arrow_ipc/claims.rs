@@ -2,7 +2,7 @@
 //! that cannot be reserved ends the process.
 //!
 //! The arrow crate bounds what it reads by what the file has (apache/arrow-rs#10521), but not what it unpacks: it reserves what a packed buffer
-//! claims (`decompress_lz4` and `decompress_zstd` of arrow-ipc 60.1). So the messages are found here too, and a file that was cut off is told as one.
+//! claims (`decompress_lz4` and `decompress_zstd` of arrow-ipc 60.1). So the messages are found here too, and a truncated file is reported.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -19,7 +19,7 @@ const END: u64 = 10;
 /// Checks the blocks that a file's footer names.
 pub(super) fn check_file(file: &File) -> Result<(), ArrowError> {
     let size = file.metadata()?.len();
-    let Some(end) = size.checked_sub(END) else { return Ok(()) }; // the reader tells it
+    let Some(end) = size.checked_sub(END) else { return Ok(()) }; // the reader reports it
     let footer = within(end, "footer", i32::from_le_bytes(array_at(file, end)?))?;
     let bytes = bytes_at(file, end - footer, footer)?;
     let footer = root_as_footer(&bytes).map_err(unreadable)?;
@@ -61,8 +61,8 @@ pub(super) fn check_stream(file: &File) -> Result<(), ArrowError> {
 /// Checks what the packed buffers of a block say that they unpack to.
 fn check_message(file: &File, bytes: &[u8], [body_at, body]: [u64; 2]) -> Result<(), ArrowError> {
     let message = root_as_message(bytes).map_err(unreadable)?;
-    let of_dictionary = || message.header_as_dictionary_batch()?.data();
-    let batch: Option<RecordBatch<'_>> = message.header_as_record_batch().or_else(of_dictionary);
+    let dictionary = || message.header_as_dictionary_batch()?.data();
+    let batch: Option<RecordBatch<'_>> = message.header_as_record_batch().or_else(dictionary);
     let rows = batch
         .into_iter()
         .flat_map(|batch| batch.nodes().into_iter().flatten().map(|node| node.length()).chain([batch.length()]));

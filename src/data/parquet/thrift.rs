@@ -86,8 +86,8 @@ fn page_length(file: &File, bytes: &Range<u64>) -> io::Result<Result<u64, Thrift
 /// The footer's bytes; none in a file that is not Parquet, or encrypted.
 fn footer(file: &File) -> io::Result<Vec<u8>> {
     let Some(end) = file.metadata()?.len().checked_sub(FOOTER_SIZE as u64) else { return Ok(vec![]) };
-    let tail = FooterTail::try_from(bytes_at(file, end, FOOTER_SIZE as u64)?.as_slice()).ok();
-    let length = tail.filter(|tail| !tail.is_encrypted_footer()).map_or(0, |tail| tail.metadata_length() as u64);
+    let footer = FooterTail::try_from(bytes_at(file, end, FOOTER_SIZE as u64)?.as_slice()).ok();
+    let length = footer.filter(|f| !f.is_encrypted_footer()).map_or(0, |f| f.metadata_length() as u64);
     end.checked_sub(length).map_or(Ok(vec![]), |start| bytes_at(file, start, length))
 }
 
@@ -113,12 +113,12 @@ impl<'b> Thrift<'b> {
 
     /// Bytes of a page whose header comes now.
     fn page_length(mut self) -> Result<u64, ThriftFault> {
-        let (whole, mut id, mut of_page) = (self.bytes.len(), 0usize, None);
+        let (before, mut id, mut page_bytes) = (self.bytes.len(), 0usize, None);
         loop {
             let head = self.byte()?;
             if head & 15 == kind::STOP {
-                let header = (whole - self.bytes.len()) as u64;
-                return of_page.map(|bytes| header + bytes).ok_or(ThriftFault::Malformed);
+                let header = (before - self.bytes.len()) as u64;
+                return page_bytes.map(|bytes| header + bytes).ok_or(ThriftFault::Malformed);
             }
             id = match head >> 4 {
                 0 => unfolded(self.number()?).ok_or(ThriftFault::Malformed)?,
@@ -126,7 +126,7 @@ impl<'b> Thrift<'b> {
             };
             match (id, head & 15) {
                 (PAGE_SIZE, kind::I32) => {
-                    of_page = Some(unfolded(self.number()?).ok_or(ThriftFault::Malformed)? as u64)
+                    page_bytes = Some(unfolded(self.number()?).ok_or(ThriftFault::Malformed)? as u64)
                 }
                 (_, kind) => self.pass(kind, 1)?,
             }

@@ -135,15 +135,15 @@ impl TokenizerConfig {
     pub(super) fn declared(&self) -> Result<Vec<NamedToken>, TokenizeError> {
         let mut tokens = match self.config["added_tokens_decoder"].as_object() {
             Some(decoder) => {
-                decoder.iter().map(|(id, value)| self.of_decoder(id, value)).collect::<Result<Vec<_>, _>>()
+                decoder.iter().map(|(id, value)| self.decoder_entry(id, value)).collect::<Result<Vec<_>, _>>()
             }
-            None => self.added.as_object().into_iter().flatten().map(|(text, id)| self.of_added(text, id)).collect(),
+            None => self.added.as_object().into_iter().flatten().map(|(text, id)| self.added_entry(text, id)).collect(),
         }?;
         tokens.sort_by_key(|token| token.id);
         Ok(tokens)
     }
 
-    fn of_decoder(&self, id: &str, value: &Value) -> Result<NamedToken, TokenizeError> {
+    fn decoder_entry(&self, id: &str, value: &Value) -> Result<NamedToken, TokenizeError> {
         let wrong = |key: &str| self.wrong(CONFIG, key, "a token and its id", value);
         let number: u32 = id.parse().map_err(|_| wrong("added_tokens_decoder"))?;
         let mut token = added_token(value, false).ok_or_else(|| wrong(&format!("added_tokens_decoder.{id}")))?;
@@ -151,7 +151,7 @@ impl TokenizerConfig {
         Ok(NamedToken { token, id: Some(number), file: CONFIG })
     }
 
-    fn of_added(&self, text: &str, id: &Value) -> Result<NamedToken, TokenizeError> {
+    fn added_entry(&self, text: &str, id: &Value) -> Result<NamedToken, TokenizeError> {
         let number = id.as_u64().and_then(|id| u32::try_from(id).ok());
         let number = number.ok_or_else(|| self.wrong(ADDED, text, "a token and its id", id))?;
         let is_special = self.special().iter().any(|special| special.token.content == text);
@@ -168,8 +168,8 @@ impl TokenizerConfig {
     /// `bos_token` and its like; also `image_token` and other names that one model has, and lists with names.
     fn special_names(&self) -> impl Iterator<Item = (&'static str, &Value)> {
         let keys = self.sources().into_iter().filter_map(|(_, values)| values.as_object()).flat_map(|keys| keys.keys());
-        let of_one_model = keys.filter(|key| key.ends_with("_token") && !SPECIAL_NAMES.contains(&key.as_str()));
-        let names = SPECIAL_NAMES.into_iter().chain(of_one_model.map(String::as_str));
+        let other_names = keys.filter(|key| key.ends_with("_token") && !SPECIAL_NAMES.contains(&key.as_str()));
+        let names = SPECIAL_NAMES.into_iter().chain(other_names.map(String::as_str));
         let lists = self.sources().into_iter().filter_map(|(file, values)| Some((file, values[EXTRA].as_object()?)));
         let listed = lists.flat_map(|(file, list)| list.values().map(move |value| (file, value)));
         names.filter_map(|name| self.named(name)).chain(listed).filter(|(file, _)| self.is_older() || *file == CONFIG)
@@ -182,11 +182,11 @@ impl TokenizerConfig {
             let values = if file == CONFIG { &self.config } else { &self.map };
             values[name].as_array().into_iter().flatten().map(|value| (file, value)).collect()
         };
-        let of =
+        let listed_in =
             |file| Some(list(file, EXTRA)).filter(|list| !list.is_empty()).unwrap_or_else(|| list(file, ADDITIONAL));
-        match of(CONFIG) {
+        match listed_in(CONFIG) {
             listed if !self.is_older() => listed,
-            listed if listed.is_empty() => of(MAP),
+            listed if listed.is_empty() => listed_in(MAP),
             listed => [listed, list(MAP, EXTRA)].concat(),
         }
     }

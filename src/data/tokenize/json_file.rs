@@ -11,7 +11,7 @@ use tokenizers::{AddedToken, Encoding, ModelWrapper};
 
 use super::config::{self, NamedToken, TokenizerConfig};
 use super::error::TokenizeError;
-use super::pipeline::{Pipeline, TokenModel, of_library};
+use super::pipeline::{Pipeline, TokenModel, catch};
 use crate::panics;
 
 /// A tokenizer that makes the library panic on this would do so on all texts.
@@ -31,7 +31,7 @@ impl JsonFile {
     /// A file that cannot be read, or does not fit the files beside it.
     pub(super) fn parse(bytes: &[u8], path: &Path, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
         let unusable = |source| TokenizeError::Unusable { path: path.to_owned(), source };
-        let read = |bytes: &[u8]| of_library(|| Pipeline::from_bytes(bytes)).map_err(unusable);
+        let read = |bytes: &[u8]| catch(|| Pipeline::from_bytes(bytes)).map_err(unusable);
         let (mut pipeline, declared) = (read(bytes)?, config.declared()?);
         check_dropout(&pipeline, path)?;
         let mut changed = with_other_flags(&pipeline, &declared);
@@ -43,8 +43,7 @@ impl JsonFile {
         pipeline.set_encode_special_tokens(splits_special);
         // Left in the file by whoever saved it; a row's length is the recipe's business (as in transformers).
         pipeline.with_truncation(None).map_err(unusable)?.with_padding(None);
-        let probed =
-            panics::of_library(|| pipeline.encode_fast(PROBE, true)).map_err(|panic| unusable(panic.into()))?;
+        let probed = panics::catch(|| pipeline.encode_fast(PROBE, true)).map_err(|panic| unusable(panic.into()))?;
         // Other texts may have tokens where this one has none.
         let ids = probed.as_ref().map_or(&[][..], Encoding::get_ids);
         match ids.iter().find(|&&id| pipeline.id_to_token(id).is_none()) {
@@ -74,8 +73,8 @@ fn check_dropout(pipeline: &Pipeline, path: &Path) -> Result<(), TokenizeError> 
 /// The declared tokens that tokenizer.json has with other flags.
 fn with_other_flags(pipeline: &Pipeline, declared: &[NamedToken]) -> Vec<NamedToken> {
     // added_tokens.json has no flags.
-    let of_config = declared.iter().filter(|named| named.file == config::CONFIG);
-    let changed = of_config.filter_map(|named| {
+    let in_config = declared.iter().filter(|named| named.file == config::CONFIG);
+    let changed = in_config.filter_map(|named| {
         let own = own_token(pipeline, &named.token.content)?;
         // A token that is special once stays so, in transformers, too.
         let token = AddedToken { special: named.token.special || own.special, ..named.token.clone() };

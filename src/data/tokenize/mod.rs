@@ -26,7 +26,7 @@ pub(super) use config::{SpecialTokens, read_json};
 pub use error::TokenizeError;
 use json_file::JsonFile;
 use model_file::ModelFile;
-use pipeline::{Pipeline, of_library};
+use pipeline::{Pipeline, catch};
 pub use sentencepiece::SentencePieceError;
 pub use tiktoken::TiktokenError;
 pub use vocabulary::VocabularyMismatch;
@@ -41,8 +41,8 @@ const MODEL_FORMAT: &str = "tokenizer.model 1";
 /// A text with more bytes than so many times the longest token of each place of the context is refused before it becomes tokens. More than 1,
 /// as a tokenizer may drop blanks and compose letters first.
 const MARGIN: usize = 4;
-/// A piece of text with more tokens than this is told although its last character may be incomplete.
-const UNTOLD: usize = 16;
+/// A piece of text with more tokens than this is emitted although its last character may be incomplete.
+const MOST_PENDING: usize = 16;
 /// Tokens that may hold a character of four bytes.
 const OF_CHARACTER: usize = 4;
 
@@ -86,11 +86,11 @@ impl TextTokenizer {
     pub fn load_if_there(folder: &Path) -> Result<Option<Self>, TokenizeError> {
         let Some(path) = vocabulary_file(folder) else { return Ok(None) };
         let config = TokenizerConfig::load(folder)?;
-        let read = if path.ends_with(JSON) { Self::of_json(path, &config) } else { Self::of_model(path, &config) };
+        let read = if path.ends_with(JSON) { Self::from_json(path, &config) } else { Self::from_model(path, &config) };
         read.map(Some)
     }
 
-    fn of_json(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
+    fn from_json(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
         let bytes = files::read(&path).map_err(failed("read", &path))?;
         let growth = growth::of(&path, &bytes)?;
         let JsonFile { pipeline, changed, splits_special } = JsonFile::parse(&bytes, &path, config)?;
@@ -105,7 +105,7 @@ impl TextTokenizer {
         Ok(Self { growth, ..read })
     }
 
-    fn of_model(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
+    fn from_model(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
         let file = ModelFile::read(&path, config)?;
         let sha256 = Sha256::new().chain_update(MODEL_FORMAT).chain_update(config.deciding()).chain_update(&file.bytes);
         let special = file.special_tokens(config);
@@ -181,7 +181,7 @@ impl TextTokenizer {
             return Err(TokenizeError::TooLong { start: start(text), bytes: text.len(), most });
         }
         let _alone = (text.len() > most / 4).then(|| ONE_LONG_TEXT.lock().unwrap_or_else(PoisonError::into_inner));
-        of_library(encode).map_err(|source| self.failed_on(text, source))
+        catch(encode).map_err(|source| self.failed_on(text, source))
     }
 
     /// Whether a text surely has more tokens than `context`: 4 MB of short ones take ten seconds and half a gigabyte to be counted.
@@ -205,7 +205,7 @@ impl TextTokenizer {
         // A negative id becomes one that no vocabulary has, and is left out like any unknown id.
         let known: Vec<u32> = ids.iter().map(|&id| u32::try_from(id).unwrap_or(u32::MAX)).collect();
         let failed = |source| TokenizeError::Decode { path: self.path.clone(), ids: ids.to_vec(), source };
-        of_library(|| self.tokenizer.decode(&known, skip_special)).map_err(failed)
+        catch(|| self.tokenizer.decode(&known, skip_special)).map_err(failed)
     }
 
     fn failed_on(&self, text: &str, source: tokenizers::Error) -> TokenizeError {
@@ -223,7 +223,7 @@ impl TextTokenizer {
         let special = |id: &i32| self.is_special(*id);
         let mut ids: Vec<i32> = before.iter().rev().filter(|id| !special(id)).take(4).copied().collect();
         ids.reverse();
-        TextStream { tokenizer: self, told: ids.len(), ids }
+        TextStream { tokenizer: self, emitted: ids.len(), ids }
     }
 
     /// Bytes of the longest token of the vocabulary.
@@ -281,7 +281,7 @@ pub struct TextStream<'a> {
     /// The ids of the last emitted piece and of everything after it.
     ids: Vec<i32>,
     /// How many of `ids` are emitted already.
-    told: usize,
+    emitted: usize,
 }
 
 impl TextStream<'_> {
@@ -291,25 +291,25 @@ impl TextStream<'_> {
     /// The library's own.
     pub fn push(&mut self, id: i32) -> Result<Option<String>, TokenizeError> {
         self.ids.push(id);
-        let piece = self.untold(self.ids.len())?;
+        let piece = self.pending(self.ids.len())?;
         if !piece.is_empty() && !piece.ends_with(char::REPLACEMENT_CHARACTER) {
-            self.ids.drain(..self.told);
-            self.told = self.ids.len();
+            self.ids.drain(..self.emitted);
+            self.emitted = self.ids.len();
             return Ok(Some(piece));
         }
-        if self.ids.len() - self.told > UNTOLD { self.tell_invalid(&piece) } else { Ok(None) }
+        if self.ids.len() - self.emitted > MOST_PENDING { self.emit_invalid(&piece) } else { Ok(None) }
     }
 
-    /// Tells what the newest tokens cannot complete any more: bytes that are no text are not decoded again with each token.
-    fn tell_invalid(&mut self, untold: &str) -> Result<Option<String>, TokenizeError> {
+    /// Emits what the newest tokens cannot complete any more: bytes that are no text are not decoded again with each token.
+    fn emit_invalid(&mut self, pending: &str) -> Result<Option<String>, TokenizeError> {
         let newest = self.ids.len() - OF_CHARACTER;
-        let (mut end, mut piece) = (newest, self.untold(newest)?);
-        while !untold.starts_with(&piece) && end > newest - OF_CHARACTER {
+        let (mut end, mut piece) = (newest, self.pending(newest)?);
+        while !pending.starts_with(&piece) && end > newest - OF_CHARACTER {
             end -= 1; // a character was cut in two
-            piece = self.untold(end)?;
+            piece = self.pending(end)?;
         }
-        self.ids.drain(..self.told);
-        self.told = end - self.told;
+        self.ids.drain(..self.emitted);
+        self.emitted = end - self.emitted;
         Ok(Some(piece).filter(|piece| !piece.is_empty()))
     }
 
@@ -335,17 +335,17 @@ impl TextStream<'_> {
     /// # Errors
     /// The library's own.
     pub fn finish(self) -> Result<Option<String>, TokenizeError> {
-        Ok(Some(self.untold(self.ids.len())?).filter(|piece| !piece.is_empty()))
+        Ok(Some(self.pending(self.ids.len())?).filter(|piece| !piece.is_empty()))
     }
 
-    /// The text of the tokens before `end` that is not told yet.
-    fn untold(&self, end: usize) -> Result<String, TokenizeError> {
-        let before = self.tokenizer.decode(&self.ids[..self.told], true)?;
+    /// The text of the tokens before `end` that is not emitted yet.
+    fn pending(&self, end: usize) -> Result<String, TokenizeError> {
+        let before = self.tokenizer.decode(&self.ids[..self.emitted], true)?;
         let all = self.tokenizer.decode(&self.ids[..end], true)?;
         match all.strip_prefix(&before) {
             Some(piece) => Ok(piece.to_owned()),
-            // Bytes that made a character became invalid with the next ones. What is told stays told.
-            None => self.tokenizer.decode(&self.ids[self.told..end], true),
+            // Bytes that made a character became invalid with the next ones. What is emitted stays emitted.
+            None => self.tokenizer.decode(&self.ids[self.emitted..end], true),
         }
     }
 }

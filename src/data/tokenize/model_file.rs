@@ -33,7 +33,7 @@ impl ModelFile {
     pub(super) fn read(path: &Path, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
         let bytes = files::read(path).map_err(failed("read", path))?;
         if tiktoken::is_tiktoken(&bytes) {
-            return Self::of_tiktoken(bytes, path);
+            return Self::from_tiktoken(bytes, path);
         }
         config.check_class()?;
         let spacing = Spacing {
@@ -53,7 +53,7 @@ impl ModelFile {
         })
     }
 
-    fn of_tiktoken(bytes: Vec<u8>, path: &Path) -> Result<Self, TokenizeError> {
+    fn from_tiktoken(bytes: Vec<u8>, path: &Path) -> Result<Self, TokenizeError> {
         let broken = |source| TokenizeError::Tiktoken { path: path.to_owned(), source };
         let model = tiktoken::parse(&bytes).map_err(broken)?;
         let size = model.size();

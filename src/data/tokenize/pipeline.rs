@@ -117,6 +117,6 @@ impl Model for TokenModel {
 }
 
 /// Runs the tokenizers library; a panic in it becomes an error.
-pub(super) fn of_library<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
-    panics::of_library(work).unwrap_or_else(|panic| Err(panic.into()))
+pub(super) fn catch<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
+    panics::catch(work).unwrap_or_else(|panic| Err(panic.into()))
 }

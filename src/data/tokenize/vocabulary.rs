@@ -72,11 +72,11 @@ mod tests {
     #[test]
     fn tokens_are_compared_one_by_one_and_one_vocabulary_may_continue_the_other() {
         let dir = tempfile::tempdir().unwrap();
-        let of = |name: &str, tokens: &[&str]| tokenizer(&dir.path().join(name), tokens);
-        let (three, four) = (of("three", &["a", "b", "c"]), of("four", &["a", "b", "c", "d"]));
+        let with_tokens = |name: &str, tokens: &[&str]| tokenizer(&dir.path().join(name), tokens);
+        let (three, four) = (with_tokens("three", &["a", "b", "c"]), with_tokens("four", &["a", "b", "c", "d"]));
         assert_eq!(three.check_same_vocabulary(&four), Ok(()));
         assert_eq!(four.check_same_vocabulary(&three), Ok(()));
-        let other = of("other", &["a", "c", "b"]); // as many tokens, and the same ones
+        let other = with_tokens("other", &["a", "c", "b"]); // as many tokens, and the same ones
         let why = three.check_same_vocabulary(&other).unwrap_err();
         assert_eq!((why.id, &why.tokens), (1, &[Some("b".into()), Some("c".into())]));
         let words = why.to_string();

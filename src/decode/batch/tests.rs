@@ -47,7 +47,7 @@ fn backbone(sliding_window: Option<i64>, eos_token_ids: Vec<i64>, seed: u64) -> 
 fn sampling(temperature: f64) -> Sampling {
     Sampling {
         top_p: Probability::new(0.9).unwrap(),
-        ..Sampling::of_temperature(NonNegative::new(temperature).unwrap())
+        ..Sampling::with_temperature(NonNegative::new(temperature).unwrap())
     }
 }
 
@@ -107,7 +107,7 @@ fn run(batch: &mut SequenceBatch, temperature: f64, wanted: &[Wanted]) -> Vec<Ge
 }
 
 /// What does not depend on the clock.
-fn told(texts: &[Generation]) -> Vec<(&[i64], &[i64], FinishReason)> {
+fn facts(texts: &[Generation]) -> Vec<(&[i64], &[i64], FinishReason)> {
     texts.iter().map(|text| (&text.new_ids[..], &text.end[..], text.finish_reason)).collect()
 }
 
@@ -121,7 +121,7 @@ fn each_greedy_text_is_plain_decodings() {
             for (text, wanted) in decode(&llama, 0.0, size, &wanted).iter().zip(&wanted) {
                 let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
                 let alone = plain(&llama, &wanted.request(0.0), go_on).unwrap();
-                assert_eq!(told(std::slice::from_ref(text)), told(&[alone]));
+                assert_eq!(facts(std::slice::from_ref(text)), facts(&[alone]));
                 by_eos += u32::from(text.finish_reason == FinishReason::Eos);
                 by_length += u32::from(text.finish_reason == FinishReason::Length);
             }
@@ -142,7 +142,7 @@ fn prompts_that_run_together_make_the_same_texts() {
                 let tokens = NonZeroUsize::new(tokens).unwrap();
                 let engine = Box::new(TchEngine::for_batches(&llama).with_prompts_together(tokens));
                 let mut batch = SequenceBatch::new(engine, None, NonZeroUsize::new(6).unwrap()).with_room(tokens);
-                assert_eq!(told(&run(&mut batch, temperature, &wanted)), told(&one_by_one), "passes of {tokens}");
+                assert_eq!(facts(&run(&mut batch, temperature, &wanted)), facts(&one_by_one), "passes of {tokens}");
             }
         }
     }
@@ -157,7 +157,7 @@ fn prompts_wait_for_each_other_while_there_are_more() {
     let engine = TchEngine::for_batches(&llama).with_prompts_together(NonZeroUsize::new(4096).unwrap());
     let engine = Counted { engine: Box::new(engine), passes: Cell::new(0), steps: Cell::new(0) };
     let mut batch = SequenceBatch::new(Box::new(&engine), None, NonZeroUsize::new(24).unwrap());
-    assert_eq!(told(&run(&mut batch, 0.8, &wanted)), told(&whole));
+    assert_eq!(facts(&run(&mut batch, 0.8, &wanted)), facts(&whole));
     let (passes, steps) = (engine.passes.get(), engine.steps.get());
     let fewest = whole.iter().map(|text| text.new_ids.len()).sum::<usize>().div_ceil(24);
     assert!((4..=20).contains(&passes), "{passes} passes over 80 prompts");
@@ -301,7 +301,7 @@ fn a_batch_with_a_drafter_makes_the_texts_of_one_without() {
             let slow = decode(&llama, temperature, 4, &wanted);
             let medusa: Box<dyn Drafter> = Box::new(MedusaDrafter::new(&llama, &heads, &tree).unwrap());
             let fast = drafted(&llama, Some((medusa, acceptance)), temperature, 4, &wanted);
-            assert_eq!(told(&fast), told(&slow), "heads, temperature {temperature}");
+            assert_eq!(facts(&fast), facts(&slow), "heads, temperature {temperature}");
             assert!(more_than_one(&fast));
             for (text, plain) in fast.iter().zip(&slow) {
                 // 25 + 25 · 4 guesses a step. The last root may have no step of its own.
@@ -313,32 +313,32 @@ fn a_batch_with_a_drafter_makes_the_texts_of_one_without() {
             let levels = Box::new(MedusaLevels::new(&llama, &heads, limits));
             let dynamic: Box<dyn Drafter> = Box::new(LevelDrafter::dynamic(&llama, levels, limits));
             let fast = drafted(&llama, Some((dynamic, acceptance)), temperature, 4, &wanted);
-            assert_eq!(told(&fast), told(&slow), "trees chosen at each step, temperature {temperature}");
+            assert_eq!(facts(&fast), facts(&slow), "trees chosen at each step, temperature {temperature}");
             assert!(more_than_one(&fast));
             let draft = backbone(None, vec![], seed + 20);
-            let of_model = |size| {
+            let model_drafter = |size| {
                 let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&draft)), 50, 2, Guessing::Drawn);
-                let model: Box<dyn Drafter> = Box::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &tree));
+                let model: Box<dyn Drafter> = Box::new(LevelDrafter::for_tree(&llama, Box::new(guesser), &tree));
                 drafted(&llama, Some((model, acceptance)), temperature, size, &wanted)
             };
-            let alone = if temperature == 0.0 { &slow } else { &of_model(1) };
-            let fast = of_model(4);
-            assert_eq!(told(&fast), told(alone), "a draft model, temperature {temperature}");
+            let alone = if temperature == 0.0 { &slow } else { &model_drafter(1) };
+            let fast = model_drafter(4);
+            assert_eq!(facts(&fast), facts(alone), "a draft model, temperature {temperature}");
             assert!(more_than_one(&fast));
             let ngram: Box<dyn Drafter> = Box::new(NgramDrafter::new(&llama));
             let fast = drafted(&llama, Some((ngram, acceptance)), temperature, 4, &wanted);
-            assert_eq!(told(&fast), told(&slow), "prompt lookup, temperature {temperature}");
+            assert_eq!(facts(&fast), facts(&slow), "prompt lookup, temperature {temperature}");
             assert!(more_than_one(&fast));
             let recycling = || -> Box<dyn Drafter> { Box::new(RecyclingDrafter::new(&llama)) };
             let lookahead =
                 || -> Box<dyn Drafter> { Box::new(LookaheadDrafter::new(&llama, LookaheadSize::PUBLISHED)) };
             let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&draft)), 50, 2, Guessing::Best);
-            let model: Box<dyn Drafter> = Box::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &tree));
+            let model: Box<dyn Drafter> = Box::new(LevelDrafter::for_tree(&llama, Box::new(guesser), &tree));
             let parts = vec![recycling(), lookahead(), model];
             let joined: Box<dyn Drafter> = Box::new(JoinedDrafter::new(&llama, parts, 30));
             for (name, drafter) in [("recycling", recycling()), ("lookahead", lookahead()), ("joined", joined)] {
                 let fast = drafted(&llama, Some((drafter, acceptance)), temperature, 4, &wanted);
-                assert_eq!(told(&fast), told(&slow), "{name}, temperature {temperature}");
+                assert_eq!(facts(&fast), facts(&slow), "{name}, temperature {temperature}");
                 assert!(more_than_one(&fast), "{name}, temperature {temperature}");
             }
         }
@@ -350,10 +350,10 @@ fn what_is_drawn_does_not_depend_on_the_batch() {
     let llama = backbone(None, vec![11], 3);
     let wanted: Vec<Wanted> = (0..12).map(|key| Wanted::new(key, 40)).collect();
     let one_by_one = decode(&llama, 0.8, 1, &wanted);
-    assert_eq!(told(&decode(&llama, 0.8, 5, &wanted)), told(&one_by_one));
+    assert_eq!(facts(&decode(&llama, 0.8, 5, &wanted)), facts(&one_by_one));
     let backwards: Vec<Wanted> = wanted.iter().rev().cloned().collect();
-    assert_eq!(told(&decode(&llama, 0.8, 12, &backwards)), told(&one_by_one));
-    assert_ne!(told(&decode(&llama, 0.0, 5, &wanted)), told(&one_by_one));
+    assert_eq!(facts(&decode(&llama, 0.8, 12, &backwards)), facts(&one_by_one));
+    assert_ne!(facts(&decode(&llama, 0.0, 5, &wanted)), facts(&one_by_one));
 }
 
 #[test]

@@ -79,7 +79,7 @@ fn random_heads(medusa_num_heads: usize, hidden_size: i64, vocab_size: i64, seed
 }
 
 pub(in crate::decode) fn request(prompt: &[i64], max_new_tokens: usize, temperature: f64) -> Request<'_> {
-    let sampling = Sampling::of_temperature(NonNegative::new(temperature).expect("at least 0"));
+    let sampling = Sampling::with_temperature(NonNegative::new(temperature).expect("at least 0"));
     Request { sampling, ..Request::greedy(prompt, max_new_tokens) }
 }
 
@@ -283,7 +283,7 @@ fn typical_decoding_keeps_only_what_the_rule_accepts() {
 #[test]
 fn nucleus_decoding_stays_in_the_nucleus_and_draws_its_roots_there() {
     let (top_p, temperature) = (0.6, 1.3);
-    let of_temperature = Sampling::of_temperature(NonNegative::new(temperature).unwrap());
+    let unlimited = Sampling::with_temperature(NonNegative::new(temperature).unwrap());
     let penalty = 1.2;
     let repetition_penalty = Positive::new(penalty).unwrap();
     let (mut roots, mut others) = ([0, 0], [0, 0]); // all of them, and those that are not the most probable token
@@ -293,7 +293,7 @@ fn nucleus_decoding_stays_in_the_nucleus_and_draws_its_roots_there() {
         let prepared = prepare(&llama, &heads, &tree, Acceptance::Nucleus).unwrap();
         let prompt = [1, 2, 3, 4];
         let top_k = NonZeroUsize::new(if seed % 3 == 0 { 4 } else { 0 });
-        let sampling = Sampling { top_k, top_p: Probability::new(top_p).unwrap(), ..of_temperature };
+        let sampling = Sampling { top_k, top_p: Probability::new(top_p).unwrap(), ..unlimited };
         let request =
             Request { sampling, repetition_penalty, stream: seeded(seed), ..request(&prompt, 40, temperature) };
         let run = medusa(&llama, &prepared, &request, &mut go_on()).unwrap();

@@ -35,7 +35,7 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
 
 /// A cache whose row 0 holds these tokens, computed in one pass, and the last one's hidden state.
 fn pass_over(llama: &Llama, ids: &[i64]) -> (KvCache, Tensor) {
-    let mut cache = KvCache::of_one_row(&llama.config, llama.kind(), llama.device());
+    let mut cache = KvCache::with_one_row(&llama.config, llama.kind(), llama.device());
     let hidden_1h = tch::no_grad(|| prefill(ids.len(), &TchEngine::new(llama), (&mut cache, 0), ids, &mut |_, _| {}));
     (cache, hidden_1h)
 }

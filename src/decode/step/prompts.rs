@@ -62,7 +62,7 @@ impl Stepper<'_> {
             self.take_prefixes(sequences);
             let pieces = match self.engine.prompt_pass() {
                 PromptPass::OfOne => self.rests_or_oldest(sequences, PREFILL_CHUNK.min(tokens)),
-                PromptPass::OfSeveral { tokens: of_pass } => self.pieces(sequences, of_pass.min(tokens - done)),
+                PromptPass::OfSeveral { tokens: most } => self.pieces(sequences, most.min(tokens - done)),
             };
             if pieces.is_empty() {
                 return;
@@ -174,7 +174,7 @@ impl Stepper<'_> {
         let tokens_n = upload(&ids.concat(), self.engine.backbone().device());
         let states_nw = self.engine.extend(&mut self.cache, &tokens_n, &rows.collect::<Vec<_>>());
         let mut end = 0;
-        let mut whole = vec![];
+        let mut complete = vec![];
         for (piece, ids) in pieces.iter().zip(&ids) {
             self.cache.commit(piece.row, piece.tokens as i64);
             end += piece.tokens;
@@ -185,34 +185,34 @@ impl Stepper<'_> {
             }
             let sequence = &sequences[piece.row - first];
             if !sequence.has_begun() && self.lacking(sequence, piece.row) == 0 {
-                whole.push((piece.row - first, end - 1));
+                complete.push((piece.row - first, end - 1));
                 self.keep_prefix(piece.row, sequence.computed());
             }
         }
-        self.choose_first(sequences, &whole, &states_nw, drafting);
+        self.choose_first(sequences, &complete, &states_nw, drafting);
     }
 
     /// Chooses the first tokens of sequences; each comes with the row of its prompt's last token in `[N, H]`.
     fn choose_first(
         &mut self,
         sequences: &mut [Sequence],
-        whole: &[(usize, usize)],
+        complete: &[(usize, usize)],
         states_nw: &Tensor,
         drafting: Drafting,
     ) {
-        if whole.is_empty() {
+        if complete.is_empty() {
             return;
         }
-        let states_bw = rows_of(states_nw, &whole.iter().map(|(_, last)| *last).collect::<Vec<_>>());
+        let states_bw = rows_of(states_nw, &complete.iter().map(|(_, last)| *last).collect::<Vec<_>>());
         let logits_bv = self.engine.logits(&states_bw);
-        let is_whole = |at: usize| whole.iter().any(|(sequence, _)| *sequence == at);
+        let is_complete = |at: usize| complete.iter().any(|(sequence, _)| *sequence == at);
         let mut new: Vec<&mut Sequence> =
-            sequences.iter_mut().enumerate().filter(|(at, _)| is_whole(*at)).map(|(_, sequence)| sequence).collect();
+            sequences.iter_mut().enumerate().filter(|(at, _)| is_complete(*at)).map(|(_, sequence)| sequence).collect();
         let roots: Vec<Chosen> = match &self.drafter {
-            Some((_, of_loop)) if drafting == Drafting::On => new
+            Some((_, default)) if drafting == Drafting::On => new
                 .iter_mut()
                 .zip(0..)
-                .map(|(sequence, row)| first_root(*of_loop, &logits_bv.narrow(0, row, 1), sequence))
+                .map(|(sequence, row)| first_root(*default, &logits_bv.narrow(0, row, 1), sequence))
                 .collect(),
             _ => next_roots(&logits_bv, &mut new),
         };
@@ -234,7 +234,7 @@ impl Stepper<'_> {
         }
     }
 
-    /// Tells a drafter that follows the rows of tokens that no proposal held.
+    /// Notifies a drafter that follows the rows of tokens that no proposal held.
     fn notify_committed(&mut self, row: usize, ids: &[i64], states_nw: impl FnOnce() -> Tensor) {
         if let Some((drafter, _)) = self.drafter.as_mut().filter(|(drafter, _)| drafter.follows()) {
             drafter.committed(row, &CommittedTokens { ids, states_nw: states_nw() });
@@ -242,10 +242,10 @@ impl Stepper<'_> {
         }
     }
 
-    /// Tells a drafter that remembers texts of a new one. If the text would depend on what it remembers, it learns the whole prompt anew.
+    /// Notifies a drafter that remembers texts of a new one. If the text would depend on what it remembers, it learns the prompt anew.
     fn begin_text(&mut self, sequence: &Sequence, row: usize) {
-        let Some((_, of_loop)) = self.drafter.as_ref().filter(|(drafter, _)| drafter.remembers()) else { return };
-        let acceptance = sequence.acceptance(*of_loop);
+        let Some((_, default)) = self.drafter.as_ref().filter(|(drafter, _)| drafter.remembers()) else { return };
+        let acceptance = sequence.acceptance(*default);
         let temperature = sequence.sampler.sampling().temperature.get();
         let memory = if acceptance.depends_on_guesses(temperature) { Memory::OfText } else { Memory::Common };
         if memory == Memory::OfText {

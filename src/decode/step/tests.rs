@@ -25,7 +25,7 @@ struct Follower<'a> {
     rows: Vec<Vec<(i64, Tensor)>>,
     /// Proposals, and guesses that were accepted.
     counts: Rc<RefCell<[usize; 2]>>,
-    /// Runs out of memory when it is told of so many accepted guesses.
+    /// Runs out of memory when it is notified of so many accepted guesses.
     fails_at: usize,
 }
 
@@ -168,7 +168,7 @@ impl Drafter for Truncated<'_> {
 }
 
 #[test]
-fn a_drafter_that_does_not_follow_is_told_of_truncations() {
+fn a_drafter_that_does_not_follow_gets_truncations() {
     let (llama, truncations) = (backbone(), Rc::new(RefCell::new(vec![])));
     let drafter = Truncated { guesses: NgramDrafter::new(&llama), truncations: truncations.clone() };
     let mut decoding = HostLoop::new(Box::new(TchEngine::new(&llama)), Some((Box::new(drafter), Acceptance::Greedy)));

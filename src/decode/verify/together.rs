@@ -40,8 +40,8 @@ impl Choosing {
 
 /// Decides at the nodes of each text's tree, from logits `[N, V]` after the nodes that each proposal reads, text after text; spare rows may
 /// follow. Texts without a rule of their own have that of the loop.
-pub(in crate::decode) fn verify_all(
-    of_loop: Acceptance,
+pub(in crate::decode) fn verify_batch(
+    default: Acceptance,
     proposals: &[Proposal],
     logits_nv: &Tensor,
     sequences: &mut [&mut Sequence],
@@ -53,12 +53,12 @@ pub(in crate::decode) fn verify_all(
     });
     let (mut together, mut verdicts) = (vec![], vec![]);
     for (((proposal, sequence), &read), first) in proposals.iter().zip(sequences).zip(&reads).zip(first_of) {
-        match Choosing::of(sequence.acceptance(of_loop), proposal, sequence) {
-            way if way == Choosing::Alone || proposals.len() == 1 => {
-                verdicts.push(Some(verify(of_loop, proposal, &logits_nv.narrow(0, first, read), sequence)));
+        match Choosing::of(sequence.acceptance(default), proposal, sequence) {
+            choosing if choosing == Choosing::Alone || proposals.len() == 1 => {
+                verdicts.push(Some(verify(default, proposal, &logits_nv.narrow(0, first, read), sequence)));
             }
-            way => {
-                together.push(JointText { proposal, sampler: &mut sequence.sampler, first, way });
+            choosing => {
+                together.push(JointText { proposal, sampler: &mut sequence.sampler, first, choosing });
                 verdicts.push(None);
             }
         }
@@ -73,7 +73,7 @@ struct JointText<'s> {
     sampler: &'s mut Sampler,
     /// The row of its first node's logits.
     first: i64,
-    way: Choosing,
+    choosing: Choosing,
 }
 
 /// The paths of the most probable tokens, as far as tokens can be chosen, and of drawn tokens. A text's numbers are drawn in the order of its
@@ -83,11 +83,11 @@ fn verify_together(logits_nv: &Tensor, texts: &mut [JointText]) -> Vec<Verdict> 
         return vec![];
     }
     let proposals: Vec<&Proposal> = texts.iter().map(|text| text.proposal).collect();
-    let any_best = texts.iter().any(|text| text.way == Choosing::Best);
+    let any_best = texts.iter().any(|text| text.choosing == Choosing::Best);
     let best: Option<Vec<i64>> = any_best.then(|| Vec::try_from(most_probable(logits_nv)).expect("one axis of int64"));
     walked(&proposals, |nodes| {
         let mut drawn = draw_after(logits_nv, nodes, texts).into_iter();
-        let token = |&(text, node): &(usize, usize)| match (&best, texts[text].way) {
+        let token = |&(text, node): &(usize, usize)| match (&best, texts[text].choosing) {
             (Some(best), Choosing::Best) => best[texts[text].first.unsigned_abs() as usize + node],
             _ => drawn.next().expect("one for each text that draws"),
         };
@@ -98,7 +98,7 @@ fn verify_together(logits_nv: &Tensor, texts: &mut [JointText]) -> Vec<Verdict> 
 /// A token after each of these nodes whose text draws; there is at most one node of a text, by rising places.
 fn draw_after(logits_nv: &Tensor, nodes: &[(usize, usize)], texts: &mut [JointText]) -> Vec<i64> {
     let (mut at, mut samplers): (Vec<i64>, Vec<&mut Sampler>) = (vec![], vec![]);
-    for (place, text) in texts.iter_mut().enumerate().filter(|(_, text)| text.way == Choosing::Drawn) {
+    for (place, text) in texts.iter_mut().enumerate().filter(|(_, text)| text.choosing == Choosing::Drawn) {
         if let Ok(reached) = nodes.binary_search_by_key(&place, |(text, _)| *text) {
             at.push(text.first + nodes[reached].1 as i64);
             samplers.push(&mut *text.sampler);

@@ -137,7 +137,7 @@ pub(super) fn work(
     let next = || to_ask.lock().unwrap_or_else(PoisonError::into_inner).recv();
     while let Ok((conversation, request)) = next() {
         let panicked = |message| Err(Unanswered::Failed(ServerError::Panicked { message }.into()));
-        let received = panics::of_worker(|| ask(&request)).unwrap_or_else(panicked);
+        let received = panics::catch_worker(|| ask(&request)).unwrap_or_else(panicked);
         if sender.send((conversation, received)).is_err() {
             break;
         }
@@ -153,7 +153,7 @@ mod tests {
     use crate::distill::server::request::tests::{question, settings};
 
     #[test]
-    fn a_panic_while_asking_is_told_and_the_thread_goes_on() {
+    fn a_panic_while_asking_is_reported_and_the_thread_goes_on() {
         let (questions, to_ask) = mpsc::channel();
         let (sender, received) = mpsc::channel();
         for conversation in 0..2 {

@@ -138,7 +138,7 @@ impl Completion {
         })
     }
 
-    /// The new tokens, as far as the server tells them.
+    /// The new tokens, as far as the server reports them.
     pub(super) fn new_tokens(&self) -> usize {
         self.completion_tokens.or(self.ids.as_ref().map(Vec::len)).unwrap_or(0)
     }
@@ -147,12 +147,12 @@ impl Completion {
 impl AnswerMessage {
     /// Its text, and the reasoning that was taken away from it.
     fn text(self) -> Result<(String, Option<String>), AnswerFault> {
-        let is_told = |text: &String| !text.trim().is_empty();
+        let has_words = |text: &String| !text.trim().is_empty();
         let text = self.content.unwrap_or_default();
-        let reasoning = self.reasoning_content.filter(is_told).or(self.reasoning.filter(is_told));
-        match self.refusal.filter(is_told) {
-            Some(words) if !is_told(&text) => Err(AnswerFault::Refused(Refusal::Words { words })),
-            _ if reasoning.is_some() && !is_told(&text) => Err(AnswerFault::Refused(Refusal::ReasoningAlone)),
+        let reasoning = self.reasoning_content.filter(has_words).or(self.reasoning.filter(has_words));
+        match self.refusal.filter(has_words) {
+            Some(words) if !has_words(&text) => Err(AnswerFault::Refused(Refusal::Words { words })),
+            _ if reasoning.is_some() && !has_words(&text) => Err(AnswerFault::Refused(Refusal::ReasoningAlone)),
             _ => Ok((text, reasoning)),
         }
     }

@@ -111,7 +111,7 @@ pub(super) mod tests {
 
     #[test]
     fn a_conversation_is_asked_as_messages_and_never_for_more_than_fits() {
-        let chat = PromptInput::Chat(ChatInput::of_user("hi"));
+        let chat = PromptInput::Chat(ChatInput::user("hi"));
         let request = ServerRequest::new(&question(chat, 70, 1), &settings(0.0));
         let sent = request.sent(TokenIds::NotAsked);
         let expected = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "temperature": 0.0});

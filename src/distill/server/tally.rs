@@ -34,7 +34,7 @@ pub struct ServerCounts {
     pub prompts_differ: usize,
     /// Answers whose tokens are not those that the backbone's tokenizer makes of their text.
     pub answers_differ: usize,
-    /// Answers of which, or of whose prompts, the server tells no tokens, not even their number.
+    /// Answers of which, or of whose prompts, the server reports no tokens, not even their number.
     pub unchecked: usize,
     /// Answers that name another model than the one that was asked.
     pub other_model: usize,

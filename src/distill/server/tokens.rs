@@ -1,6 +1,6 @@
 //! Whether server and backbone agree on tokens, and the tokens of an answer.
 //!
-//! A row holds what the backbone's tokenizer and template make of the conversation: heads are trained on these. Where the server tells the
+//! A row holds what the backbone's tokenizer and template make of the conversation: heads are trained on these. Where a server reports the
 //! token ids of an answer, these are taken, if the tokenizer turns them into the answer's text. Else the text is encoded behind its prompt: as
 //! it was received, or as the template writes it (which may put a space before it), whichever has as many tokens as the server counts.
 
@@ -31,7 +31,7 @@ pub(super) enum Disagreement {
     Answer { expected: String, got: String },
     /// The model's name.
     Model { expected: String, got: String },
-    /// The server tells neither tokens nor their number.
+    /// The server reports neither tokens nor their number.
     Unchecked {
         /// Of which text.
         what: &'static str,
@@ -220,8 +220,8 @@ impl Writing<'_> {
     fn encoded(&self, text: &str) -> Result<Vec<i64>, PromptError> {
         let (prompt, tokenizer) = (&self.question.prompt, self.renderer.tokenizer);
         let is_raw = matches!(self.question.input, PromptInput::Text(_));
-        let whole = wide(&tokenizer.encode(&format!("{}{text}", prompt.text), is_raw)?);
-        match whole.strip_prefix(&prompt.ids[..]) {
+        let all_ids = wide(&tokenizer.encode(&format!("{}{text}", prompt.text), is_raw)?);
+        match all_ids.strip_prefix(&prompt.ids[..]) {
             Some(new_ids) => Ok(new_ids.to_vec()),
             None => Ok(wide(&tokenizer.encode(text, false)?)),
         }

@@ -23,7 +23,7 @@ impl Heads {
         Ok(match tree {
             GuessTree::Static(tree) if self.architecture().is_sequential() => {
                 let guesser = HydraLevels::new(backbone, self, tree.max_depth());
-                Box::new(LevelDrafter::of_tree(backbone, Box::new(guesser), tree))
+                Box::new(LevelDrafter::for_tree(backbone, Box::new(guesser), tree))
             }
             GuessTree::Static(tree) => Box::new(MedusaDrafter::new(backbone, self, tree)?),
             GuessTree::Dynamic(limits) => {

@@ -29,7 +29,7 @@ impl Heads {
     }
 
     /// Guesses among a head's outputs as guesses of tokens.
-    pub(in crate::draft) fn of_tokens(&self, mut guesses: Vec<LikelyToken>) -> Vec<LikelyToken> {
+    pub(in crate::draft) fn to_tokens(&self, mut guesses: Vec<LikelyToken>) -> Vec<LikelyToken> {
         if let Some(map) = &self.token_map {
             guesses.iter_mut().for_each(|guess| guess.token = map.tokens()[guess.token as usize]);
         }
@@ -44,12 +44,12 @@ impl Heads {
     /// The guesses of [`Heads::guesses`] with their log-probabilities, `[B, K, M]`.
     pub fn likeliest(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Vec<LikelyToken> {
         if let Some(rows) = self.rows_on_cpu(k, hidden_bh, backbone) {
-            let of_row = |logits_v: &[f32]| likeliest_of_rows(logits_v, logits_v.len(), m, Team::of_process());
-            return self.of_tokens(rows.each().flat_map(of_row).collect());
+            let row_guesses = |logits_v: &[f32]| likeliest_of_rows(logits_v, logits_v.len(), m, Team::shared());
+            return self.to_tokens(rows.each().flat_map(row_guesses).collect());
         }
         let logits: Vec<Tensor> =
             (0..k).map(|head| self.logits(head, &HeadInput::alone(hidden_bh), backbone)).collect();
-        self.of_tokens(likeliest(&Tensor::stack(&logits, 1), m))
+        self.to_tokens(likeliest(&Tensor::stack(&logits, 1), m))
     }
 
     /// The first blocks, if these are sequential heads for the CPU kernels.
@@ -81,7 +81,7 @@ impl Heads {
         }
         let hidden_bh = hidden_bh.to_kind(Kind::Float).contiguous();
         let hidden_bh = bytes::numbers(&hidden_bh);
-        let team = Team::of_process();
+        let team = Team::shared();
         let residual: Option<Vec<Vec<f32>>> =
             self.heads[..k].iter().map(|head| head.residual_on_cpu(hidden_bh, team)).collect();
         let logits_kbv = self.logits_on_cpu(&residual?, backbone, team)?;
@@ -93,8 +93,8 @@ impl Heads {
         if self.shape.shared_w2 || self.heads.iter().all(|head| head.w2.is_none()) {
             return self.output_on_cpu(0, &residual.concat(), backbone, team);
         }
-        let of_heads = residual.iter().enumerate().map(|(head, x_bh)| self.output_on_cpu(head, x_bh, backbone, team));
-        Some(of_heads.collect::<Option<Vec<_>>>()?.concat())
+        let outputs = residual.iter().enumerate().map(|(head, x_bh)| self.output_on_cpu(head, x_bh, backbone, team));
+        Some(outputs.collect::<Option<Vec<_>>>()?.concat())
     }
 
     /// A head's output layer: `[N, H]` to logits `[N, V]`.
@@ -135,9 +135,9 @@ struct HeadRows {
 impl HeadRows {
     /// The logits of each text, head after head.
     fn each(&self) -> impl Iterator<Item = &[f32]> {
-        let of_row = |row: usize| &self.logits_kbv[row * self.vocabulary..(row + 1) * self.vocabulary];
+        let row_logits = |row: usize| &self.logits_kbv[row * self.vocabulary..(row + 1) * self.vocabulary];
         let texts = self.logits_kbv.len() / self.vocabulary / self.heads;
-        (0..texts).flat_map(move |text| (0..self.heads).map(move |head| of_row(head * texts + text)))
+        (0..texts).flat_map(move |text| (0..self.heads).map(move |head| row_logits(head * texts + text)))
     }
 }
 
@@ -189,8 +189,8 @@ mod tests {
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn guesses_of_own_kernels_are_those_of_libtorch() {
-        let of_gemma = LogitSpec { divisor: 2.0, softcap: Some(1.5) };
-        for logits in [LogitSpec::default(), of_gemma] {
+        let gemma = LogitSpec { divisor: 2.0, softcap: Some(1.5) };
+        for logits in [LogitSpec::default(), gemma] {
             kernels_guess_as_libtorch(logits);
         }
     }
@@ -223,7 +223,7 @@ mod tests {
             let exact = |tensor: Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);
             let tokens: Vec<i64> = (0..vocab_size).map(|output| output + output / 2).collect();
             let heads = || {
-                let heads = Heads::random(shape, Kind::BFloat16, Device::Cpu, 1).of_vocabulary(config.vocab_size);
+                let heads = Heads::random(shape, Kind::BFloat16, Device::Cpu, 1).with_vocabulary(config.vocab_size);
                 let map = || TokenMap::new(tokens.clone(), Device::Cpu);
                 let heads = if vocab_size == 30 { heads.with_token_map(map(), config.vocab_size) } else { heads };
                 heads.for_training(Kind::Float)

@@ -139,8 +139,8 @@ impl Head {
 
     /// How the products of the output layer become logits: as the LM head's do. An own W2 starts as the LM head's weight, divided already.
     pub fn logit_spec(&self, backbone: &Llama) -> LogitSpec {
-        let of_lm_head = backbone.config.family.logits;
-        if self.w2.is_some() { of_lm_head.of_divided_weight() } else { of_lm_head }
+        let spec = backbone.config.family.logits;
+        if self.w2.is_some() { spec.for_divided_weight() } else { spec }
     }
 
     /// Weights and biases of every block, block after block, and A of a low-rank W2: all before [`Head::w2`], in the order of

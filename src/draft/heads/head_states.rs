@@ -12,7 +12,7 @@ use crate::torch::wide;
 #[derive(Debug)]
 pub(super) struct HeadStates<'p> {
     /// `[N, H]`, the prefix layer's output; `None` if the heads read the backbone's hidden states.
-    of_prefix: Option<Tensor>,
+    prefix_nh: Option<Tensor>,
     kept: Option<KeptPrefixPass<'p>>,
 }
 
@@ -35,23 +35,23 @@ impl<'p> HeadStates<'p> {
     }
 
     fn trained(heads: &'p Heads, batch: &DrafterBatch, into: &DrafterGradients) -> Self {
-        let Some(prefix) = heads.prefix() else { return Self { of_prefix: None, kept: None } };
+        let Some(prefix) = heads.prefix() else { return Self { prefix_nh: None, kept: None } };
         let hidden_bth = rows_of(batch);
         let rows = prefix.mask(&batch.rows.segment_lengths, batch.rows.length as i64);
         let pass = prefix.forward_kept(&hidden_bth, &rows, into.hidden_nh.is_some());
         let (size_bth, output_nh) = (hidden_bth.size(), pass.output().flatten(0, 1));
         let doutput_nh = Tensor::zeros(output_nh.size(), (wide(output_nh.kind()), output_nh.device()));
-        Self { of_prefix: Some(output_nh), kept: Some(KeptPrefixPass { pass, size_bth, doutput_nh }) }
+        Self { prefix_nh: Some(output_nh), kept: Some(KeptPrefixPass { pass, size_bth, doutput_nh }) }
     }
 
     fn evaluated(heads: &'p Heads, batch: &DrafterBatch) -> Self {
-        let of_rows = || tch::no_grad(|| heads.states_of_rows(&rows_of(batch), &batch.rows.segment_lengths));
-        Self { of_prefix: heads.prefix().map(|_| of_rows().flatten(0, 1)), kept: None }
+        let row_states = || tch::no_grad(|| heads.states_of_rows(&rows_of(batch), &batch.rows.segment_lengths));
+        Self { prefix_nh: heads.prefix().map(|_| row_states().flatten(0, 1)), kept: None }
     }
 
     /// `[N, H]`; rows as in `batch.hidden_nh`.
     pub(super) fn hidden_nh<'s>(&'s self, batch: &DrafterBatch<'s>) -> &'s Tensor {
-        self.of_prefix.as_ref().unwrap_or(batch.hidden_nh)
+        self.prefix_nh.as_ref().unwrap_or(batch.hidden_nh)
     }
 
     /// Receives the gradient of [`HeadStates::hidden_nh`]; `None` if nothing before the heads is trained.
@@ -59,10 +59,10 @@ impl<'p> HeadStates<'p> {
         self.kept.as_ref().map(|kept| &kept.doutput_nh).or(into.hidden_nh)
     }
 
-    /// Propagates the gradient back through the prefix layer, whose gradients are `of_prefix`, to the hidden states if these are trained.
-    pub(super) fn backward(self, of_prefix: &[&Tensor], dhidden_nh: Option<&Tensor>) {
+    /// Propagates the gradient through the prefix layer, whose gradients are `prefix_gradients`, to the hidden states if these are trained.
+    pub(super) fn backward(self, prefix_gradients: &[&Tensor], dhidden_nh: Option<&Tensor>) {
         let Some(KeptPrefixPass { pass, size_bth, doutput_nh }) = self.kept else { return };
-        let to_hidden = pass.backward(&doutput_nh.view(size_bth.as_slice()), of_prefix);
+        let to_hidden = pass.backward(&doutput_nh.view(size_bth.as_slice()), prefix_gradients);
         if let (Some(sum), Some(gradient)) = (dhidden_nh, to_hidden) {
             let _ = sum.shallow_clone().g_add_(&gradient.view_as(sum).to_kind(sum.kind()));
         }

@@ -289,8 +289,8 @@ impl HeadsFile {
 
     fn prefix_name(&self, ours: &str) -> Result<String, DrafterError> {
         let missing = || {
-            let (path, of_file) = (self.path.clone(), self.layout.prefix_layer().unwrap_or(PREFIX));
-            WeightsError::MissingTensor { path, name: ours.replacen(PREFIX, of_file, 1) }
+            let (path, own_prefix) = (self.path.clone(), self.layout.prefix_layer().unwrap_or(PREFIX));
+            WeightsError::MissingTensor { path, name: ours.replacen(PREFIX, own_prefix, 1) }
         };
         self.prefix.get(ours).cloned().ok_or_else(|| missing().into())
     }
@@ -402,9 +402,9 @@ impl HeadsFile {
         if self.says("original_lm_head") != Some(true) && !own.is_empty() {
             return None;
         }
-        let of_first = own.first().and_then(|place| self.names.get(place)).cloned();
+        let first_name = own.first().and_then(|place| self.names.get(place)).cloned();
         own.iter().for_each(|place| drop(self.names.remove(place)));
-        if self.tensors.contains(VLLM_LM_HEAD) { Some(VLLM_LM_HEAD.into()) } else { of_first }
+        if self.tensors.contains(VLLM_LM_HEAD) { Some(VLLM_LM_HEAD.into()) } else { first_name }
     }
 
     /// A W2 that all heads share: under a name of its own in our files; in vLLM's the lm_head, if config.json says that it is not the

@@ -65,13 +65,13 @@ impl KnownText for HeadsText<'_> {
             ids: &[],
             root,
             state_1w,
-            sampling: Sampling::of_temperature(NonNegative::ZERO),
+            sampling: Sampling::with_temperature(NonNegative::ZERO),
             stream: Stream::default(),
             may_draw: false,
         };
         let mut guesser: Box<dyn LevelGuesser> = match heads.architecture().is_sequential() {
             false => Box::new(MedusaLevels::new(backbone, heads, limits)),
-            true => Box::new(HydraLevels::of_states(backbone, heads, limits.depth)),
+            true => Box::new(HydraLevels::with_states(backbone, heads, limits.depth)),
         };
         guesser.begin(&roots.iter().zip(&states).enumerate().map(text).collect::<Vec<_>>());
         guesser

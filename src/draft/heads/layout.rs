@@ -80,13 +80,13 @@ impl HeadsShape {
     /// Every tensor, by head, then layer; at the end a W2 that all heads share, as head 0's.
     pub fn places(&self) -> Vec<HeadTensor> {
         let n = self.medusa_num_layers;
-        let of_layer = |head, layer| {
+        let layer_tensors = |head, layer| {
             self.parts_of_layer(layer).iter().map(move |&part| HeadTensor { head, layer, part }).collect::<Vec<_>>()
         };
         let own = if self.shared_w2 { n } else { n + 1 };
-        let of_heads =
-            (0..self.medusa_num_heads).flat_map(|head| (0..own).flat_map(move |layer| of_layer(head, layer)));
-        of_heads.chain((own..=n).flat_map(|layer| of_layer(0, layer))).collect()
+        let head_tensors =
+            (0..self.medusa_num_heads).flat_map(|head| (0..own).flat_map(move |layer| layer_tensors(head, layer)));
+        head_tensors.chain((own..=n).flat_map(|layer| layer_tensors(0, layer))).collect()
     }
 
     /// The tensors that a head needs, with those that it shares.
@@ -393,10 +393,10 @@ mod tests {
             let layer = if !part.is_of_block() && layout.names_w2_by_head() { 0 } else { 1 };
             let place = HeadTensor { head: 3, layer, part };
             let name = layout.name(place);
-            // The blocks of both layouts of Hydra's authors have the same names; those of the output layers tell them apart.
-            let of_hydra = [HeadsLayout::Hydra, HeadsLayout::HydraPlusPlus];
+            // The blocks of both layouts of Hydra's authors have the same names; those of the output layers distinguish them.
+            let hydra = [HeadsLayout::Hydra, HeadsLayout::HydraPlusPlus];
             let is_other = |other: &HeadsLayout| {
-                let both_of_hydra = of_hydra.contains(&layout) && of_hydra.contains(other);
+                let both_of_hydra = hydra.contains(&layout) && hydra.contains(other);
                 !(both_of_hydra && *other != layout && part.is_of_block())
             };
             for other in HeadsLayout::ALL.into_iter().filter(is_other) {
@@ -407,18 +407,18 @@ mod tests {
 
     #[test]
     fn names_are_those_of_the_published_files() {
-        let of = |head, layer, part| HeadTensor { head, layer, part };
-        assert_eq!(HeadsLayout::Heads.name(of(0, 1, HeadPart::W2)), "0.1.weight");
-        assert_eq!(HeadsLayout::Merged.name(of(4, 0, HeadPart::B1)), "medusa_head.4.0.linear.bias");
-        assert_eq!(HeadsLayout::ModelOpt.name(of(1, 0, HeadPart::W1)), "medusa_heads.1.0.linear.weight");
-        assert_eq!(HeadsLayout::Vllm.name(of(2, 1, HeadPart::W2)), "lm_heads.2.weight");
-        assert_eq!(HeadsLayout::Hydra.name(of(3, 0, HeadPart::Res)), "hydra_mlp.3.0.res_connection.weight");
-        assert_eq!(HeadsLayout::Hydra.name(of(3, 1, HeadPart::W2Bias)), "hydra_lm_head.3.bias");
+        let tensor = |head, layer, part| HeadTensor { head, layer, part };
+        assert_eq!(HeadsLayout::Heads.name(tensor(0, 1, HeadPart::W2)), "0.1.weight");
+        assert_eq!(HeadsLayout::Merged.name(tensor(4, 0, HeadPart::B1)), "medusa_head.4.0.linear.bias");
+        assert_eq!(HeadsLayout::ModelOpt.name(tensor(1, 0, HeadPart::W1)), "medusa_heads.1.0.linear.weight");
+        assert_eq!(HeadsLayout::Vllm.name(tensor(2, 1, HeadPart::W2)), "lm_heads.2.weight");
+        assert_eq!(HeadsLayout::Hydra.name(tensor(3, 0, HeadPart::Res)), "hydra_mlp.3.0.res_connection.weight");
+        assert_eq!(HeadsLayout::Hydra.name(tensor(3, 1, HeadPart::W2Bias)), "hydra_lm_head.3.bias");
         let plus_plus = HeadsLayout::HydraPlusPlus;
-        assert_eq!(plus_plus.name(of(3, 2, HeadPart::W1)), "hydra_mlp.3.5.linear.weight");
-        assert_eq!(plus_plus.name(of(3, 4, HeadPart::W2)), "hydra_lm_head.3.1.weight");
+        assert_eq!(plus_plus.name(tensor(3, 2, HeadPart::W1)), "hydra_mlp.3.5.linear.weight");
+        assert_eq!(plus_plus.name(tensor(3, 4, HeadPart::W2)), "hydra_lm_head.3.1.weight");
         assert_eq!(plus_plus.place("hydra_mlp.3.4.linear.weight"), None, "a dropout module");
-        assert_eq!(HeadsLayout::Vllm.place("medusa_heads.blocks.2.layers.0.bias"), Some(of(2, 0, HeadPart::B1)));
+        assert_eq!(HeadsLayout::Vllm.place("medusa_heads.blocks.2.layers.0.bias"), Some(tensor(2, 0, HeadPart::B1)));
         for none in ["01.0.linear.weight", "0.+1.weight", "0.weight", "model.0.0.linear.weight", "9999.0.weight"] {
             assert!(HeadsLayout::ALL.iter().all(|layout| layout.place(none).is_none()), "{none}");
         }
@@ -437,7 +437,7 @@ mod tests {
         };
         let tensors = shape.tensors();
         let sizes: Vec<(&str, &[i64])> = tensors.iter().map(|(name, size)| (name.as_str(), size.as_slice())).collect();
-        let of_second = [
+        let second_head = [
             ("1.0.linear.weight", &[8, 24][..]),
             ("1.0.linear.bias", &[8]),
             ("1.0.res_connection.weight", &[8, 24]),
@@ -447,7 +447,7 @@ mod tests {
             ("1.2.weight", &[50, 8]),
             ("1.2.bias", &[50]),
         ];
-        assert_eq!(sizes[8..], of_second);
+        assert_eq!(sizes[8..], second_head);
         assert_eq!(sizes[0], ("0.0.linear.weight", &[8, 16][..]));
     }
 }

@@ -77,12 +77,12 @@ impl TrainedDrafter for Heads {
     fn losses(&self, batch: &DrafterBatch, into: Option<&DrafterGradients>) -> Vec<LevelSums> {
         let states = HeadStates::new(self, batch, into);
         let loss = |k: usize| {
-            let dropout = batch.dropout.map(|of_pass| of_pass.of_level(k));
+            let dropout = batch.dropout.map(|dropout| dropout.at_level(k));
             let pass = HeadPass { dropout, ..HeadPass::new(self.head(k), batch.backbone) };
             let output = pass.output().unwrap_or(batch.lm_head);
             let gradients = into.map(|into| self.gradients_of(k, into, states.dhidden_nh(into)));
-            let of = (batch, Heads::token_map(self));
-            batch.levels[k].loss(&pass, output, of, states.hidden_nh(batch), gradients.as_ref())
+            let fed = (batch, Heads::token_map(self));
+            batch.levels[k].loss(&pass, output, fed, states.hidden_nh(batch), gradients.as_ref())
         };
         let sums = (0..self.num_heads()).map(loss).collect();
         if let Some(into) = into {

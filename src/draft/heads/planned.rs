@@ -111,8 +111,8 @@ impl PlannedDrafter for PlannedHeads {
     }
 
     fn tensors(&self, backbone: &LlamaConfig) -> Vec<u64> {
-        let of_prefix = if self.has_prefix() { PrefixLayer::tensors(backbone) } else { vec![] };
-        self.shape.tensors().into_iter().chain(of_prefix).map(|(_, shape)| numel(&shape)).collect()
+        let in_prefix = if self.has_prefix() { PrefixLayer::tensors(backbone) } else { vec![] };
+        self.shape.tensors().into_iter().chain(in_prefix).map(|(_, shape)| numel(&shape)).collect()
     }
 
     /// The prefix layer.
@@ -126,7 +126,7 @@ impl PlannedDrafter for PlannedHeads {
         let (wide_number, is_direct) = (pass.wide(), pass.trained == TrainedLayers::Whole);
         let v = if self.shape.vocab_size > 0 { self.shape.vocab_size.unsigned_abs() } else { vocabulary };
         let chunk = chunk_rows(v.cast_signed(), pass.on_host).unsigned_abs().clamp(1, n.max(1)) * v;
-        let teacher = teachers.of_backbone || teachers.of_drafter;
+        let teacher = teachers.for_backbone || teachers.for_drafter;
         // Logits and a comparison with the target's logit; for a teacher also its logits and the logarithm of the
         // ratio.
         let wide = if teacher { 4 } else { 2 };
@@ -141,11 +141,11 @@ impl PlannedDrafter for PlannedHeads {
         let is_trained = self.shape.vocab_size > 0 || is_direct;
         let inner = if self.shape.w2_rank > 0 { self.shape.w2_rank.unsigned_abs() } else { h };
         // That weight in the backbone's dtype, and on the CPU its gradient of one chunk before and after the cast.
-        let of_chunk = if pass.on_host { e + F32 } else { 0 };
-        let trained_weight = if is_trained && cast { v * inner * (e + of_chunk) } else { 0 };
+        let chunk_bytes = if pass.on_host { e + F32 } else { 0 };
+        let trained_weight = if is_trained && cast { v * inner * (e + chunk_bytes) } else { 0 };
         // The teacher's copy of trained weights, or of the rows of a truncated vocabulary.
         let copied = (is_direct && cast) || v < vocabulary;
-        let teacher_weight = if teachers.of_drafter && copied { v * h * e } else { 0 };
+        let teacher_weight = if teachers.for_drafter && copied { v * h * e } else { 0 };
         // oneDNN reorders W2, or the teacher's weight, for many rows: measured for 131, but not for 15.
         let widest = if teacher { h } else { inner };
         let reordered = if pass.on_host && chunk / v >= 64 { v * widest * e } else { 0 };
@@ -156,7 +156,7 @@ impl PlannedDrafter for PlannedHeads {
     /// The first block is like that of these heads.
     fn lm_head_loss_bytes(&self, pass: &LayerPass, teachers: Teachers) -> u64 {
         let shape = HeadsShape { vocab_size: 0, w2_rank: 0, medusa_num_layers: 0, ..self.shape };
-        let teachers = Teachers { of_drafter: false, ..teachers };
+        let teachers = Teachers { for_drafter: false, ..teachers };
         Self { shape, config: self.config.clone() }.loss_bytes(pass, teachers)
     }
 }

@@ -20,9 +20,9 @@ use crate::tree::dynamic::FrontierNode;
 #[derive(Debug)]
 pub(crate) struct SequentialLayout {
     /// `[2·K·H, H]`: what multiplies the hidden state.
-    of_hidden: Matrix,
+    hidden_matrix: Matrix,
     /// What multiplies the embedding of each previous token, for the heads that read it: of token i, `[2·(K-i)·H, H]`.
-    of_tokens: Vec<TokenProducts>,
+    token_products: Vec<TokenProducts>,
     /// `[2·K·H]`.
     biases: Vec<f32>,
     hidden_size: usize,
@@ -47,29 +47,29 @@ impl SequentialLayout {
             let readers = &heads[input.saturating_sub(1)..];
             let columns =
                 |layer: &Linear| Some(layer.dense_weight()?.narrow(1, input as i64 * hidden_size, hidden_size));
-            let of_heads = readers.iter().flat_map(first_layers).map(|layer| columns(layer?));
-            let weight_oi = Tensor::cat(&of_heads.collect::<Option<Vec<_>>>()?, 0);
+            let columns_oh = readers.iter().flat_map(first_layers).map(|layer| columns(layer?));
+            let weight_oi = Tensor::cat(&columns_oh.collect::<Option<Vec<_>>>()?, 0);
             Some(weight_oi.to_kind(Kind::BFloat16).contiguous())
         };
         let mut matrix = |input: usize| matrix_of(&part(input)?, arena);
-        let of_hidden = matrix(0)?;
-        let of_tokens: Vec<Matrix> = (1..=heads.len()).map(matrix).collect::<Option<_>>()?;
-        let kept = KeptProducts::of(&of_tokens, vocab_size.unsigned_abs() as usize);
-        let of_tokens = of_tokens.into_iter().map(|matrix| TokenProducts::new(matrix, kept)).collect();
+        let hidden_matrix = matrix(0)?;
+        let token_matrices: Vec<Matrix> = (1..=heads.len()).map(matrix).collect::<Option<_>>()?;
+        let kept = KeptProducts::of(&token_matrices, vocab_size.unsigned_abs() as usize);
+        let token_products = token_matrices.into_iter().map(|matrix| TokenProducts::new(matrix, kept)).collect();
         let zeros = || Tensor::zeros([hidden_size], (Kind::Float, tch::Device::Cpu));
         let biases = heads
             .iter()
             .flat_map(first_layers)
             .map(|layer| layer?.bias().map_or_else(zeros, Tensor::shallow_clone).into());
         let biases = numbers(&Tensor::cat(&biases.collect::<Option<Vec<Tensor>>>()?, 0));
-        Some(Self { of_hidden, of_tokens, biases, hidden_size: hidden_size.unsigned_abs() as usize })
+        Some(Self { hidden_matrix, token_products, biases, hidden_size: hidden_size.unsigned_abs() as usize })
     }
 
     /// What the hidden states `[N, H]` add to the first `heads` heads.
     pub(crate) fn begin(&self, hidden_nh: &[f32], heads: usize, team: &Team) -> FirstBlockSums {
         let width = 2 * heads * self.hidden_size;
         let mut values = vec![0.0; hidden_nh.len() / self.hidden_size * width];
-        self.of_hidden.multiply_first(width, hidden_nh, &mut values, team);
+        self.hidden_matrix.multiply_first(width, hidden_nh, &mut values, team);
         add_to_each(&mut values, &self.biases[..width]);
         FirstBlockSums { values, width, used: 0 }
     }
@@ -91,19 +91,19 @@ impl SequentialLayout {
                 .extend_from_slice(&sums.values[node.parent * sums.width + sums.used..(node.parent + 1) * sums.width]);
         }
         let tokens: Vec<i64> = nodes.iter().map(|node| node.token).collect();
-        self.of_tokens[level].add_to(&mut values, width, &tokens, embed, team);
+        self.token_products[level].add_to(&mut values, width, &tokens, embed, team);
         FirstBlockSums { values, width, used: 2 * self.hidden_size }
     }
 
     /// The first block's output for the next head at each node, `[N, H]`.
     pub(crate) fn output(&self, sums: &FirstBlockSums) -> Vec<f32> {
-        let of_node = |sums: &[f32]| {
+        let node_output = |sums: &[f32]| {
             let (linear_h, residual_h) = sums[..2 * self.hidden_size].split_at(self.hidden_size);
             let mut x_h = residual_h.to_vec();
             add_silu(&mut x_h, linear_h);
             x_h
         };
-        sums.values.chunks_exact(sums.width).flat_map(of_node).collect()
+        sums.values.chunks_exact(sums.width).flat_map(node_output).collect()
     }
 }
 

@@ -58,14 +58,14 @@ impl TokenProducts {
             self.matrix.multiply_first(width, &embed(tokens), &mut products, team);
             return add(sums, &products);
         };
-        let products_vo = self.products_vo.get_or_init(|| self.of_all(vocabulary, embed, team));
+        let products_vo = self.products_vo.get_or_init(|| self.products(vocabulary, embed, team));
         for (sums, &token) in sums.chunks_exact_mut(width).zip(tokens) {
             add(sums, &products_vo[token as usize * self.matrix.outputs()..][..width]);
         }
     }
 
     /// The products of all tokens, `[V, O]`.
-    fn of_all(&self, vocabulary: usize, embed: impl Fn(&[i64]) -> Vec<f32>, team: &Team) -> Vec<f32> {
+    fn products(&self, vocabulary: usize, embed: impl Fn(&[i64]) -> Vec<f32>, team: &Team) -> Vec<f32> {
         let mut products_vo = vec![0.0; vocabulary * self.matrix.outputs()];
         let tokens: Vec<i64> = (0..vocabulary as i64).collect();
         let pieces = products_vo.chunks_mut(TOGETHER * self.matrix.outputs());

@@ -43,24 +43,24 @@ impl<'a> HydraLevels<'a> {
     /// For trees of at most `depth` levels below the texts of a batch.
     pub fn new(backbone: &'a Llama, heads: &'a Heads, depth: usize) -> Self {
         let prefix = heads.prefix().map(|layer| (layer, PrefixRows::new(layer)));
-        Self { prefix, ..Self::of_states(backbone, heads, depth) }
+        Self { prefix, ..Self::with_states(backbone, heads, depth) }
     }
 
     /// As [`HydraLevels::new`], for texts whose hidden states are those that the heads read, after any prefix layer.
-    pub fn of_states(backbone: &'a Llama, heads: &'a Heads, depth: usize) -> Self {
+    pub fn with_states(backbone: &'a Llama, heads: &'a Heads, depth: usize) -> Self {
         let state = LevelState::Sums(FirstBlockSums::default());
         Self { backbone, heads, depth, level: 0, state, prefix: None }
     }
 
     /// What the heads read of each text, `[B, H]`.
     fn states(&self, batch: &[TextSoFar]) -> Tensor {
-        let of_text = |text: &TextSoFar| match &self.prefix {
+        let state = |text: &TextSoFar| match &self.prefix {
             Some((_, rows)) => rows.state(text.row).shallow_clone(),
             None => self.backbone.last_of(text.state_1w),
         };
         match batch {
-            [text] => of_text(text),
-            _ => Tensor::cat(&batch.iter().map(of_text).collect::<Vec<_>>(), 0),
+            [text] => state(text),
+            _ => Tensor::cat(&batch.iter().map(state).collect::<Vec<_>>(), 0),
         }
     }
 
@@ -80,13 +80,13 @@ impl<'a> HydraLevels<'a> {
         let input = HeadInput { hidden_nh: &hidden_nh, previous_nj: Some(&previous_nj) };
         let logits_nv = self.heads.logits(self.level, &input, self.backbone);
         self.level += 1;
-        self.heads.of_tokens(likeliest(&logits_nv, top_k))
+        self.heads.to_tokens(likeliest(&logits_nv, top_k))
     }
 
     /// Logits of the next level, `[N, V]`.
     fn logits_by_sums(&mut self, kernels: &SequentialLayout, frontier: &[FrontierNode]) -> Vec<f32> {
         let LevelState::Sums(sums) = &mut self.state else { unreachable!("see `begin`") };
-        let team = Team::of_process();
+        let team = Team::shared();
         *sums = kernels.grow(self.level, sums, frontier, |tokens| self.backbone.embed_numbers(tokens), team);
         let logits_nv = self.heads.logits_behind_first(self.level, kernels.output(sums), self.backbone, team);
         self.level += 1;
@@ -101,7 +101,7 @@ impl LevelGuesser for HydraLevels<'_> {
         self.state = match self.kernels() {
             Some(kernels) => {
                 let hidden_bh = hidden_bh.to_kind(Kind::Float).contiguous();
-                LevelState::Sums(kernels.begin(bytes::numbers(&hidden_bh), self.depth, Team::of_process()))
+                LevelState::Sums(kernels.begin(bytes::numbers(&hidden_bh), self.depth, Team::shared()))
             }
             None => LevelState::Paths {
                 hidden_bh,
@@ -114,8 +114,8 @@ impl LevelGuesser for HydraLevels<'_> {
     fn guess(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<LikelyToken> {
         let Some(kernels) = self.kernels() else { return self.guess_by_paths(frontier, top_k) };
         let logits_nv = self.logits_by_sums(kernels, frontier);
-        let likeliest = likeliest_of_rows(&logits_nv, logits_nv.len() / frontier.len(), top_k, Team::of_process());
-        self.heads.of_tokens(likeliest)
+        let likeliest = likeliest_of_rows(&logits_nv, logits_nv.len() / frontier.len(), top_k, Team::shared());
+        self.heads.to_tokens(likeliest)
     }
 
     fn guess_tokens(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<i64> {
@@ -174,7 +174,7 @@ mod tests {
                 ids: &[],
                 root,
                 state_1w,
-                sampling: Sampling::of_temperature(NonNegative::ZERO),
+                sampling: Sampling::with_temperature(NonNegative::ZERO),
                 stream: Stream::default(),
                 may_draw: false,
             })
@@ -230,7 +230,7 @@ mod tests {
             let exact = |tensor: Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);
             let heads = || {
                 Heads::random(shape, Kind::BFloat16, Device::Cpu, 1)
-                    .of_vocabulary(config.vocab_size)
+                    .with_vocabulary(config.vocab_size)
                     .for_training(Kind::Float)
             };
             let backbone = || Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);

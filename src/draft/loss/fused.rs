@@ -115,7 +115,7 @@ impl<'m> OutputLayer<'m> {
 
     /// The same layer, as a teacher with the logits of these tokens only.
     #[must_use]
-    pub fn of_tokens(self, tokens_n: Option<&'m Tensor>) -> Self {
+    pub fn with_tokens(self, tokens_n: Option<&'m Tensor>) -> Self {
         Self { tokens_n, ..self }
     }
 
@@ -300,12 +300,12 @@ impl<'m> Projection<'m> {
         if let (Some(down_mr), Some(ddown_mr)) = (&self.down_mr, &self.ddown_mr) {
             surrogate += (down_mr * scale.cast(ddown_mr)).sum(kind);
         }
-        let of_inputs = Tensor::run_backward(&[surrogate], &inputs, false, false);
-        let mut of_inputs = of_inputs.into_iter().map(|gradient| scale.undo(gradient));
-        for ((_, sum), gradient) in trained.iter().zip(&mut of_inputs) {
+        let by_input = Tensor::run_backward(&[surrogate], &inputs, false, false);
+        let mut by_input = by_input.into_iter().map(|gradient| scale.undo(gradient));
+        for ((_, sum), gradient) in trained.iter().zip(&mut by_input) {
             let _ = sum.shallow_clone().g_add_(&gradient.to_kind(sum.kind()));
         }
-        if let (Some(dhidden_nh), Some(gradient_mh)) = (gradients.hidden_nh, of_inputs.next()) {
+        if let (Some(dhidden_nh), Some(gradient_mh)) = (gradients.hidden_nh, by_input.next()) {
             let gradient_mh = gradient_mh.to_kind(dhidden_nh.kind());
             let _ = dhidden_nh.shallow_clone().index_add_(0, &self.positions_m, &gradient_mh);
         }
@@ -345,14 +345,14 @@ struct Chunk<'p> {
 }
 
 impl Chunk<'_> {
-    fn rows(&self, of_m: &Tensor) -> Tensor {
-        of_m.narrow(0, self.from, self.count)
+    fn rows(&self, x_m: &Tensor) -> Tensor {
+        x_m.narrow(0, self.from, self.count)
     }
 
     /// Without padding.
-    fn counted(&self, of_c: &Tensor) -> Tensor {
+    fn counted(&self, x_c: &Tensor) -> Tensor {
         let counted = self.of.counted - self.from;
-        if counted < self.count { of_c.narrow(0, 0, counted) } else { of_c.shallow_clone() }
+        if counted < self.count { x_c.narrow(0, 0, counted) } else { x_c.shallow_clone() }
     }
 
     /// `[C, V]`, as of [`OutputLayer::logits`].
@@ -371,12 +371,12 @@ impl Chunk<'_> {
         if let Some(dbias_v) = into.bias_v {
             let _ = dbias_v.shallow_clone().g_add_(&(dlogits_cv.sum_dim_intlist(0, false, dlogits_cv.kind()) * scale));
         }
-        let of_logits = LossScale::fixed(x_ch.kind(), DLOGITS_SCALE, dlogits_cv);
-        let dlogits_cv = of_logits.cast(dlogits_cv);
-        let through = |weight: &Tensor| of_logits.undo(dlogits_cv.matmul(weight)) * scale;
+        let logits_scale = LossScale::fixed(x_ch.kind(), DLOGITS_SCALE, dlogits_cv);
+        let dlogits_cv = logits_scale.cast(dlogits_cv);
+        let through = |weight: &Tensor| logits_scale.undo(dlogits_cv.matmul(weight)) * scale;
         let products = self.of.output.products;
         let add_to = |sum: &Tensor, input: &Tensor| match input.kind() {
-            Kind::Half => add_scaled_product(products, sum, (&dlogits_cv.tr(), &of_logits), input, scale),
+            Kind::Half => add_scaled_product(products, sum, (&dlogits_cv.tr(), &logits_scale), input, scale),
             _ => products.add(sum, &dlogits_cv.tr(), &(input * scale)),
         };
         self.rows(&self.of.dx_mh).copy_(&through(&weights.weight_vh));
@@ -500,7 +500,7 @@ pub fn ranks(logits_cv: &Tensor, target_c1: &Tensor, tokens_c1: &Tensor, top: us
     if tied.numel() == 0 {
         return above_c;
     }
-    let [logits, target, tokens] = [logits_cv, target_c1, tokens_c1].map(|of_rows| of_rows.index_select(0, &tied));
+    let [logits, target, tokens] = [logits_cv, target_c1, tokens_c1].map(|x| x.index_select(0, &tied));
     above_c.index_copy(0, &tied, &ranks_of_all(&logits, &target, &tokens))
 }
 
@@ -508,12 +508,12 @@ pub fn ranks(logits_cv: &Tensor, target_c1: &Tensor, tokens_c1: &Tensor, top: us
 /// ten times slower.
 fn counts(logits_cv: &Tensor, target_c1: &Tensor) -> [Tensor; 2] {
     let rows = (CACHED_LOGITS / logits_cv.size()[1]).max(1);
-    let of_rows = |(logits, target): (Tensor, Tensor)| {
+    let split_counts = |(logits, target): (Tensor, Tensor)| {
         let mask = logits.empty_like();
         let count = |mask: Tensor| mask.sum_dim_intlist(1, false, Kind::Float);
         [count(logits.gt_tensor_out(&mask, &target)), count(logits.ge_tensor_out(&mask, &target))]
     };
-    let counts: Vec<_> = logits_cv.split(rows, 0).into_iter().zip(target_c1.split(rows, 0)).map(of_rows).collect();
+    let counts: Vec<_> = logits_cv.split(rows, 0).into_iter().zip(target_c1.split(rows, 0)).map(split_counts).collect();
     [0, 1].map(|which| Tensor::cat(&counts.iter().map(|count| &count[which]).collect::<Vec<_>>(), 0))
 }
 
@@ -530,13 +530,13 @@ fn ranks_of_all(logits_cv: &Tensor, target_c1: &Tensor, tokens_c1: &Tensor) -> T
 fn add_scaled_product(
     products: Float32Products,
     sum: &Tensor,
-    (a_vc, of_a): (&Tensor, &LossScale),
+    (a_vc, a_scale): (&Tensor, &LossScale),
     b_ch: &Tensor,
     scale: f64,
 ) {
     let largest_a = Tensor::from(DLOGITS_SCALE as f32);
-    let of_b = LossScale::for_sums(Kind::Half, &[b_ch], b_ch.size()[0], &largest_a);
-    let product = of_b.undo(of_a.undo(products.of(a_vc, &of_b.cast(b_ch))));
+    let b_scale = LossScale::for_sums(Kind::Half, &[b_ch], b_ch.size()[0], &largest_a);
+    let product = b_scale.undo(a_scale.undo(products.of(a_vc, &b_scale.cast(b_ch))));
     let _ = sum.shallow_clone().g_add_(&(product * scale));
 }
 

@@ -90,11 +90,11 @@ impl Drafter for MedusaDrafter<'_> {
 impl MedusaDrafter<'_> {
     /// The tree of each text on the host, where a tensor's operation takes longer than the tree; `guesses` are `[B, G]`.
     fn filled(&self, batch: &[TextSoFar], guesses: &[i64]) -> Vec<Tensor> {
-        let of_text = |(text, guesses): (&TextSoFar, &[i64])| {
+        let node_tokens = |(text, guesses): (&TextSoFar, &[i64])| {
             let token = |&index: &usize| index.checked_sub(1).map_or(text.root.id, |guess| guesses[guess]);
             Tensor::from_slice(&self.tree_indices.iter().map(token).collect::<Vec<_>>())
         };
-        batch.iter().zip(guesses.chunks_exact(self.num_heads * self.width)).map(of_text).collect()
+        batch.iter().zip(guesses.chunks_exact(self.num_heads * self.width)).map(node_tokens).collect()
     }
 }
 

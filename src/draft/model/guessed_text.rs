@@ -57,7 +57,7 @@ pub(super) struct Part {
 impl GuessedText {
     pub(super) fn new(text: &TextSoFar, guessing: Guessing, fits: bool) -> Self {
         let draws = text.may_draw && text.sampling.temperature.get() > 0.0 && guessing == Guessing::Drawn;
-        let sampler = draws.then(|| Sampler::of_guesses(text.sampling, text.stream, text.ids.len()));
+        let sampler = draws.then(|| Sampler::for_guesses(text.sampling, text.stream, text.ids.len()));
         let root = GuessedNode { parent: 0, token: text.root.id, drawn: DrawnChildren::default() };
         Self { row: text.row, fits, sampler, nodes: vec![root], committed: 1 }
     }

@@ -32,7 +32,7 @@ fn model(config: LlamaConfig, seed: u64) -> Llama {
 fn sampling(temperature: f64, top_p: f64) -> Sampling {
     Sampling {
         top_p: Probability::new(top_p).unwrap(),
-        ..Sampling::of_temperature(NonNegative::new(temperature).unwrap())
+        ..Sampling::with_temperature(NonNegative::new(temperature).unwrap())
     }
 }
 
@@ -144,7 +144,7 @@ fn guesses_are_the_models_best_tokens_whatever_was_in_the_cache_before() {
         for shape in shapes() {
             let guesser =
                 ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, 4, Guessing::Drawn);
-            let drafter = LevelDrafter::of_tree(&llama, Box::new(guesser), &shape);
+            let drafter = LevelDrafter::for_tree(&llama, Box::new(guesser), &shape);
             let mut texts = Texts::new(drafter, sampling(0.0, 1.0));
             texts.push(0, &[1, 2, 3]);
             for step in 0..9 {
@@ -189,7 +189,7 @@ fn draws_come_from_the_models_distribution_and_do_not_depend_on_the_batch() {
         let texts = || {
             let guesser =
                 ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, 4, Guessing::Drawn);
-            Texts::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &shape), sampling)
+            Texts::new(LevelDrafter::for_tree(&llama, Box::new(guesser), &shape), sampling)
         };
         let (mut together, prompts) = (texts(), [vec![1, 2, 3], vec![9, 8], vec![5; 7]]);
         prompts.iter().zip(0..).for_each(|(ids, index)| together.push(index, ids));
@@ -266,7 +266,7 @@ fn after_a_failure_the_cache_holds_what_the_row_says() {
     assert!(failed.is_err());
     assert_eq!((guesser.cache.len(0), guesser.rows[0].cached), (512, 512));
     let chain = SparseTree::chain(3).unwrap();
-    let mut texts = Texts::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &chain), sampling(0.0, 1.0));
+    let mut texts = Texts::new(LevelDrafter::for_tree(&llama, Box::new(guesser), &chain), sampling(0.0, 1.0));
     texts.texts.push((0, prompt));
     texts.truncate(0, 100);
     texts.go_on(0, &[7, 8, 9]);
@@ -280,7 +280,7 @@ fn in_a_batch_only_texts_within_the_context_get_guesses() {
     let guesser = || ModelGuesser::new(Box::new(TchEngine::new(&llama)), VOCABULARY as usize, 3, Guessing::Best);
     let tree = SparseTree::cartesian(&[3, 2, 2]).unwrap();
     for drafter in [
-        LevelDrafter::of_tree(&llama, Box::new(guesser()), &tree),
+        LevelDrafter::for_tree(&llama, Box::new(guesser()), &tree),
         LevelDrafter::dynamic(&llama, Box::new(guesser()), limits),
     ] {
         let mut texts = Texts::new(drafter, sampling(0.0, 1.0));

@@ -78,7 +78,7 @@ impl<'a> CudaEngine<'a> {
         let memory = DeviceMemory::new(&DevicePlan::of(&shape, shape.room(tokens)), &shape, device);
         let nodes = StepNodes {
             one: Nodes::chain(1, device),
-            tree: shape.draft.map(|draft| Nodes::of_tree(draft.tree, device)),
+            tree: shape.draft.map(|draft| Nodes::for_tree(draft.tree, device)),
             chunks: CHUNKS.map(|rows| Nodes::chain(rows, device)),
         };
         // Last, because it waits until libtorch has written all of the above.

@@ -30,7 +30,7 @@ impl Nodes {
     ///
     /// # Panics
     /// For more than [`MAX_NODES`] nodes.
-    pub fn of_tree(tree: &SparseTree, device: Device) -> Self {
+    pub fn for_tree(tree: &SparseTree, device: Device) -> Self {
         assert!(tree.len() <= MAX_NODES, "a step has at most {MAX_NODES} nodes");
         let nodes = 0..tree.len();
         let children = |node| [tree.children(node).start, tree.children(node).end];
@@ -53,7 +53,7 @@ impl Nodes {
             1 => SparseTree::root(),
             _ => SparseTree::chain(n - 1).expect("at least one token below the root"),
         };
-        Self::of_tree(&tree, device)
+        Self::for_tree(&tree, device)
     }
 
     /// N, the number of nodes.
@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn bits_say_whom_a_node_sees() {
         let tree = SparseTree::cartesian(&[8, 8]).unwrap();
-        let nodes = Nodes::of_tree(&tree, Device::Cpu);
+        let nodes = Nodes::for_tree(&tree, Device::Cpu);
         for (query, key) in (0..tree.len()).flat_map(|query| (0..tree.len()).map(move |key| (query, key))) {
             let word = nodes.sees_n2.int64_value(&[query as i64, (key / 64) as i64]).cast_unsigned();
             assert_eq!(word >> (key % 64) & 1 == 1, tree.attends(query, key), "{query} {key}");

@@ -25,7 +25,7 @@ pub struct TreeLevel {
 
 impl TreeLevel {
     /// The levels of a tree but for the lowest one, which has no children.
-    pub fn of_tree(tree: &SparseTree, device: Device) -> Vec<Self> {
+    pub fn for_tree(tree: &SparseTree, device: Device) -> Vec<Self> {
         let inner: Vec<Vec<usize>> = (0..tree.max_depth()).map(|depth| tree.inner_nodes(depth)).collect();
         let row = |level: usize, node: usize| inner[level].binary_search(&node).expect("a parent has children");
         let place = |node: &usize| tree.parent(*node).map_or(0, |parent| row(tree.depth(parent), parent));
@@ -61,8 +61,8 @@ impl DraftShape<'_> {
     /// residual connection. Before them, as one row, what the hidden state adds to all heads.
     pub fn level_sums(&self, hidden_size: i64) -> Vec<[i64; 2]> {
         let width = |level: i64| 2 * (self.num_heads() - level) * hidden_size;
-        let of_levels = self.level_rows().into_iter().zip(0..).map(|(rows, level)| [rows, width(level)]);
-        [[1, width(0)]].into_iter().chain(of_levels).collect()
+        let level_sizes = self.level_rows().into_iter().zip(0..).map(|(rows, level)| [rows, width(level)]);
+        [[1, width(0)]].into_iter().chain(level_sizes).collect()
     }
 }
 
@@ -90,7 +90,7 @@ mod tests {
         let paths = [vec![0], vec![1], vec![2], vec![0, 0], vec![0, 3], vec![2, 1], vec![2, 1, 0], vec![2, 1, 5]];
         let tree = SparseTree::new(paths.to_vec()).unwrap();
         // Nodes: 0; 1, 2, 3; 4, 5 below 1, 6 below 3; 7, 8 below 6.
-        let levels = TreeLevel::of_tree(&tree, Device::Cpu);
+        let levels = TreeLevel::for_tree(&tree, Device::Cpu);
         let found: Vec<_> = levels
             .iter()
             .map(|level| (ids(&level.nodes_n), ids(&level.parents_n), level.below, ids(&level.rows_c)))

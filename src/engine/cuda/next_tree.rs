@@ -76,7 +76,7 @@ impl NextTree<'_> {
         let sums = heads.sums(&buffers.level_sums);
         let (last, hidden_1h) = (buffers.state.narrow(0, Slot::Last as i64, 1), buffers.heads_other_rh.narrow(0, 0, 1));
         ops.embed(&last, &buffers.hidden_nh, &hidden_1h)?; // copies the row of the last accepted node
-        ops.linear(&Operands::new(&hidden_1h, &heads.of_hidden_wh, &sums[0]))?;
+        ops.linear(&Operands::new(&hidden_1h, &heads.hidden_wh, &sums[0]))?;
         for (at, (level, pair)) in heads.levels.iter().zip(sums.windows(2)).enumerate() {
             let bias_w = (at == 0).then_some(&heads.bias_w); // deeper nodes inherit it
             let inherited = ParentSums { before: &pair[0], parents_n: &level.nodes.parents_n, bias_w };
@@ -92,7 +92,7 @@ impl NextTree<'_> {
         let embedded_nh = buffers.heads_other_rh.narrow(0, 0, rows);
         let table_vh = &self.weights.backbone.embed_tokens_vh;
         ops.embed_nodes(&buffers.tokens_n, &level.nodes.nodes_n, table_vh, &embedded_nh)?;
-        ops.linear(&Operands::new(&embedded_nh, &level.of_token_wh, sums_nw))?;
+        ops.linear(&Operands::new(&embedded_nh, &level.token_wh, sums_nw))?;
         ops.first_block(sums_nw, inherited, &buffers.heads_rh.narrow(0, 0, rows))
     }
 
@@ -115,7 +115,7 @@ impl NextTree<'_> {
 }
 
 /// The product of the first `rows` rows of x, with each of several weights.
-fn of_rows(rows: i64, x: &Tensor, weights_mk: &[Tensor], y: &Tensor) -> Vec<Operands> {
+fn row_operands(rows: i64, x: &Tensor, weights_mk: &[Tensor], y: &Tensor) -> Vec<Operands> {
     let [x_nk, y_nm] = [x, y].map(|buffer| buffer.narrow(0, 0, rows));
     weights_mk.iter().map(|w_mk| Operands::new(&x_nk, w_mk, &y_nm)).collect()
 }
@@ -126,9 +126,9 @@ impl HeadWeights {
         match self {
             Self::AtOnce(heads) if heads.w2_vh.is_empty() => {
                 let lm_head = [lm_head_vh.shallow_clone()];
-                vec![of_rows(shape.guessing_rows(), &buffers.heads_rh, &lm_head, &buffers.head_logits_rv)]
+                vec![row_operands(shape.guessing_rows(), &buffers.heads_rh, &lm_head, &buffers.head_logits_rv)]
             }
-            Self::AtOnce(heads) => vec![of_rows(1, &buffers.heads_rh, &heads.w2_vh, &buffers.head_logits_rv)],
+            Self::AtOnce(heads) => vec![row_operands(1, &buffers.heads_rh, &heads.w2_vh, &buffers.head_logits_rv)],
             Self::ByLevel(heads) => heads.products(buffers, lm_head_vh),
         }
     }
@@ -137,27 +137,26 @@ impl HeadWeights {
 impl SequentialHeads {
     /// The sums of the hidden state and of each level, as parts of their buffer.
     fn sums(&self, level_sums: &Tensor) -> Vec<Tensor> {
-        let of_levels = self.levels.iter().map(|level| [level.nodes.rows(), level.of_token_wh.size()[0]]);
-        let sizes: Vec<[i64; 2]> = [[1, self.of_hidden_wh.size()[0]]].into_iter().chain(of_levels).collect();
+        let level_sizes = self.levels.iter().map(|level| [level.nodes.rows(), level.token_wh.size()[0]]);
+        let sizes: Vec<[i64; 2]> = [[1, self.hidden_wh.size()[0]]].into_iter().chain(level_sizes).collect();
         levels::matrices(level_sums, &sizes)
     }
 
     fn products(&self, buffers: &Buffers<Tensor>, lm_head_vh: &Tensor) -> Vec<Vec<Operands>> {
         let sums = self.sums(&buffers.level_sums);
         let one = |weight: &Tensor| [weight.shallow_clone()];
-        let hidden = of_rows(1, &buffers.heads_other_rh, &one(&self.of_hidden_wh), &sums[0]);
-        let of_level = |(level, sums_nw): (&Level, &Tensor)| {
+        let hidden = row_operands(1, &buffers.heads_other_rh, &one(&self.hidden_wh), &sums[0]);
+        let level_rows = |(level, sums_nw): (&Level, &Tensor)| {
             let rows = level.nodes.rows();
-            let of_tokens = of_rows(rows, &buffers.heads_other_rh, &one(&level.of_token_wh), sums_nw);
-            let blocks = level
-                .blocks
-                .iter()
-                .map(|[weight_hh, _]| of_rows(rows, &buffers.heads_rh, &one(weight_hh), &buffers.level_product_rh));
+            let token_rows = row_operands(rows, &buffers.heads_other_rh, &one(&level.token_wh), sums_nw);
+            let blocks = level.blocks.iter().map(|[weight_hh, _]| {
+                row_operands(rows, &buffers.heads_rh, &one(weight_hh), &buffers.level_product_rh)
+            });
             let w2 = one(level.w2_vh.as_ref().unwrap_or(lm_head_vh));
-            let output = of_rows(rows, &buffers.heads_rh, &w2, &buffers.head_logits_rv);
-            [of_tokens, output].into_iter().chain(blocks).collect::<Vec<_>>()
+            let output = row_operands(rows, &buffers.heads_rh, &w2, &buffers.head_logits_rv);
+            [token_rows, output].into_iter().chain(blocks).collect::<Vec<_>>()
         };
-        [hidden].into_iter().chain(self.levels.iter().zip(&sums[1..]).flat_map(of_level)).collect()
+        [hidden].into_iter().chain(self.levels.iter().zip(&sums[1..]).flat_map(level_rows)).collect()
     }
 }
 

@@ -151,8 +151,8 @@ fn seen(places: StepPositions, window: Option<i64>) -> Tensor {
     let StepPositions { nodes, .. } = places;
     let (n, context) = (nodes.len(), places.context());
     let on = nodes.depths_n.device();
-    let of_step_nn = Tensor::stack(&(0..n).map(|key| bit(&nodes.sees_n2, key)).collect::<Vec<_>>(), 1);
-    let sees_ns = Tensor::cat(&[Tensor::ones([n, context], (Kind::Bool, on)), of_step_nn], 1);
+    let step_nn = Tensor::stack(&(0..n).map(|key| bit(&nodes.sees_n2, key)).collect::<Vec<_>>(), 1);
+    let sees_ns = Tensor::cat(&[Tensor::ones([n, context], (Kind::Bool, on)), step_nn], 1);
     let at_n = &nodes.depths_n + context;
     let at_s = Tensor::cat(&[Tensor::arange(context, (Kind::Int, on)), at_n.shallow_clone()], 0);
     let near_ns = (at_n.unsqueeze(1) - at_s.unsqueeze(0)).lt(window.unwrap_or(i64::from(i32::MAX)));
@@ -234,8 +234,8 @@ pub fn posterior(
     let log_p_nv = sample::tempered(logits_nv, temperature).log_softmax(-1, Kind::Float);
     write(entropy_n, &sample::entropies(&log_p_nv));
     let after_parent_nv = log_p_nv.index_select(0, &nodes.parents_n);
-    let of_token_n1 = after_parent_nv.gather(1, &tokens_n.to_kind(Kind::Int64).unsqueeze(1), false);
-    write(log_p_n, &of_token_n1.squeeze_dim(1));
+    let chosen_n1 = after_parent_nv.gather(1, &tokens_n.to_kind(Kind::Int64).unsqueeze(1), false);
+    write(log_p_n, &chosen_n1.squeeze_dim(1));
 }
 
 /// How tokens are drawn after each node.
@@ -334,12 +334,12 @@ pub fn compact(cache_l2gsd: &Tensor, accepted: Accepted) {
 /// Ends a step: Context grows by Accepted, Step by one. Writes to row `Step % R` of `results_rt` (`[R, RESULT_HEAD + K + 1]`):
 /// the steps done including this one, the number of accepted tokens, the next root, and the accepted tokens.
 pub fn advance(accepted: Accepted, tokens_n: &Tensor, results_rt: &Tensor) {
-    let of = |slot| state::read(accepted.state, slot);
-    let (count, before) = (of(Slot::Accepted), of(Slot::Step));
+    let read = |slot| state::read(accepted.state, slot);
+    let (count, before) = (read(Slot::Accepted), read(Slot::Step));
     let row = results_rt.select(0, before % results_rt.size()[0]);
-    write(&row.narrow(0, 0, RESULT_HEAD), &Tensor::from_slice(&[before + 1, count, of(Slot::Next)]));
+    write(&row.narrow(0, 0, RESULT_HEAD), &Tensor::from_slice(&[before + 1, count, read(Slot::Next)]));
     write(&row.narrow(0, RESULT_HEAD, count), &tokens_n.index_select(0, &accepted.path.narrow(0, 0, count)));
-    state::write(accepted.state, Slot::Context, of(Slot::Context) + count);
+    state::write(accepted.state, Slot::Context, read(Slot::Context) + count);
     state::write(accepted.state, Slot::Step, before + 1);
 }
 

@@ -53,7 +53,7 @@ impl DevicePlan {
         let heads = shape.draft.map_or(0, |draft| draft.parameters.unsigned_abs() * element);
         Self {
             buffers: Buffers::of(shape),
-            cache_l2gsd: Size::of_cache(config, room, shape.kind),
+            cache_l2gsd: Size::for_cache(config, room, shape.kind),
             rotations_2ud: Size::new([2, shape.positions(), config.head_dim / 2], Kind::Float),
             uniforms_u: Size::new([shape.positions()], Kind::Double),
             head_copies: shape.draft.map_or(vec![], |draft| copies(shape, draft)),
@@ -104,9 +104,9 @@ impl DevicePlan {
 
     /// The longest context whose whole cache fits into free memory; `None` if not even the shortest does.
     pub fn largest_context(&self, free_bytes: u64) -> Option<i64> {
-        let of_position = |size: &Size| size.bytes() / size.shape[size.shape.len() - 2].unsigned_abs();
+        let a_position = |size: &Size| size.bytes() / size.shape[size.shape.len() - 2].unsigned_abs();
         let uniform = self.uniforms_u.kind.elt_size_in_bytes() as u64;
-        let a_token = of_position(&self.cache_l2gsd) + of_position(&self.rotations_2ud) + uniform;
+        let a_token = a_position(&self.cache_l2gsd) + a_position(&self.rotations_2ud) + uniform;
         let per_token = self.cache_l2gsd.bytes() + self.rotations_2ud.bytes() + self.uniforms_u.bytes();
         let rest = self.bytes() - per_token;
         let tokens = (free_bytes.saturating_sub(rest) / a_token).cast_signed() / GRAIN * GRAIN - MAX_NODES as i64;
@@ -122,8 +122,8 @@ fn copies(shape: &Shape, draft: DraftShape) -> Vec<Size> {
     let blocks = match draft.input {
         DraftInput::Hidden => (0..draft.blocks).flat_map(|_| [size(&[k, h, h]), size(&[k, h])]).collect(),
         DraftInput::HiddenAndPath | DraftInput::PrefixAndPath => {
-            let of_tokens = (0..k).map(|level| size(&[2 * (k - level) * h, h]));
-            [size(&[2 * k * h, h]), size(&[2 * k * h])].into_iter().chain(of_tokens).collect()
+            let token_parts = (0..k).map(|level| size(&[2 * (k - level) * h, h]));
+            [size(&[2 * k * h, h]), size(&[2 * k * h])].into_iter().chain(token_parts).collect()
         }
     };
     [blocks, vec![size(&[v, h]); draft.multiplied_out]].concat()
@@ -142,8 +142,8 @@ fn between_kernels(shape: &Shape) -> u64 {
         Size { shape: launches::guess_parts_size(size, shape.guesses() as i64), kind: Kind::Int64 }.bytes()
     });
     let slices = SliceRoom::sizes(shape.logits()).map(|(shape, kind)| Size { shape, kind }.bytes());
-    let of_products = SplitRoom::bytes() + WORKSPACE_BYTES.unsigned_abs();
-    attention.sum::<u64>() + guesses + slices.iter().sum::<u64>() + of_products
+    let workspace = SplitRoom::bytes() + WORKSPACE_BYTES.unsigned_abs();
+    attention.sum::<u64>() + guesses + slices.iter().sum::<u64>() + workspace
 }
 
 impl fmt::Display for DevicePlan {
@@ -207,20 +207,20 @@ mod tests {
     #[test]
     fn sequential_heads_take_a_copy_of_their_first_blocks_and_the_sums_of_each_level() {
         let (config, tree) = (LlamaConfig::llama_2_7b(), SparseTree::cartesian(&[3, 2, 2, 1]).expect("34 nodes"));
-        let (input, of_medusa) = (DraftInput::HiddenAndPath, five(&tree).expect("heads"));
+        let (input, medusa_draft) = (DraftInput::HiddenAndPath, five(&tree).expect("heads"));
         let plan = |draft| {
             let shape = Shape { config: &config, kind: Kind::BFloat16, draft: Some(draft) };
             DevicePlan::of(&shape, shape.room(4096))
         };
-        let (medusa, hydra) = (plan(of_medusa), plan(DraftShape { input, ..of_medusa }));
+        let (medusa, hydra) = (plan(medusa_draft), plan(DraftShape { input, ..medusa_draft }));
         let copies = |plan: &DevicePlan| plan.head_copies.iter().map(Size::bytes).sum::<u64>();
         // Four heads read two to five rows of 4096 numbers, in two layers each; 1, 3, 6 and 12 nodes have children.
         assert_eq!(copies(&hydra), 2 * (2 * (2 + 3 + 4 + 5) * 4096 * 4096 + 2 * 4 * 4096));
         let sums = 8 + 8 + 3 * 6 + 6 * 4 + 12 * 2;
         assert_eq!(hydra.buffers.level_sums.bytes(), 4 * sums * 4096);
         // Rows of heads and logits are the nodes of the widest level, not the heads; a later block's product is float32.
-        let of_a_row = 2 * 2 * 4096 + 4 * 32_000 + 4 * 3 + 8 * 8 * 3;
-        let more = (12 - 4) * of_a_row + 12 * 4 * 4096 + 4 * sums * 4096 + copies(&hydra);
+        let row_bytes = 2 * 2 * 4096 + 4 * 32_000 + 4 * 3 + 8 * 8 * 3;
+        let more = (12 - 4) * row_bytes + 12 * 4 * 4096 + 4 * sums * 4096 + copies(&hydra);
         assert_eq!(hydra.bytes(), medusa.bytes() - copies(&medusa) + more);
     }
 
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_told_with_the_context_that_would() {
+    fn what_does_not_fit_is_reported_with_the_context_that_would() {
         let (config, tree) = (LlamaConfig::llama_2_7b(), tree());
         let check = |context: i64, free| {
             let config = LlamaConfig { max_position_embeddings: context, ..config.clone() };

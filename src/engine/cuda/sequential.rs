@@ -16,7 +16,7 @@ pub struct SequentialHeads {
     pub root: Nodes,
     /// `[2KH, H]`, copied: what multiplies the hidden state in the first block of each head, in its linear layer and its residual
     /// connection.
-    pub of_hidden_wh: Tensor,
+    pub hidden_wh: Tensor,
     /// `[2KH]`, copied: their biases.
     pub bias_w: Tensor,
     /// One for each head.
@@ -28,7 +28,7 @@ pub struct SequentialHeads {
 pub struct Level {
     pub nodes: TreeLevel,
     /// `[2(K-d)H, H]`, copied: what multiplies the embedding of a node's token in the first blocks of the heads from this one on.
-    pub of_token_wh: Tensor,
+    pub token_wh: Tensor,
     /// W1 `[H, H]` and b1 `[H]` of the ResBlocks after the first, shared with the head.
     pub blocks: Vec<[Tensor; 2]>,
     /// W2 `[V, H]`, shared with the head unless it was multiplied out; `None` if it is the backbone's lm_head.
@@ -45,16 +45,16 @@ impl SequentialHeads {
         let (device, outputs) = (biases[0].device(), outputs(heads));
         let level = |(at, nodes): (usize, TreeLevel)| Level {
             nodes,
-            of_token_wh: columns(&layers[at..], 1 + at as i64),
+            token_wh: columns(&layers[at..], 1 + at as i64),
             blocks: heads[at].blocks[1..].iter().map(|block| block_matrices(&block.linear)).collect(),
             w2_vh: outputs[at].as_ref().map(Tensor::shallow_clone),
             output_bias_v: heads[at].output_bias_v.as_ref().map(Tensor::shallow_clone),
         };
         Self {
             root: Nodes::chain(1, device),
-            of_hidden_wh: columns(&layers, 0),
+            hidden_wh: columns(&layers, 0),
             bias_w: Tensor::cat(&biases, 0),
-            levels: TreeLevel::of_tree(tree, device).into_iter().enumerate().map(level).collect(),
+            levels: TreeLevel::for_tree(tree, device).into_iter().enumerate().map(level).collect(),
         }
     }
 }

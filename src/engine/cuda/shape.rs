@@ -138,13 +138,13 @@ impl<'a> Shape<'a> {
         let NormSpec { kind, eps: _, places, query_key } = norms;
         let MlpSpec::Gated { width: _, activation } = mlp;
         let FamilyTraits { embedding_multiplier, logits, rotary_size, .. } = self.config.family;
-        let Biases { qkv: _, o, mlp: of_mlp } = biases;
+        let Biases { qkv: _, o, mlp } = biases;
         let norms_all_heads = match query_key {
             None | Some(QueryKeyNorm::EachHead) => false,
             Some(QueryKeyNorm::AllHeads) => true,
         };
         let checks = [
-            (o || of_mlp, "has a bias in o_proj or in the MLP, which it has no kernels for"),
+            (o || mlp, "has a bias in o_proj or in the MLP, which it has no kernels for"),
             (norms_all_heads, "norms all heads of queries and keys together, which it has no kernels for"),
             (kind != NormKind::Rms, "has norms that multiply by 1 + weight, which it has no kernels for"),
             (
@@ -251,14 +251,14 @@ pub(super) mod tests {
 
     #[test]
     fn what_has_no_kernels_is_refused_with_its_reason() {
-        let of = |config: &LlamaConfig, kind| Shape { config, kind, draft: None }.check_kernels();
+        let checked = |config: &LlamaConfig, kind| Shape { config, kind, draft: None }.check_kernels();
         let config = LlamaConfig::llama_2_7b();
-        assert_eq!(of(&config, Kind::Half), Ok(()));
-        assert_eq!(of(&config, Kind::Float), Err(UnsupportedModel::Dtype { dtype: "float32".into() }));
+        assert_eq!(checked(&config, Kind::Half), Ok(()));
+        assert_eq!(checked(&config, Kind::Float), Err(UnsupportedModel::Dtype { dtype: "float32".into() }));
         let odd = LlamaConfig { head_dim: 96, ..config.clone() };
-        assert_eq!(of(&odd, Kind::Half), Err(UnsupportedModel::HeadSize { head_dim: 96 }));
+        assert_eq!(checked(&odd, Kind::Half), Err(UnsupportedModel::HeadSize { head_dim: 96 }));
         let odd = LlamaConfig { hidden_size: 4000, ..config.clone() };
-        assert!(matches!(of(&odd, Kind::Half), Err(UnsupportedModel::Width { what: "hidden size", .. })));
+        assert!(matches!(checked(&odd, Kind::Half), Err(UnsupportedModel::Width { what: "hidden size", .. })));
         let with = |tree: &SparseTree| Shape { config: &config, kind: Kind::Half, draft: five(tree) }.check_tree();
         assert_eq!(with(&SparseTree::cartesian(&[16, 6]).unwrap()), Ok(()));
         assert_eq!(with(&SparseTree::cartesian(&[16, 7]).unwrap()), Err(UnsupportedModel::Tree { nodes: 129 }));

@@ -134,10 +134,10 @@ pub fn products(weights: &DeviceWeights, memory: &DeviceMemory, shape: &Shape) -
     let mut all = vec![];
     for rows in shape.rows_of_steps() {
         let products = LayerProducts { config: shape.config, memory, rows };
-        let of_layers = |of: fn(&LayerProducts, &DenseLayer) -> Operands| {
+        let by_layer = |of: fn(&LayerProducts, &DenseLayer) -> Operands| {
             backbone.layers.iter().map(|layer| of(&products, layer)).collect()
         };
-        all.extend(LayerProducts::ALL.map(of_layers));
+        all.extend(LayerProducts::ALL.map(by_layer));
     }
     for rows in [1, buffers.logits_nv.size()[0]] {
         let [hidden_nh, logits_nv] = [&buffers.hidden_nh, &buffers.logits_nv].map(|buffer| buffer.narrow(0, 0, rows));

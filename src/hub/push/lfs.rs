@@ -49,19 +49,19 @@ impl Hub<'_> {
         let additions = files.iter().map(|file| Addition::large(file)).collect::<Result<Vec<_>, _>>()?;
         for some in additions.chunks(BATCH) {
             let objects = self.batch(push, some)?;
-            let of = |oid: &str| some.iter().find(|addition| addition.hash == oid);
+            let addition = |oid: &str| some.iter().find(|addition| addition.hash == oid);
             let work: Vec<(&Local, Object)> = objects
                 .into_iter()
                 .filter(|object| object.actions.as_ref().is_some_and(|actions| actions.upload.is_some()))
-                .filter_map(|object| Some((of(&object.oid)?.file, object)))
+                .filter_map(|object| Some((addition(&object.oid)?.file, object)))
                 .collect();
             if work.is_empty() {
                 continue;
             }
             let bytes = work.iter().map(|(file, _)| file.size).sum();
-            (self.tell)(TransferEvent::Began { what: push.repo.to_string(), files: work.len(), bytes });
+            (self.observer)(TransferEvent::Began { what: push.repo.to_string(), files: work.len(), bytes });
             let sent = work.iter().try_for_each(|(file, object)| self.send_object(push, file, object));
-            (self.tell)(TransferEvent::Ended);
+            (self.observer)(TransferEvent::Ended);
             sent?;
         }
         Ok(additions)

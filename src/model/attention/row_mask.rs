@@ -42,7 +42,7 @@ pub struct KindMask {
     pub(super) pattern: Option<Pattern>,
     /// Queries of a block, if attention runs a block of queries at a time.
     pub(super) block: Option<i64>,
-    /// What [`KindMask::of_blocks`] returns; made by the first layer.
+    /// What [`KindMask::blocks`] returns; made by the first layer.
     block_masks: OnceCell<Vec<Tensor>>,
 }
 
@@ -68,11 +68,11 @@ impl RowMask {
         let by_blocks = !rehearsal::is_gpu(device) && (CAUSAL_BLOCK + 1..=KERNEL_KEYS).contains(&t);
         let causal = by_blocks.then_some(CAUSAL_BLOCK);
         let capped = capped_block(config);
-        let of_window = |window: Option<i64>| match window.filter(|&w| w < t) {
+        let windowed = |window: Option<i64>| match window.filter(|&w| w < t) {
             Some(window) => KindMask::new(Some(Pattern::new(positions.unsqueeze(0), None, Some(window))), capped),
             None => KindMask::new(None, capped.or(causal)),
         };
-        let kinds = config.layer_kinds().windows().into_iter().map(of_window).collect();
+        let kinds = config.layer_kinds().windows().into_iter().map(windowed).collect();
         Self { stages: vec![StageRows { kinds, positions }] }
     }
 
@@ -85,17 +85,17 @@ impl RowMask {
         let texts: Vec<Vec<i64>> = segment_lengths.iter().map(|row| with_padding(row, t)).collect();
         let positions: Vec<f32> = texts.iter().flatten().flat_map(|&length| (0..length).map(|at| at as f32)).collect();
         let positions_bt = upload(&positions, device).view([-1, t]);
-        let of_window = |window: Option<i64>| {
+        let windowed = |window: Option<i64>| {
             let pattern = Pattern::new(positions_bt.shallow_clone(), Some(texts.clone()), window.filter(|&w| w < t));
             KindMask::new(Some(pattern), capped_block(config))
         };
-        let kinds = config.layer_kinds().windows().into_iter().map(of_window).collect();
+        let kinds = config.layer_kinds().windows().into_iter().map(windowed).collect();
         Self { stages: vec![StageRows { kinds, positions: positions_bt }] }
     }
 
     /// That of one device, on every stage.
-    pub(in crate::model) fn of_stages(stages: &Stages, of: impl Fn(Device) -> Self) -> Self {
-        Self { stages: stages.devices().flat_map(|device| of(device).stages).collect() }
+    pub(in crate::model) fn for_stages(stages: &Stages, on: impl Fn(Device) -> Self) -> Self {
+        Self { stages: stages.devices().flat_map(|device| on(device).stages).collect() }
     }
 
     pub(in crate::model) fn stage(&self, stage: usize) -> &StageRows {
@@ -127,7 +127,7 @@ impl KindMask {
 
     /// The masks of the blocks of `n` queries of `q_bqtd`, each with the keys up to its end: `[N, S]` or `[B, 1, N, S]`, 0 or -inf, in the
     /// queries' dtype.
-    pub(super) fn of_blocks(&self, n: i64, q_bqtd: &Tensor) -> &[Tensor] {
+    pub(super) fn blocks(&self, n: i64, q_bqtd: &Tensor) -> &[Tensor] {
         let (t, options) = (q_bqtd.size()[2], (q_bqtd.kind(), q_bqtd.device()));
         let block = |from: i64| {
             let end = t.min(from + n);

@@ -415,19 +415,19 @@ impl Family {
     }
 
     fn scale(&self, path: &Path, written: &ConfigKeys, traits: &mut FamilyTraits) -> Result<(), ConfigError> {
-        let of = |key, value: Option<f64>, default| above_zero(path, key, value.unwrap_or(default));
+        let positive = |key, value: Option<f64>, default| above_zero(path, key, value.unwrap_or(default));
         match self.scales {
             ScaleRule::Llama => {}
             ScaleRule::Gemma => {
-                let scalar = of("query_pre_attn_scalar", written.query_pre_attn_scalar, 256.0)?;
+                let scalar = positive("query_pre_attn_scalar", written.query_pre_attn_scalar, 256.0)?;
                 traits.embedding_multiplier = (written.hidden_size as f64).sqrt();
                 traits.attention_scale = Some(scalar.powf(-0.5));
             }
             ScaleRule::Granite => {
-                traits.embedding_multiplier = of("embedding_multiplier", written.embedding_multiplier, 1.0)?;
-                traits.residual_multiplier = of("residual_multiplier", written.residual_multiplier, 1.0)?;
-                traits.attention_scale = Some(of("attention_multiplier", written.attention_multiplier, 1.0)?);
-                traits.logits.divisor = of("logits_scaling", written.logits_scaling, 1.0)?;
+                traits.embedding_multiplier = positive("embedding_multiplier", written.embedding_multiplier, 1.0)?;
+                traits.residual_multiplier = positive("residual_multiplier", written.residual_multiplier, 1.0)?;
+                traits.attention_scale = Some(positive("attention_multiplier", written.attention_multiplier, 1.0)?);
+                traits.logits.divisor = positive("logits_scaling", written.logits_scaling, 1.0)?;
             }
         }
         Ok(())
@@ -441,14 +441,14 @@ impl Family {
         );
         let [(key, name), (other_key, other)] =
             if matches!(self.scales, ScaleRule::Gemma) { [activation, act] } else { [act, activation] };
-        let of = |name: &str| match name {
+        let known = |name: &str| match name {
             "silu" | "swish" => Some(Activation::Silu),
             "gelu_pytorch_tanh" => Some(Activation::GeluTanh),
             _ => None,
         };
-        let read = |name: &str| of(name).ok_or_else(|| bad(path, key, "silu or gelu_pytorch_tanh", name));
+        let read = |name: &str| known(name).ok_or_else(|| bad(path, key, "silu or gelu_pytorch_tanh", name));
         let activation = name.map_or(Ok(self.activation), read)?;
-        match other.filter(|other| of(other) != Some(activation)) {
+        match other.filter(|other| known(other) != Some(activation)) {
             None => Ok(activation),
             Some(other) => {
                 let reason = format!("{} reads {key}, and {other_key} is {other}", self.model_type);
@@ -512,10 +512,10 @@ fn slides(path: &Path, types: &[String], count: usize) -> Result<Vec<bool>, Conf
     if types.len() != count {
         return Err(bad(path, "layer_types", format!("{count} entries, one per layer"), types.len()));
     }
-    let of = |name: &String| match name.as_str() {
+    let slides = |name: &String| match name.as_str() {
         "sliding_attention" => Ok(true),
         "full_attention" => Ok(false),
         other => Err(bad(path, "layer_types", "full_attention or sliding_attention", other)),
     };
-    types.iter().map(of).collect()
+    types.iter().map(slides).collect()
 }

@@ -34,14 +34,14 @@ pub(super) fn resolve(
     if let (Some(scaling), Some(full), true) = (&mut scaling, parameters.full, family.local_rope_theta.is_some()) {
         scaling.rope_theta = scaling.rope_theta.or(full.rope_theta); // transformers changes full_attention by rope_scaling
     }
-    let of = |full: Option<&RopeKeys>| {
+    let rotations = |full: Option<&RopeKeys>| {
         let rope = full.cloned().unwrap_or_default();
         rotary(path, written, family, head_dim, [rope, parameters.sliding.cloned().unwrap_or_default()])
     };
     let (Some(scaling), Some(full)) = (&scaling, parameters.full) else {
-        return of(scaling.as_ref().or(parameters.full));
+        return rotations(scaling.as_ref().or(parameters.full));
     };
-    let [rotary, other] = [of(Some(scaling))?, of(Some(full))?];
+    let [rotary, other] = [rotations(Some(scaling))?, rotations(Some(full))?];
     if rotary != other {
         return Err(two_sources(path, ["rope_scaling", "rope_parameters"], "their rotary embeddings differ"));
     }

@@ -74,9 +74,9 @@ fn smollm3_slides_where_there_is_no_rotary_embedding() {
         .replace("\"llama\"", "\"smollm3\"");
     let config = load(&config, None).unwrap();
     let kinds = config.layer_kinds();
-    let of = |layer| kinds.kinds()[kinds.of_layer(layer)].clone();
-    assert_eq!((of(0).window, of(0).rotary.is_some()), (None, true));
-    assert_eq!((of(3).window, of(3).rotary.is_some()), (Some(5), false));
+    let kind = |layer| kinds.kinds()[kinds.kind_of(layer)].clone();
+    assert_eq!((kind(0).window, kind(0).rotary.is_some()), (None, true));
+    assert_eq!((kind(3).window, kind(3).rotary.is_some()), (Some(5), false));
 }
 
 #[test]

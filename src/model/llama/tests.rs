@@ -24,7 +24,7 @@ fn extending_a_cache_equals_whole_rows() {
         let rows = RowMask::causal(23, &llama.config, Device::Cpu);
         let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
         for chunk in [1, 4, 23] {
-            let mut cache = KvCache::of_one_row(&llama.config, Kind::Double, Device::Cpu);
+            let mut cache = KvCache::with_one_row(&llama.config, Kind::Double, Device::Cpu);
             for piece in tokens.split(chunk, 0) {
                 let n = piece.size()[0];
                 let new = NewTokens::chain(n, &llama.config, Kind::Double, Device::Cpu);
@@ -61,7 +61,7 @@ fn a_path_of_a_tree_equals_the_row_it_spells() {
         let family = config.model_type.clone();
         let llama = Llama::random(config, Kind::Double, Device::Cpu, 1);
         let tokens = Generator::seeded(12).integers(50, &[12]);
-        let mut cache = KvCache::of_one_row(&llama.config, Kind::Double, Device::Cpu);
+        let mut cache = KvCache::with_one_row(&llama.config, Kind::Double, Device::Cpu);
         let prompt = NewTokens::chain(12, &llama.config, Kind::Double, Device::Cpu);
         let _ = llama.extend(&tokens, &prompt, &mut cache, 0);
         cache.commit(0, 12);
@@ -112,8 +112,8 @@ fn trained_on_packed_rows(llama: &Llama, keep: Keep) -> Vec<Tensor> {
     let (hidden, tape) = llama.forward_kept(&tokens, rows, Adapters::Training { seed: 4 }, keep);
     let trained = (0..llama.parts()).map(|part| llama.trained_in(part));
     let sums: Vec<Vec<Tensor>> =
-        trained.map(|of_part| of_part.iter().map(|(_, tensor)| tensor.detach().zeros_like()).collect()).collect();
-    let into: Vec<Vec<&Tensor>> = sums.iter().map(|of_part| of_part.iter().collect()).collect();
+        trained.map(|part| part.iter().map(|(_, tensor)| tensor.detach().zeros_like()).collect()).collect();
+    let into: Vec<Vec<&Tensor>> = sums.iter().map(|part| part.iter().collect()).collect();
     tape.backward(&Generator::seeded(17).normal(&hidden.size(), (Kind::Double, Device::Cpu)), &into);
     sums.into_iter().flatten().chain([hidden]).collect()
 }
@@ -170,7 +170,7 @@ fn causal_attention_in_blocks_equals_a_prompt_in_chunks() {
     let tokens = Generator::seeded(15).integers(50, &[150]);
     let rows = RowMask::causal(150, &llama.config, Device::Cpu);
     let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
-    let mut cache = KvCache::of_one_row(&llama.config, Kind::Double, Device::Cpu);
+    let mut cache = KvCache::with_one_row(&llama.config, Kind::Double, Device::Cpu);
     for piece in tokens.split(37, 0) {
         let n = piece.size()[0];
         let hidden =

@@ -33,5 +33,5 @@ pub(crate) fn matrix_of(weight_oi: &Tensor, arena: &mut Arena) -> Option<Matrix>
     let shape = weight_oi.size().iter().map(|&size| size.unsigned_abs() as usize).collect::<Vec<_>>();
     let [outputs, inputs] = shape[..] else { return None };
     (weight_oi.device() == Device::Cpu)
-        .then(|| Matrix::new(bytes::of(&weight_oi.contiguous()), number, [outputs, inputs], arena))?
+        .then(|| Matrix::new(bytes::raw(&weight_oi.contiguous()), number, [outputs, inputs], arena))?
 }

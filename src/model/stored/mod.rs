@@ -113,8 +113,8 @@ impl QuantizedWeight {
 
     /// Bytes that it takes, without the tables that it shares.
     pub fn bytes(&self) -> usize {
-        let of_tensor = |tensor: &&Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
-        self.codes.tensors().iter().map(of_tensor).sum()
+        let tensor_bytes = |tensor: &&Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        self.codes.tensors().iter().map(tensor_bytes).sum()
     }
 
     /// `[O, I]` as numbers.

@@ -129,8 +129,8 @@ impl Nf4 {
         let pairs = Tensor::empty([blocks, BLOCK / 2], (Kind::Uint8, device));
         let absmax = Tensor::empty([blocks], (Kind::Float, device));
         for (start, length) in ranges(n, slice(device)) {
-            let (of_slice, most) = quantize_blocks(&weight.narrow(0, start, length).to_kind(Kind::Float), tables);
-            pairs.narrow(0, start / BLOCK, most.size()[0]).copy_(&of_slice);
+            let (slice_codes, most) = quantize_blocks(&weight.narrow(0, start, length).to_kind(Kind::Float), tables);
+            pairs.narrow(0, start / BLOCK, most.size()[0]).copy_(&slice_codes);
             absmax.narrow(0, start / BLOCK, most.size()[0]).copy_(&most);
         }
         let scales = match bits {

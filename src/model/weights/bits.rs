@@ -27,9 +27,9 @@ impl WeightFiles {
     /// # Errors
     /// [`WeightsError`] if one is missing, or of a dtype that weights cannot have.
     pub fn same_bits(&self, one: &str, other: &str) -> Result<bool, WeightsError> {
-        let ((one, kind), (other, of_other)) =
+        let ((one, kind), (other, other_kind)) =
             (self.header(one, &self.shape(one)?, None)?, self.header(other, &self.shape(other)?, None)?);
-        if kind != of_other || one.shape != other.shape {
+        if kind != other_kind || one.shape != other.shape {
             return Ok(false);
         }
         Ok(match (&one.strides, &other.strides) {
@@ -111,22 +111,22 @@ mod tests {
     #[test]
     fn a_fingerprint_is_of_the_values_whatever_their_dtype() {
         let folder = tempfile::tempdir().unwrap();
-        let of = |values: [f64; 2], kind| {
+        let fingerprint = |values: [f64; 2], kind| {
             file(&folder, &[("w", Tensor::from_slice(&values).to_kind(kind))]).fingerprint().unwrap()
         };
-        let one = of([1.0, 0.5], Kind::Float);
+        let one = fingerprint([1.0, 0.5], Kind::Float);
         for kind in [Kind::Double, Kind::BFloat16, Kind::Half] {
-            assert_eq!(of([1.0, 0.5], kind), one);
+            assert_eq!(fingerprint([1.0, 0.5], kind), one);
         }
-        assert_ne!(of([1.0, 0.25], Kind::Float), one);
+        assert_ne!(fingerprint([1.0, 0.25], Kind::Float), one);
         assert!(file(&folder, &[("w", Tensor::from_slice(&[1_i64]))]).fingerprint().is_err());
     }
 
     #[test]
     fn integers_are_those_that_libtorch_reads() {
         let folder = tempfile::tempdir().unwrap();
-        let of = |kind| (Tensor::arange(6, (Kind::Int64, Device::Cpu)) - 2).view([2, 3]).to_kind(kind);
-        let tensors = [("long", of(Kind::Int64)), ("int", of(Kind::Int)), ("float", of(Kind::Float))];
+        let numbers = |kind| (Tensor::arange(6, (Kind::Int64, Device::Cpu)) - 2).view([2, 3]).to_kind(kind);
+        let tensors = [("long", numbers(Kind::Int64)), ("int", numbers(Kind::Int)), ("float", numbers(Kind::Float))];
         let mut file = file(&folder, &tensors);
         transpose(&mut file, "long", "transposed");
         for (name, kind, shape) in
@@ -143,13 +143,13 @@ mod tests {
     fn weights_are_the_same_or_zero_where_libtorch_says_so() {
         let folder = tempfile::tempdir().unwrap();
         for kind in [Kind::Double, Kind::Float, Kind::BFloat16, Kind::Half] {
-            let of = |values: [f64; 4]| Tensor::from_slice(&values).to_kind(kind).view([2, 2]);
+            let matrix = |values: [f64; 4]| Tensor::from_slice(&values).to_kind(kind).view([2, 2]);
             let tensors = [
-                ("symmetric", of([1.0, 2.0, 2.0, 3.0])),
-                ("other", of([1.0, 2.0, 4.0, 3.0])),
-                ("zero", of([0.0; 4])),
-                ("minus zero", of([-0.0; 4])),
-                ("last", of([0.0, 0.0, 0.0, 1.0])),
+                ("symmetric", matrix([1.0, 2.0, 2.0, 3.0])),
+                ("other", matrix([1.0, 2.0, 4.0, 3.0])),
+                ("zero", matrix([0.0; 4])),
+                ("minus zero", matrix([-0.0; 4])),
+                ("last", matrix([0.0, 0.0, 0.0, 1.0])),
             ];
             let mut file = file(&folder, &tensors);
             for name in ["symmetric", "other"] {

@@ -36,7 +36,7 @@ pub fn files_of(folder: &Path) -> Result<Vec<PathBuf>, WeightsError> {
 /// # Errors
 /// As [`WeightFiles::open_tensors`](super::WeightFiles::open_tensors); the files themselves are not looked into.
 pub fn files_with(folder: &Path, names: &[&str]) -> Result<Vec<PathBuf>, WeightsError> {
-    Ok(WeightListing::of_tensors(folder, names)?.paths)
+    Ok(WeightListing::from_tensors(folder, names)?.paths)
 }
 
 /// Which files hold a folder's weights.
@@ -50,20 +50,20 @@ pub(super) struct WeightListing {
 
 impl WeightListing {
     pub(super) fn of(folder: &Path) -> Result<Self, WeightsError> {
-        Self::of_folder(folder)?.complete()
+        Self::from_folder(folder)?.complete()
     }
 
     /// Without the shards that hold none of these tensors, which need not be in the folder.
-    pub(super) fn of_tensors(folder: &Path, names: &[&str]) -> Result<Self, WeightsError> {
-        Self::of_folder(folder)?.only(names).complete()
+    pub(super) fn from_tensors(folder: &Path, names: &[&str]) -> Result<Self, WeightsError> {
+        Self::from_folder(folder)?.only(names).complete()
     }
 
-    pub(super) fn of_index(index: PathBuf) -> Result<Self, WeightsError> {
+    pub(super) fn from_index(index: PathBuf) -> Result<Self, WeightsError> {
         Self::named_by(index)?.complete()
     }
 
     /// Its shards may be absent.
-    fn of_folder(folder: &Path) -> Result<Self, WeightsError> {
+    fn from_folder(folder: &Path) -> Result<Self, WeightsError> {
         for (index, single) in [(MODEL_INDEX, MODEL_FILE), (TORCH_INDEX, TORCH_FILE)] {
             let [index, single] = [index, single].map(|name| folder.join(name));
             // Where both are there, transformers reads the single file.

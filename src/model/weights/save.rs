@@ -41,7 +41,7 @@ pub fn save_each(
         for (at, plan) in planned.iter().enumerate() {
             let tensor = tensor(at)?.to_device(Device::Cpu).to_kind(plan.kind).contiguous();
             assert_eq!(tensor.size(), plan.shape, "{} as it was planned", plan.name);
-            out.write_all(bytes::of(&tensor))?;
+            out.write_all(bytes::raw(&tensor))?;
         }
         Ok(())
     });

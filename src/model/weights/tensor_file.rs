@@ -82,7 +82,7 @@ pub(super) fn map_file(path: &Path) -> io::Result<&'static Mmap> {
     let file = files::open_regular(path)?;
     // SAFETY: our own writers replace files by renaming and never change one in place.
     let map = unsafe { Mmap::map(&file)? };
-    WrongContent::of_binary(&map).map_or(Ok(Box::leak(Box::new(map))), |wrong| Err(wrong.into()))
+    WrongContent::in_binary(&map).map_or(Ok(Box::leak(Box::new(map))), |wrong| Err(wrong.into()))
 }
 
 /// What we write and read: in safetensors' words, in ours, and torch's class of storages.

@@ -209,7 +209,7 @@ pub fn save(
         for (key, plan) in planned.iter().enumerate() {
             let tensor = tensor(key)?.to_device(Device::Cpu).to_kind(plan.kind).contiguous();
             assert_eq!(tensor.size(), plan.shape, "{} as it was planned", plan.name);
-            let data = bytes::of(&tensor);
+            let data = bytes::raw(&tensor);
             archive.start_file(format!("{ARCHIVE}/data/{key}"), options(data.len()))?;
             archive.write_all(data)?;
         }

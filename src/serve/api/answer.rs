@@ -171,8 +171,8 @@ impl AnswerHead {
 }
 
 /// A message, or a chunk's part of one: nothing where the chunk only ends it.
-fn said(part: &ChoicePart, whole: bool) -> Value {
-    match (whole, part.text) {
+fn said(part: &ChoicePart, is_whole: bool) -> Value {
+    match (is_whole, part.text) {
         (true, text) => json!({ "role": "assistant", "content": text, "refusal": null }),
         (false, "") => json!({}),
         (false, text) => json!({ "content": text }),

@@ -10,7 +10,7 @@ use crate::plural::counted;
 /// Why a request gets no answer.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ApiError {
-    /// A body that is no JSON; serde_json tells line and column.
+    /// A body that is no JSON; serde_json names line and column.
     #[error("the body cannot be read as JSON: {why}")]
     Json { why: String },
     /// A field whose value is of another type, or out of range.
@@ -44,7 +44,7 @@ pub enum ApiError {
     NoKey,
     #[error("the API key is not one of this server's")]
     WrongKey,
-    /// A page of another name than the server's, or a client that the server was not told of.
+    /// A page of another name than the server's, or a client that the server was not configured for.
     #[error(
         "Host: expected a loopback name, the value of --host or one of --allowed-host, got {}; start the server with --allowed-host NAME",
         start_of(.got)
@@ -104,7 +104,7 @@ impl ApiError {
         }
     }
 
-    /// The `type`, by which clients tell errors apart.
+    /// The `type`, by which clients distinguish errors.
     pub fn kind(&self) -> &'static str {
         match self.status() {
             401 => "authentication_error",
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_and_a_queue_are_told_with_their_numbers() {
+    fn a_limit_and_a_queue_are_reported_with_their_numbers() {
         let limit = Duration::from_millis(1500);
         assert_eq!(ApiError::TimeLimit { limit }.to_string(), "request timed out: not finished within 1.5 s");
         let full = ApiError::QueueFull { places: 1, texts: 2, retry_after: 3 };

@@ -17,7 +17,7 @@ pub(super) struct Fields {
 
 impl Fields {
     /// A body. serde_json bounds how deeply it may be nested.
-    pub(super) fn of_body(body: &[u8]) -> Result<Self, ApiError> {
+    pub(super) fn from_body(body: &[u8]) -> Result<Self, ApiError> {
         match serde_json::from_slice(body) {
             Ok(UniqueKeys(Value::Object(object))) => Ok(Self { prefix: String::new(), object }),
             Ok(UniqueKeys(other)) => Err(ApiError::Json { why: format!("expected an object, got {}", kind(&other)) }),
@@ -117,11 +117,11 @@ mod tests {
     use super::*;
 
     fn fields(body: &str) -> Fields {
-        Fields::of_body(body.as_bytes()).unwrap()
+        Fields::from_body(body.as_bytes()).unwrap()
     }
 
     #[test]
-    fn a_body_that_is_no_object_is_told_with_its_place() {
+    fn a_body_that_is_no_object_is_reported_with_its_place() {
         let deep = "[".repeat(100_000);
         let bodies: [(&[u8], &str); 11] = [
             (b"", "EOF while parsing a value at line 1 column 0"),
@@ -137,13 +137,13 @@ mod tests {
             (deep.as_bytes(), "recursion limit exceeded at line 1 column 128"),
         ];
         for (body, why) in bodies {
-            let error = Fields::of_body(body).unwrap_err();
+            let error = Fields::from_body(body).unwrap_err();
             assert!(matches!(&error, ApiError::Json { .. }) && error.to_string().contains(why), "{why}: {error}");
         }
     }
 
     #[test]
-    fn a_value_that_is_not_as_expected_is_told() {
+    fn a_value_that_is_not_as_expected_is_reported() {
         let read = |body: &str| {
             let mut fields = fields(body);
             let error = fields.number("t", 0.0..=2.0).err().or(fields.whole("n", 1..=16).err());

@@ -24,7 +24,7 @@ fn messages(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     let wrong = |got: &str| ApiError::field("messages", "a list of at least one message", got);
     match fields.take("messages") {
         Some(Value::Array(list)) if list.is_empty() => Err(wrong("an empty list")),
-        Some(list @ Value::Array(_)) => Ok(conversation::of_messages("messages", &list).map_err(api_error)?),
+        Some(list @ Value::Array(_)) => Ok(conversation::read_messages("messages", &list).map_err(api_error)?),
         Some(other) => Err(wrong(kind(&other))),
         None => Err(wrong("nothing")),
     }
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     fn fields(body: &Value) -> Fields {
-        Fields::of_body(body.to_string().as_bytes()).unwrap()
+        Fields::from_body(body.to_string().as_bytes()).unwrap()
     }
 
     fn read(list: Value) -> Result<Vec<Message>, String> {

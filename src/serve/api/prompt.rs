@@ -36,7 +36,7 @@ impl ClientPrompt {
             let problem = "the chat template of this model does not show tools to the model; leave them out";
             return Err(ApiError::invalid("tools", problem));
         }
-        let unread = OtherKeys::of_chats([chat], template).not_read;
+        let unread = OtherKeys::from_chats([chat], template).not_read;
         let Some(key) = unread.keys().next() else { return Ok(text) };
         let without = chat.without(|key| unread.contains_key(key));
         if template.render_with(&without.messages, &without.inputs, true).is_ok_and(|other| other == text) {
@@ -135,7 +135,7 @@ mod tests {
         let template = ChatTemplate::load(folder.path()).unwrap();
         let mut body = json!({"messages": [{"role": "user", "content": "hi"}]});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        let mut fields = Fields::of_body(body.to_string().as_bytes()).unwrap();
+        let mut fields = Fields::from_body(body.to_string().as_bytes()).unwrap();
         ClientPrompt::rendered(&chat(&mut fields).unwrap(), template.as_ref()).map_err(|error| error.to_string())
     }
 
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_template_cannot_do_is_told() {
+    fn what_a_template_cannot_do_is_reported() {
         let tools = json!({"tools": [{"type": "function", "function": {"name": "f"}}]});
         assert_eq!(
             rendered("{{ messages[0].content }}", tools).unwrap_err(),
@@ -189,7 +189,7 @@ mod tests {
             rendered("{{ raise_exception('roles must alternate') }}", json!({})).unwrap_err(),
             "messages: the chat template refuses the conversation: roles must alternate"
         );
-        let none = ClientPrompt::rendered(&ChatInput::of_user("hi"), None);
+        let none = ClientPrompt::rendered(&ChatInput::user("hi"), None);
         assert_eq!(none, Err(ApiError::NoTemplate));
     }
 }

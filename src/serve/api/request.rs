@@ -69,7 +69,7 @@ impl TextRequest {
     /// # Errors
     /// [`ApiError`]: a body that is not JSON, and fields that are unknown, wrong or not supported.
     pub fn chat(body: &[u8]) -> Result<Self, ApiError> {
-        let mut fields = Fields::of_body(body)?;
+        let mut fields = Fields::from_body(body)?;
         let chat = chat(&mut fields)?;
         let request = Self {
             logprobs: chat_logprobs(&mut fields)?,
@@ -85,7 +85,7 @@ impl TextRequest {
     /// # Errors
     /// As [`TextRequest::chat`].
     pub fn completion(body: &[u8]) -> Result<Self, ApiError> {
-        let mut fields = Fields::of_body(body)?;
+        let mut fields = Fields::from_body(body)?;
         let prompts = prompts(fields.take("prompt"))?;
         let request = Self {
             logprobs: completion_logprobs(&mut fields)?,
@@ -107,7 +107,7 @@ impl TextRequest {
         texts_only(fields)?;
         // A chat template writes the special tokens itself.
         fields.without_effect("add_special_tokens", |value| *value == (endpoint == Endpoint::Completions))?;
-        // They tell OpenAI who asks, and have no effect on the text.
+        // They identify the caller to OpenAI, and have no effect on the text.
         for name in ["user", "safety_identifier", "prompt_cache_key"] {
             fields.text(name)?;
         }
@@ -283,10 +283,10 @@ mod tests {
         let expected = TextRequest {
             endpoint: Endpoint::Chat,
             model: "m".to_owned(),
-            prompts: vec![ClientPrompt::Chat(ChatInput::of_user("hi"))],
+            prompts: vec![ClientPrompt::Chat(ChatInput::user("hi"))],
             samples: NonZeroUsize::MIN,
             max_new_tokens: None,
-            sampling: Sampling::of_temperature(NonNegative::ONE),
+            sampling: Sampling::with_temperature(NonNegative::ONE),
             repetition_penalty: Positive::ONE,
             frequency_penalty: Finite::ZERO,
             presence_penalty: Finite::ZERO,

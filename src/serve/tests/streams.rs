@@ -32,11 +32,11 @@ fn a_chat_of_two_texts_comes_in_chunks_as_they_come() {
         let (sent, first) = server.begun(CHAT, &chat(&more)).await;
         let second = server.job().await;
         let tokens = first.text.prompt.len();
-        assert!(second.tell(piece("B", &[9])) && first.tell(piece("A", &[8])) && second.tell(piece("", &[11])));
+        assert!(second.send(piece("B", &[9])) && first.send(piece("A", &[8])) && second.send(piece("", &[11])));
         finish(second, [ended("", &[10], FinishReason::Length)]);
         finish(first, [ended("a", &[10], FinishReason::Stop)]);
         let chunks = chunks(&streamed(sent).await);
-        let (usage, of_choices) = chunks.split_last().expect("chunks");
+        let (usage, choice_chunks) = chunks.split_last().expect("chunks");
         let choice = |index: usize, delta: Value, finish: Value| json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": finish});
         let role = || json!({"role": "assistant", "content": "", "refusal": null});
         let expected = [
@@ -47,13 +47,13 @@ fn a_chat_of_two_texts_comes_in_chunks_as_they_come() {
             choice(1, json!({}), json!("length")),
             choice(0, json!({"content": "a"}), json!("stop")),
         ];
-        let shown: Vec<&Value> = of_choices.iter().map(|chunk| &chunk["choices"][0]).collect();
+        let shown: Vec<&Value> = choice_chunks.iter().map(|chunk| &chunk["choices"][0]).collect();
         assert_eq!(json!(shown), json!(expected));
         for chunk in &chunks {
             assert_eq!((&chunk["object"], &chunk["model"]), (&json!("chat.completion.chunk"), &json!("tiny")));
             assert_eq!((&chunk["id"], &chunk["created"]), (&usage["id"], &usage["created"]));
         }
-        assert!(of_choices.iter().all(|chunk| chunk.get("usage") == Some(&Value::Null)));
+        assert!(choice_chunks.iter().all(|chunk| chunk.get("usage") == Some(&Value::Null)));
         assert_eq!((&usage["choices"], &usage["usage"]["total_tokens"]), (&json!([]), &json!(tokens + 6)));
         let line = server.line();
         assert_eq!((&line["status"], &line["stream"], &line["usage"]), (&json!(200), &json!(true), &usage["usage"]));
@@ -107,15 +107,15 @@ fn a_stream_that_fails_ends_with_an_error() {
         for (why, kind) in cases {
             let server = FakeServer::new();
             let (sent, job) = server.begun(COMPLETIONS, &completion(&json!({"stream": true}))).await;
-            assert!(job.tell(piece("half", &[8])));
+            assert!(job.send(piece("half", &[8])));
             match why {
-                "internal" => assert!(job.tell(TextEvent::Failed("row 7 broke".to_owned()))),
+                "internal" => assert!(job.send(TextEvent::Failed("row 7 broke".to_owned()))),
                 "timed out" => {} // time jumps to the limit
                 _ => _ = server.phase.send_replace(Phase::Cutting),
             }
             let stream = streamed(sent).await;
             let [half, error] = data(&stream)[..] else { panic!("two chunks: {stream}") };
-            assert!(half.contains("\"half\""), "what came before is told: {half}");
+            assert!(half.contains("\"half\""), "what came before is sent: {half}");
             let error: Value = serde_json::from_str(error).expect("JSON");
             let message = error["error"]["message"].as_str().expect("a message");
             assert!(message.contains(why) && error["error"]["type"] == kind, "{why}: {error}");
@@ -150,10 +150,10 @@ fn a_client_that_leaves_a_stream_is_heard_of() {
         let server = FakeServer::new();
         let (sent, job) = server.begun(COMPLETIONS, &completion(&json!({"stream": true}))).await;
         let mut body = sent.await.expect("no panic").into_body();
-        assert!(job.tell(piece("half", &[8])));
+        assert!(job.send(piece("half", &[8])));
         assert!(body.frame().await.is_some_and(|frame| frame.is_ok()));
         assert!(server.lines().is_empty() && !job.events.is_closed(), "it is under way");
-        assert!(job.tell(piece(" more", &[9, 10])), "decoded, but not sent yet");
+        assert!(job.send(piece(" more", &[9, 10])), "decoded, but not sent yet");
         drop(body);
         assert!(job.events.is_closed());
         let line = server.line();

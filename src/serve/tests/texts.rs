@@ -57,7 +57,7 @@ fn texts_of_several_prompts_come_in_any_order_and_are_answered_in_theirs() {
         }
         assert_eq!(server.free_places(), 0);
         for job in &jobs {
-            assert!(job.tell(piece(&format!("{} begins", job.choice), &[8])));
+            assert!(job.send(piece(&format!("{} begins", job.choice), &[8])));
         }
         for job in jobs.into_iter().rev() {
             finish(job, [ended(" and ends", &[9, 10], FinishReason::Length)]);
@@ -81,7 +81,7 @@ fn texts_of_several_prompts_come_in_any_order_and_are_answered_in_theirs() {
 }
 
 #[test]
-fn a_text_that_fails_tells_the_log_why_and_the_client_no_more_than_it_should_know() {
+fn a_text_that_fails_logs_why_and_the_client_gets_no_more_than_it_should_know() {
     run(async {
         let failed = (TextEvent::Failed("row 7 broke".to_owned()), 500, "internal error");
         let refused = (TextEvent::Refused("no log-probabilities here".to_owned()), 400, "no log-probabilities here");
@@ -107,7 +107,7 @@ fn a_text_that_takes_too_long_ends_at_the_time_limit() {
     run(async {
         let server = FakeServer::new();
         let (sent, job) = server.begun(COMPLETIONS, &completion(&json!({}))).await;
-        assert!(job.tell(piece("half", &[8])));
+        assert!(job.send(piece("half", &[8])));
         let (status, answer) = answer(sent).await; // time jumps
         assert_eq!((status, &answer["error"]["type"]), (408, &json!("timeout_error")), "{answer}");
         assert_eq!(answer["error"]["message"], "request timed out: not finished within 600 s");
@@ -123,7 +123,7 @@ fn a_client_that_leaves_is_heard_of_and_gives_its_place_back() {
         assert!(!job.events.is_closed());
         sent.abort();
         assert!(sent.await.is_err_and(|error| error.is_cancelled()));
-        assert!(job.events.is_closed() && !job.tell(piece("more", &[8])));
+        assert!(job.events.is_closed() && !job.send(piece("more", &[8])));
         assert_eq!(server.free_places(), PLACES - 1, "the worker has the text");
         drop(job);
         assert_eq!(server.free_places(), PLACES);

@@ -30,7 +30,7 @@ impl DecodeLoop for Eights {
         while new_ids.len() < request.max_new_tokens && on_tokens(&[8]).is_continue() {
             new_ids.push(8);
         }
-        Ok(Generation::of_tokens(new_ids))
+        Ok(Generation::from_tokens(new_ids))
     }
 
     fn reset(&mut self) {}

@@ -35,8 +35,8 @@ pub struct LoadedDrafter {
 impl LoadedDrafter {
     /// Parameters besides the backbone's.
     pub fn parameters(&self) -> u64 {
-        let of_models: usize = self.models.iter().map(DraftModel::parameters).sum();
-        self.heads.as_ref().map_or(0, |(heads, _)| heads.num_parameters()) + of_models as u64
+        let in_models: usize = self.models.iter().map(DraftModel::parameters).sum();
+        self.heads.as_ref().map_or(0, |(heads, _)| heads.num_parameters()) + in_models as u64
     }
 }
 

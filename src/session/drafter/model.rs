@@ -82,7 +82,7 @@ impl DraftModel {
     pub fn drafter<'a>(&'a self, backbone: &'a Llama, guessing: Guessing) -> LevelDrafter<'a> {
         let guesser = Box::new(ModelGuesser::new(fastest(&self.model), self.vocabulary, self.tree.depth(), guessing));
         match &self.tree {
-            GuessTree::Static(tree) => LevelDrafter::of_tree(backbone, guesser, tree),
+            GuessTree::Static(tree) => LevelDrafter::for_tree(backbone, guesser, tree),
             GuessTree::Dynamic(limits) => LevelDrafter::dynamic(backbone, guesser, *limits),
         }
     }
@@ -92,10 +92,10 @@ impl DraftModel {
 ///
 /// # Errors
 /// A folder without a tokenizer, or with another vocabulary than the backbone's.
-pub fn check_vocabulary(folder: &Path, of_backbone: &TextTokenizer) -> Result<TextTokenizer, SessionError> {
+pub fn check_vocabulary(folder: &Path, backbones: &TextTokenizer) -> Result<TextTokenizer, SessionError> {
     let tokenizer = TextTokenizer::load(folder)
         .map_err(|source| SessionError::DraftTokenizer { folder: folder.to_owned(), source: source.into() })?;
-    of_backbone
+    backbones
         .check_same_vocabulary(&tokenizer)
         .map_err(|source| SessionError::DraftVocabulary { folder: folder.to_owned(), source: source.into() })?;
     Ok(tokenizer)

@@ -70,8 +70,8 @@ impl PlannedTree {
     /// [`TreeFileError`] names the file.
     pub fn check_fits(&self, num_heads: usize, top_k: usize) -> Result<(), TreeFileError> {
         let Self::Of { path, tree, by_load } = self else { return Ok(()) };
-        let of_several = by_load.choices().iter().filter_map(|choice| choice.tree.as_ref());
-        let fits = [tree].into_iter().chain(of_several).try_for_each(|tree| tree.check_fits(num_heads, top_k));
+        let by_texts = by_load.choices().iter().filter_map(|choice| choice.tree.as_ref());
+        let fits = [tree].into_iter().chain(by_texts).try_for_each(|tree| tree.check_fits(num_heads, top_k));
         fits.map_err(|source| TreeFileError::Tree { path: path.clone(), source })
     }
 }
@@ -87,8 +87,8 @@ impl DrafterPlan {
         tree: Option<&Path>,
     ) -> Result<Option<Self>, SessionError> {
         let plan = match (spec, heads) {
-            (Some(spec), _) => Self::of_spec(spec, heads)?,
-            (None, Some(heads)) => Self::of_heads(OpenedHeads::open(heads)?)?,
+            (Some(spec), _) => Self::from_spec(spec, heads)?,
+            (None, Some(heads)) => Self::for_heads(OpenedHeads::open(heads)?)?,
             (None, None) if tree.is_some() => {
                 return Err(UsageError("--tree needs --heads, or --drafter model:PATH".into()).into());
             }
@@ -132,11 +132,11 @@ impl DrafterPlan {
     ///
     /// # Errors
     /// As [`OpenedHeads::drafter`].
-    pub fn of_heads(heads: Rc<OpenedHeads>) -> Result<Self, UsageError> {
+    pub fn for_heads(heads: Rc<OpenedHeads>) -> Result<Self, UsageError> {
         Ok(Self { spec: heads.drafter()?, heads: Some(heads), models: vec![], tree: None, draft_tokens: None })
     }
 
-    fn of_spec(spec: &DrafterSpec, heads: Option<&Path>) -> Result<Self, SessionError> {
+    fn from_spec(spec: &DrafterSpec, heads: Option<&Path>) -> Result<Self, SessionError> {
         let models = spec.parts().iter().filter(|part| part.name == DrafterName::Model);
         let models: Vec<PathBuf> = models.filter_map(|part| part.path.clone()).collect();
         check_different(&models)?;

@@ -80,7 +80,7 @@ fn found_or_measured(
     });
     let Times { engine, plain_step_ms, steps, .. } = times.map_err(|why| SessionError::StepTimes(why.into()))?;
     let busy_cores = watch.and_then(|watch| watch.others());
-    let busy_cores = busy_cores.filter(|&busy| disturb(busy, Team::of_process().size(), cores()));
+    let busy_cores = busy_cores.filter(|&busy| disturb(busy, Team::shared().size(), cores()));
     let latency = Latency { engine: engine.to_owned(), plain_step_ms, steps, busy_cores, ..conditions };
     // Times of a busy machine hold for this run only.
     if let Some(path) = cached.filter(|_| busy_cores.is_none())
@@ -100,7 +100,7 @@ fn conditions(engine_flag: String, decoder: &Decoder, opened: &OpenedBackbone) -
         engine_flag,
         dtype: Dtype::of(backbone.kind()),
         quantization: backbone.quantization().map(|quantization| quantization.to_string()),
-        threads: Team::of_process().size(),
+        threads: Team::shared().size(),
         context: ROWS_CONTEXT,
         backbone: hub::name_of(&opened.folder),
         backbone_sha256: Some(latency::backbone_sha256(&opened.folder, &opened.config)?),
@@ -115,8 +115,8 @@ fn conditions(engine_flag: String, decoder: &Decoder, opened: &OpenedBackbone) -
 
 /// The file of these conditions on this processor or GPU with this version; `None` for a user without a home.
 fn cache_file(conditions: &Latency) -> Option<PathBuf> {
-    let of_any_path = Latency { backbone: String::new(), ..conditions.clone() };
-    let key = (env!("CARGO_PKG_VERSION"), env!("MEDUSA_GIT_REVISION"), processors(), of_any_path);
+    let any_path = Latency { backbone: String::new(), ..conditions.clone() };
+    let key = (env!("CARGO_PKG_VERSION"), env!("MEDUSA_GIT_REVISION"), processors(), any_path);
     let hash = files::hex(&Sha256::digest(serde_json::to_vec(&key).expect("texts and numbers are JSON")));
     Some(user_cache()?.join("latency").join(format!("{}.json", &hash[..32])))
 }
@@ -124,8 +124,8 @@ fn cache_file(conditions: &Latency) -> Option<PathBuf> {
 /// How a drafter is sized, and why.
 fn in_words(drafter: &LoadedDrafter, times: &RowTimes) -> String {
     let parts = drafter.spec.parts().iter().map(|part| part.name);
-    let of_parts = parts.map(|name| (most_guesses(name, times), window_tokens(name, times)));
-    let (most, window) = of_parts.max().unwrap_or_default();
+    let part_sizes = parts.map(|name| (most_guesses(name, times), window_tokens(name, times)));
+    let (most, window) = part_sizes.max().unwrap_or_default();
     let (spec, rows) = (&drafter.spec, 1 + most.max(1) + window);
     let longer = times.ms(rows) / times.ms(1);
     let tree = if most == 0 { "no guesses".to_owned() } else { format!("a tree of at most {}", counted(most, "node")) };

@@ -11,7 +11,7 @@ pub fn most_guesses(name: DrafterName, times: &RowTimes) -> usize {
     match name {
         DrafterName::Ngram => times.fastest(StepRows::OF_ONE, NgramDrafter::assumed()),
         DrafterName::Recycling => times.fastest(StepRows::OF_ONE, RecyclingDrafter::assumed()),
-        DrafterName::Lookahead => of_lookahead(lookahead_size(times), times).0,
+        DrafterName::Lookahead => lookahead_guesses(lookahead_size(times), times).0,
         DrafterName::Plain
         | DrafterName::Medusa
         | DrafterName::Hydra
@@ -28,12 +28,12 @@ pub fn window_tokens(name: DrafterName, times: &RowTimes) -> usize {
 /// The published window, or none.
 pub fn lookahead_size(times: &RowTimes) -> LookaheadSize {
     let sizes = [LookaheadSize::PUBLISHED, LookaheadSize::WITHOUT_WINDOW];
-    let [(_, published), (_, without)] = sizes.map(|size| of_lookahead(size, times));
+    let [(_, published), (_, without)] = sizes.map(|size| lookahead_guesses(size, times));
     sizes[usize::from(published <= without)]
 }
 
 /// The most guesses with a size, and how many times as fast as plain decoding that is.
-fn of_lookahead(size: LookaheadSize, times: &RowTimes) -> (usize, f64) {
+fn lookahead_guesses(size: LookaheadSize, times: &RowTimes) -> (usize, f64) {
     times.fastest_with_speed(StepRows { texts: 1, beside: size.window() }, size.assumed())
 }
 

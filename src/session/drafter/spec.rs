@@ -55,7 +55,7 @@ impl DrafterName {
     }
 
     /// The drafter whose heads have this `architecture`.
-    pub fn of_architecture(architecture: &str) -> Option<Self> {
+    pub fn from_architecture(architecture: &str) -> Option<Self> {
         let (name, _) = NAMES.into_iter().find(|(_, text)| *text == architecture)?;
         (name.weights() == DrafterWeights::Heads).then_some(name)
     }

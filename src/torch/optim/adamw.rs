@@ -208,15 +208,15 @@ impl AdamW {
     pub fn tensors_of(&self, parameter: &Parameter) -> Vec<StateTensor> {
         let Parameter { name, value, .. } = parameter;
         let numel = value.numel() as i64;
-        let of = |name: String, shape: Vec<i64>, kind, numbers| StateTensor { name, shape, kind, numbers };
-        let of_moment = |moment: &str| match self.config.name.has_8_bits(numel.unsigned_abs()) {
-            false => vec![of(format!("{name}.{moment}"), value.size(), value.kind(), 1)],
+        let tensor = |name: String, shape: Vec<i64>, kind, numbers| StateTensor { name, shape, kind, numbers };
+        let moment_tensors = |moment: &str| match self.config.name.has_8_bits(numel.unsigned_abs()) {
+            false => vec![tensor(format!("{name}.{moment}"), value.size(), value.kind(), 1)],
             true => vec![
-                of(format!("{name}.{moment}.codes"), vec![numel], Kind::Uint8, 1),
-                of(format!("{name}.{moment}.absmax"), vec![(numel + BLOCK - 1) / BLOCK], Kind::Float, BLOCK),
+                tensor(format!("{name}.{moment}.codes"), vec![numel], Kind::Uint8, 1),
+                tensor(format!("{name}.{moment}.absmax"), vec![(numel + BLOCK - 1) / BLOCK], Kind::Float, BLOCK),
             ],
         };
-        [FIRST, SECOND].into_iter().flat_map(of_moment).collect()
+        [FIRST, SECOND].into_iter().flat_map(moment_tensors).collect()
     }
 
     /// A state tensor of the `parameter`-th parameter, by its place among them.

@@ -71,7 +71,7 @@ impl FlatGradients {
 
     /// All pieces of all parameters, in order. A share has at most one piece of a parameter.
     pub fn pieces(&self) -> Vec<ParameterPiece> {
-        let of_parameter = |(parameter, extent): (usize, &GradientExtent)| {
+        let pieces_of = |(parameter, extent): (usize, &GradientExtent)| {
             let n = self.buffers_wn[extent.buffer].size()[0] / self.shares;
             let (begin, end) = (extent.from, extent.from + extent.count);
             (0..self.shares).filter_map(move |share| {
@@ -80,7 +80,7 @@ impl FlatGradients {
                 (count > 0).then_some(ParameterPiece { parameter, share, from, count })
             })
         };
-        self.extents.iter().enumerate().flat_map(of_parameter).collect()
+        self.extents.iter().enumerate().flat_map(pieces_of).collect()
     }
 }
 

@@ -9,7 +9,7 @@ use crate::torch::collective::CollectiveError;
 /// Gives bytes to all ranks, and returns those of each.
 pub(super) type Exchange<'e> = &'e dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>, CollectiveError>;
 
-/// First byte of what a rank tells the others before they connect: NCCL is there, or why it is not.
+/// First byte of what a rank sends the others before they connect: NCCL is there, or why it is not.
 const READY: u8 = 1;
 const NOT_READY: u8 = 0;
 
@@ -55,7 +55,7 @@ impl Communicators {
         let done = connected.and_then(|()| {
             let open = self.open.borrow();
             let communicator = open.iter().find(|open| open.device() == device).expect("it was connected");
-            body(communicator, self.deadline()).map_err(|error| self.told(operation, &error))
+            body(communicator, self.deadline()).map_err(|error| self.collective_error(operation, &error))
         });
         done.inspect_err(|error| self.close(error))
     }
@@ -70,10 +70,10 @@ impl Communicators {
         }
         let offers = exchange(&self.offer())?;
         let id = id_of(&offers).map_err(|reason| CollectiveError::Failed { operation, reason })?;
-        let told = |error: NcclError| self.told(operation, &error);
-        let functions = *self.functions().map_err(told)?;
+        let as_collective = |error: NcclError| self.collective_error(operation, &error);
+        let functions = *self.functions().map_err(as_collective)?;
         let place = [self.rank, self.world_size];
-        let connected = Communicator::connect(functions, id, device, place, self.deadline()).map_err(told)?;
+        let connected = Communicator::connect(functions, id, device, place, self.deadline()).map_err(as_collective)?;
         self.open.borrow_mut().push(connected);
         Ok(())
     }
@@ -98,7 +98,7 @@ impl Communicators {
         Ok(self.functions.get_or_init(|| functions))
     }
 
-    fn told(&self, operation: &'static str, error: &NcclError) -> CollectiveError {
+    fn collective_error(&self, operation: &'static str, error: &NcclError) -> CollectiveError {
         let reason = error.to_string();
         match error {
             NcclError::TimedOut => CollectiveError::TimedOut { operation, seconds: self.timeout.as_secs() },
@@ -241,16 +241,16 @@ mod tests {
     }
 
     #[test]
-    fn only_a_lost_connection_is_told_as_one() {
-        let told = |state| {
+    fn only_a_lost_connection_is_reported_as_one() {
+        let error_in = |state| {
             let communicators = communicators(LONG);
             sum(&communicators, 0).unwrap();
             FakeNccl::with(|fake| fake.states = [state].into());
             sum(&communicators, 0).unwrap_err()
         };
-        let lost = told(IS_LOST);
+        let lost = error_in(IS_LOST);
         assert!(matches!(lost, CollectiveError::Lost { operation: "a sum", .. }), "{lost:?}");
-        let failed = told(FAILS);
+        let failed = error_in(FAILS);
         assert!(matches!(failed, CollectiveError::Failed { operation: "a sum", .. }), "{failed:?}");
         assert!(!failed.to_string().contains("another process ended"), "{failed}");
     }

@@ -92,16 +92,16 @@ pub(super) fn meet(rendezvous: &Rendezvous, wait: Duration) -> Result<(Store, Lo
     if !missing.is_empty() {
         return Err(JoinError::Missing { missing, world_size, seconds: wait.as_secs() });
     }
-    let of_this_machine = |other: &&usize| machines[*other] == machine;
-    let world_size = machines.keys().filter(of_this_machine).count();
-    let before = machines.keys().filter(of_this_machine).filter(|other| **other < rank).count();
+    let is_local = |other: &&usize| machines[*other] == machine;
+    let world_size = machines.keys().filter(is_local).count();
+    let before = machines.keys().filter(is_local).filter(|other| **other < rank).count();
     Ok((store, rendezvous.local.unwrap_or(LocalRank { rank: before, world_size })))
 }
 
 /// The same in all processes of a machine, and in no other machine's: several may have one name.
 pub fn machine_id() -> String {
-    let of_boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned());
-    of_boot.unwrap_or_else(|_| rustix::system::uname().nodename().to_string_lossy().into_owned())
+    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned());
+    boot_id.unwrap_or_else(|_| rustix::system::uname().nodename().to_string_lossy().into_owned())
 }
 
 fn key(rank: usize) -> String {

@@ -1,7 +1,7 @@
 //! How ranks wait for the long work of one of them: over the store and without a limit, as long as every process shows that it lives.
 //!
 //! A process shows it by counting up a key, on a thread of its own. A rank that waits watches all others, since those that work
-//! watch none; if one is gone, it tells the rest.
+//! watch none; if one is gone, it notifies the rest.
 
 use std::cell::Cell;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -71,7 +71,7 @@ impl LongWork {
     pub(super) fn wait(&self, store: &Store, failed: Option<&str>) -> Result<Option<FailedRank>, C10dError> {
         let came = format!("came/{}", self.rounds.replace(self.rounds.get() + 1));
         if let Some(why) = failed {
-            tell(store, self.rank, why)?;
+            notify(store, self.rank, why)?;
             self.wait_for_readers(store)?;
             return Ok(None);
         }
@@ -95,7 +95,7 @@ impl LongWork {
         }
     }
 
-    /// Tells all if another one is gone.
+    /// Notifies all if another one is gone.
     fn watch(&self, store: &Store, others: &mut [WatchedRank]) -> Result<(), C10dError> {
         for watched in others {
             if watched.silent_for(store)? > self.silent_looks {
@@ -103,7 +103,7 @@ impl LongWork {
                 let why = format!(
                     "it has given no sign of life for {seconds} s: it was killed or stopped, or its machine is not reached"
                 );
-                return tell(store, watched.rank, &why);
+                return notify(store, watched.rank, &why);
             }
         }
         Ok(())
@@ -111,8 +111,8 @@ impl LongWork {
 
     /// Counts this rank among those that know of the failure. If it serves the store, waits for the others.
     fn wait_for_readers(&self, store: &Store) -> Result<(), C10dError> {
-        let (told, mut readers) = (Instant::now(), store.add(READERS, 1)?);
-        while self.serves_store && readers < self.world_size as i64 && told.elapsed() < LAST_WORDS {
+        let (since, mut readers) = (Instant::now(), store.add(READERS, 1)?);
+        while self.serves_store && readers < self.world_size as i64 && since.elapsed() < LAST_WORDS {
             thread::sleep(QUESTIONS[0]);
             readers = store.add(READERS, 0)?;
         }
@@ -143,7 +143,7 @@ impl Heartbeat {
         thread::spawn(move || {
             let lives = || stops.recv_timeout(BEAT) == Err(RecvTimeoutError::Timeout);
             while store.add(&beat(rank), 1).is_ok() && lives() {}
-            let _ = tell(&store, rank, "it ended; its own messages say why"); // without a store nobody waits for it
+            let _ = notify(&store, rank, "it ended; its own messages say why"); // without a store nobody waits for it
             let _ = has_stopped.send(());
         });
         Self { stop, stopped }
@@ -161,8 +161,8 @@ fn beat(rank: usize) -> String {
     format!("beat/{rank}")
 }
 
-/// Tells all ranks that wait why one of them failed, unless another failed before.
-fn tell(store: &Store, rank: usize, why: &str) -> Result<(), C10dError> {
+/// Notifies all ranks that wait why one of them failed, unless another failed before.
+fn notify(store: &Store, rank: usize, why: &str) -> Result<(), C10dError> {
     if store.add(FAILURES, 1)? > 1 {
         return Ok(());
     }

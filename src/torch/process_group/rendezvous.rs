@@ -89,10 +89,10 @@ impl Rendezvous {
             // torchrun's win: srun may have started torchrun on each machine, or runs that have nothing to do with each other.
             (Some(rank), Some(size), _) => {
                 check_rank((RANK, rank), (WORLD_SIZE, size))?;
-                if size == 1 { Ok(None) } else { Self::of_torchrun(variables, rank, size).map(Some) }
+                if size == 1 { Ok(None) } else { Self::from_torchrun(variables, rank, size).map(Some) }
             }
             (None, Some(size), Some(tasks)) if size != tasks => Err(RendezvousError::OtherTasks { size, tasks }),
-            (None, _, Some(tasks)) => Self::of_slurm(variables, tasks).map(Some),
+            (None, _, Some(tasks)) => Self::from_slurm(variables, tasks).map(Some),
             // Some schedulers set it for a single process, too.
             (None, Some(1) | None, None) => Ok(None),
             (None, Some(_), None) => Err(RendezvousError::Missing { set: WORLD_SIZE, missing: RANK }),
@@ -118,7 +118,7 @@ impl Rendezvous {
             || self.local.is_some_and(|local| local.world_size == self.world_size)
     }
 
-    fn of_torchrun(variables: Variables, rank: usize, world_size: usize) -> Result<Self, RendezvousError> {
+    fn from_torchrun(variables: Variables, rank: usize, world_size: usize) -> Result<Self, RendezvousError> {
         let needed = |missing| RendezvousError::Missing { set: RANK, missing };
         let host = variables(MASTER_ADDR).ok_or(needed(MASTER_ADDR))?;
         let port = number(variables, MASTER_PORT)?.ok_or(needed(MASTER_PORT))?;
@@ -134,7 +134,7 @@ impl Rendezvous {
         Ok(Self { rank, world_size, local, host, port, serves_store, prefix })
     }
 
-    fn of_slurm(variables: Variables, world_size: usize) -> Result<Self, RendezvousError> {
+    fn from_slurm(variables: Variables, world_size: usize) -> Result<Self, RendezvousError> {
         let needed = |missing| RendezvousError::Missing { set: SLURM_TASKS, missing };
         let rank = number(variables, SLURM_PROCID)?.ok_or(needed(SLURM_PROCID))?;
         check_rank((SLURM_PROCID, rank), (SLURM_TASKS, world_size))?;
@@ -288,16 +288,16 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_are_told() {
-        let told = |variables: &[(&str, &str)]| found(variables).unwrap_err().to_string();
-        assert!(told(&[("RANK", "1")]).contains("WORLD_SIZE is not"));
-        assert!(told(&[("WORLD_SIZE", "2")]).contains("RANK is not"));
-        assert!(told(&TORCHRUN[..4]).contains("MASTER_ADDR is not"));
+    fn contradictions_are_reported() {
+        let message = |variables: &[(&str, &str)]| found(variables).unwrap_err().to_string();
+        assert!(message(&[("RANK", "1")]).contains("WORLD_SIZE is not"));
+        assert!(message(&[("WORLD_SIZE", "2")]).contains("RANK is not"));
+        assert!(message(&TORCHRUN[..4]).contains("MASTER_ADDR is not"));
         let mut variables = TORCHRUN.to_vec();
         variables[0].1 = "4";
-        assert_eq!(told(&variables), "RANK is 4, but WORLD_SIZE is 4: ranks go from 0 to WORLD_SIZE - 1");
+        assert_eq!(message(&variables), "RANK is 4, but WORLD_SIZE is 4: ranks go from 0 to WORLD_SIZE - 1");
         variables[0].1 = "x";
-        assert!(told(&variables).contains("in RANK, got \"x\""));
+        assert!(message(&variables).contains("in RANK, got \"x\""));
     }
 
     #[test]

@@ -48,11 +48,11 @@ fn sums_copies_and_shares_of_all_dtypes() {
         ranks(world_size, |group| {
             let (rank, world_size) = (group.rank() as f64, group.world_size() as f64);
             for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half, Kind::Int64] {
-                let of_rank = || Tensor::full([5], rank + 1.0, (kind, Device::Cpu));
-                let sum = of_rank();
+                let own_tensor = || Tensor::full([5], rank + 1.0, (kind, Device::Cpu));
+                let sum = own_tensor();
                 group.all_reduce(&sum).unwrap();
                 assert_eq!(floats(&sum), [world_size * (world_size + 1.0) / 2.0; 5], "{kind:?}");
-                let copy = of_rank();
+                let copy = own_tensor();
                 group.broadcast(&copy, 1).unwrap();
                 assert_eq!(floats(&copy), [2.0; 5], "{kind:?}");
                 let shares_wn = Tensor::full([2 * group.world_size() as i64], -1.0, (kind, Device::Cpu));
@@ -82,7 +82,7 @@ fn processes_know_how_many_run_on_their_machine() {
 }
 
 #[test]
-fn a_rank_that_ended_is_told_to_the_others() {
+fn a_rank_that_ended_is_reported_to_the_others() {
     let errors = ranks(3, |group| {
         if group.rank() == 1 {
             return None;
@@ -101,14 +101,14 @@ fn after_an_error_no_rank_exchanges_anything() {
     let rank_0_has_its_error = Barrier::new(2);
     let errors = ranks_within(Duration::from_secs(2), 2, |group| {
         let sum = Tensor::ones([4], (Kind::Float, Device::Cpu));
-        let told = |done: Result<(), CollectiveError>| done.err().map(|error| error.to_string());
+        let error = |done: Result<(), CollectiveError>| done.err().map(|error| error.to_string());
         if group.rank() == 1 {
             rank_0_has_its_error.wait();
-            return [told(group.all_reduce(&sum)), told(group.broadcast(&sum, 0))];
+            return [error(group.all_reduce(&sum)), error(group.broadcast(&sum, 0))];
         }
-        let first = told(group.all_reduce(&sum));
+        let first = error(group.all_reduce(&sum));
         rank_0_has_its_error.wait();
-        [first, told(group.broadcast(&sum, 0))]
+        [first, error(group.broadcast(&sum, 0))]
     });
     let [first, later] = &errors[0];
     assert!(first.as_ref().is_some_and(|error| error.contains("during a sum over all processes for 2 s")), "{first:?}");
@@ -128,17 +128,17 @@ fn long_work_of_a_rank_may_take_longer_than_an_exchange() {
 }
 
 #[test]
-fn a_failure_before_or_in_long_work_is_told_to_all_that_wait() {
+fn a_failure_before_or_in_long_work_is_reported_to_all_that_wait() {
     let failed = |rank: usize, why: &str| Some(FailedRank { rank, why: why.to_owned() });
-    let told = ranks(3, |group| {
+    let failures = ranks(3, |group| {
         assert_eq!(group.wait_for_all(None).expect("all ranks come"), None);
         group.wait_for_all((group.rank() == 1).then_some("rows.jsonl: no rows, × 3")).expect("a store")
     });
     let expected = failed(1, "rows.jsonl: no rows, × 3");
-    assert_eq!(told, [expected.clone(), None, expected]);
-    let told = ranks(3, |group| if group.rank() == 2 { None } else { group.wait_for_all(None).expect("a store") });
+    assert_eq!(failures, [expected.clone(), None, expected]);
+    let failures = ranks(3, |group| if group.rank() == 2 { None } else { group.wait_for_all(None).expect("a store") });
     let expected = failed(2, "it ended; its own messages say why");
-    assert_eq!(told, [expected.clone(), expected, None]);
+    assert_eq!(failures, [expected.clone(), expected, None]);
 }
 
 /// Rank 1 works, and so watches none.
@@ -168,7 +168,7 @@ fn the_store_stays_until_all_have_read_a_failure() {
         long_work.wait(&store, failed).expect("a store")
     };
     let server = Store::open("127.0.0.1", port, Some(listener), "test", JOIN_TIME).expect("a store");
-    let told = thread::scope(|scope| {
+    let failures = thread::scope(|scope| {
         let others = [(1, Some("no rows")), (2, None)].map(|(rank, failed)| {
             let store = connected(port);
             scope.spawn(move || wait(rank, store, failed))
@@ -178,7 +178,7 @@ fn the_store_stays_until_all_have_read_a_failure() {
         [first, failed, late]
     });
     let expected = Some(FailedRank { rank: 1, why: "no rows".to_owned() });
-    assert_eq!(told, [expected.clone(), None, expected]);
+    assert_eq!(failures, [expected.clone(), None, expected]);
 }
 
 fn place(rank: usize, world_size: usize, port: u16) -> Rendezvous {
@@ -186,28 +186,28 @@ fn place(rank: usize, world_size: usize, port: u16) -> Rendezvous {
     Rendezvous { rank, world_size, local: None, host, port, serves_store: false, prefix: "test".into() }
 }
 
-/// What a process is told that has this place, and two seconds.
-fn told(place: &Rendezvous) -> String {
+/// The error of a process that has this place, and two seconds.
+fn refusal(place: &Rendezvous) -> String {
     ProcessGroup::join(place, Duration::from_secs(2)).expect_err("others are missing").to_string()
 }
 
 #[test]
-fn missing_and_doubled_ranks_and_other_sizes_are_told() {
+fn missing_and_doubled_ranks_and_other_sizes_are_reported() {
     let server = LocalStore::start().expect("a store");
     let port = server.port();
-    let missing = told(&place(0, 4, port));
+    let missing = refusal(&place(0, 4, port));
     assert!(missing.contains("only 1 of 4 processes came within 2 s; missing: rank 1, rank 2, rank 3"), "{missing}");
-    let doubled = told(&place(0, 4, port));
+    let doubled = refusal(&place(0, 4, port));
     assert!(doubled.contains("two processes have RANK=0"), "{doubled}");
-    let other = told(&place(1, 2, port));
+    let other = refusal(&place(1, 2, port));
     assert!(other.contains("rank 0 was started with WORLD_SIZE=4, this process with 2"), "{other}");
 }
 
 /// Addresses of this machine, from the kernel's table of sockets that listen: "0100007F:1F90" is 127.0.0.1:8080.
 #[cfg(target_os = "linux")]
 fn listens_on(port: u16) -> Vec<String> {
-    let of = |table: &str| std::fs::read_to_string(format!("/proc/net/{table}")).unwrap_or_default();
-    let lines = ["tcp", "tcp6"].map(of).concat();
+    let contents = |table: &str| std::fs::read_to_string(format!("/proc/net/{table}")).unwrap_or_default();
+    let lines = ["tcp", "tcp6"].map(contents).concat();
     let local = |line: &str| {
         let mut words = line.split_whitespace().skip(1);
         let (address, state) = (words.next()?.to_owned(), words.nth(1)?);
@@ -241,12 +241,12 @@ fn a_name_is_listened_for_on_all_interfaces() {
 }
 
 #[test]
-fn a_taken_port_and_an_absent_rank_0_are_told() {
+fn a_taken_port_and_an_absent_rank_0_are_reported() {
     let listener = std::net::TcpListener::bind("0.0.0.0:0").expect("a free port");
     let port = listener.local_addr().expect("an address").port();
-    let taken = told(&Rendezvous { serves_store: true, ..place(0, 2, port) });
+    let taken = refusal(&Rendezvous { serves_store: true, ..place(0, 2, port) });
     assert!(taken.contains(&format!("port {port} of this machine is taken")), "{taken}");
     drop(listener);
-    let absent = told(&place(1, 2, port));
+    let absent = refusal(&place(1, 2, port));
     assert!(absent.contains(&format!("rank 0 was not reached at 127.0.0.1:{port}")), "{absent}");
 }

@@ -13,7 +13,7 @@ pub fn hidden_states(backbone: &Llama, (tokens_bt, rows): &(Tensor, RowMask), ad
 }
 
 /// States `[M, W]` of the positions `kept_m` as `[n, W]`: zeros where none are kept.
-pub fn of_every_position(states_mw: &Tensor, kept_m: &Tensor, n: i64) -> Tensor {
+pub fn at_every_position(states_mw: &Tensor, kept_m: &Tensor, n: i64) -> Tensor {
     let zeros_nw = Tensor::zeros([n, states_mw.size()[1]], (states_mw.kind(), states_mw.device()));
     zeros_nw.index_copy(0, kept_m, states_mw)
 }

@@ -117,9 +117,9 @@ impl CapturedReader {
     pub fn read_layers(&self, layers: &[usize], rows: &[RowPositions]) -> Result<HostTensor, HiddenStatesError> {
         let kept: usize = rows.iter().map(|row| row.positions.len()).sum();
         let kind = self.rows.set.files()[0].dtype.kind(); // all have the same
-        let of_layers = layers.iter().flat_map(|&layer| rows.iter().map(move |row| (layer, row)));
+        let layer_rows = layers.iter().flat_map(|&layer| rows.iter().map(move |row| (layer, row)));
         let fill = |mut rest: &mut [u8]| {
-            for (layer, RowPositions { id, positions }) in of_layers {
+            for (layer, RowPositions { id, positions }) in layer_rows {
                 let file = self.rows.file(*id);
                 let (states, later) = rest.split_at_mut(positions.len() * file.state_bytes());
                 file.read_states(layer, positions, states)?;

@@ -87,7 +87,7 @@ impl StatesPlace {
     /// [`HiddenStatesError`].
     pub fn new(settings: &CacheSettings, backbone: &Llama, sequences: &Sequences) -> Result<Self, HiddenStatesError> {
         let CacheSettings { folder, backbone_folder, reserved_bytes, .. } = *settings;
-        let (rule, rows) = (settings.rule.of_cache(), &sequences.one_each());
+        let (rule, rows) = (settings.rule.for_cache(), &sequences.one_each());
         let layout = StatesLayout::new(rows, rule, backbone.states_width(), backbone.kind())?;
         let backbone_is =
             identity(backbone_folder, backbone).map_err(|error| layout.error("read", backbone_folder, error))?;
@@ -123,8 +123,8 @@ impl StatesPlace {
         let Self { path, layout, reserved_bytes } = self;
         let folder = parent(&path);
         make_folders(folder).map_err(|error| layout.error("make", folder, error))?;
-        let of = StatesKind { width: backbone.states_width(), kind: backbone.kind(), device: backbone.device() };
-        let file = Arc::new(StatesFile::open(path, layout, of)?);
+        let kind = StatesKind { width: backbone.states_width(), kind: backbone.kind(), device: backbone.device() };
+        let file = Arc::new(StatesFile::open(path, layout, kind)?);
         let mut kept = KeptStates {
             backbone,
             file,
@@ -288,10 +288,10 @@ impl<'r> KeptStates<'r> {
         for PendingRows { row_ids, states } in std::mem::take(&mut self.pending) {
             let mut rest = states.bytes();
             for id in row_ids {
-                let (of_row, later) = rest.split_at(self.file.layout.bytes_of(id));
+                let (row_states, later) = rest.split_at(self.file.layout.bytes_of(id));
                 rest = later;
                 if !self.disk_is_full && !self.file.has(id) && self.file.lock() {
-                    self.store(id, of_row)?;
+                    self.store(id, row_states)?;
                 }
             }
         }

@@ -124,7 +124,7 @@ impl StatesLayout {
 /// # Errors
 /// [`CacheError`]: the labels are read, since they decide which positions are stored.
 pub fn file_bytes(sequences: &Sequences, rule: TargetRule, width: i64, kind: Kind) -> Result<u64, CacheError> {
-    Ok(StatesLayout::new(&sequences.one_each(), rule.of_cache(), width, kind)?.file_bytes())
+    Ok(StatesLayout::new(&sequences.one_each(), rule.for_cache(), width, kind)?.file_bytes())
 }
 
 pub(super) fn positions_in(sequence: &PackedSequence, rule: TargetRule) -> Vec<usize> {

@@ -12,7 +12,7 @@ mod reader;
 #[cfg(test)]
 mod tests;
 
-pub use batch::{hidden_states, of_every_position};
+pub use batch::{at_every_position, hidden_states};
 pub use captured::{CapturedReader, CapturedRows, CapturedSplits};
 pub use error::HiddenStatesError;
 pub use kept::{CacheSettings, KeptStates, StatesPlace};

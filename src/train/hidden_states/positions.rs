@@ -18,8 +18,8 @@ pub(super) fn read_positions(rule: TargetRule, batch: &Batch) -> Vec<i64> {
     let mut positions_m = vec![];
     for (row, lengths) in batch.segment_lengths.iter().enumerate() {
         let labels = &batch.labels[row * batch.length..];
-        let of_row = rule.positions(lengths, |t| labels[t] != i64::from(IGNORE));
-        positions_m.extend(of_row.into_iter().map(|t| (row * batch.length + t) as i64));
+        let row_positions = rule.positions(lengths, |t| labels[t] != i64::from(IGNORE));
+        positions_m.extend(row_positions.into_iter().map(|t| (row * batch.length + t) as i64));
     }
     positions_m
 }

@@ -10,8 +10,8 @@ use tempfile::TempDir;
 
 use super::layout::positions_in;
 use super::{
-    CacheSettings, HiddenStatesError, KeptStates, StatesPlace, StatesReader, file_bytes, hidden_states,
-    of_every_position,
+    CacheSettings, HiddenStatesError, KeptStates, StatesPlace, StatesReader, at_every_position, file_bytes,
+    hidden_states,
 };
 use crate::data::IGNORE;
 use crate::data::loader::{Batch, Loader, TargetTokens};
@@ -97,7 +97,7 @@ fn of(kept: &mut KeptStates, batch: &Batch) -> Tensor {
     let (backbone, kept_m) = (kept.backbone, Tensor::from_slice(&StatesReader::Kept(kept.reader()).positions(batch)));
     let hidden_mh = kept.of(batch, &kept_m, None, || computed(backbone, batch)).unwrap();
     kept.settle().unwrap();
-    of_every_position(&hidden_mh, &kept_m, batch.input_ids.len() as i64)
+    at_every_position(&hidden_mh, &kept_m, batch.input_ids.len() as i64)
 }
 
 fn in_memory(sequences: &[PackedSequence]) -> Sequences {
@@ -166,7 +166,7 @@ fn complete(folder: &Path, from: &TempDir, backbone: &Llama, loader: &Loader) ->
 }
 
 #[test]
-fn a_changed_byte_of_states_or_of_a_checksum_is_told_and_the_row_is_computed_and_stored_again() {
+fn a_changed_byte_of_states_or_of_a_checksum_is_reported_and_the_row_is_computed_and_stored_again() {
     let (from, backbone) = backbone(Kind::Float);
     let folder = tempfile::tempdir().unwrap();
     let loader = Loader::new(in_memory(&sequences()), 1, 2, Some(5));
@@ -178,8 +178,11 @@ fn a_changed_byte_of_states_or_of_a_checksum_is_told_and_the_row_is_computed_and
         write_synced(&path, |out| out.write_all(&bytes)).unwrap();
         let mut kept = open(folder.path(), &from, &backbone, &sequences());
         assert_eq!(epoch(&mut kept, &loader, 0), 1, "byte {at}: one batch is computed");
-        let told = kept.take_notice().expect("a notice").to_string();
-        assert!(told.contains("are damaged (expected CRC-32 ") && told.contains("they are computed again"), "{told}");
+        let notice = kept.take_notice().expect("a notice").to_string();
+        assert!(
+            notice.contains("are damaged (expected CRC-32 ") && notice.contains("they are computed again"),
+            "{notice}"
+        );
         kept.commit().unwrap();
         drop(kept);
         let mut again = open(folder.path(), &from, &backbone, &sequences());
@@ -243,11 +246,11 @@ fn only_what_was_committed_is_there_for_the_next_run() {
 fn read_positions(sequence: &PackedSequence, rule: TargetRule) -> Vec<usize> {
     let batch = &Loader::new(in_memory(std::slice::from_ref(sequence)), 1, 1, None).step(0).unwrap()[0];
     let targets = BatchTargets::new(batch, rule, None);
-    let of_head = |(head, targets): (usize, &TargetTokens)| {
+    let head_positions = |(head, targets): (usize, &TargetTokens)| {
         let teachers = targets.positions.iter().filter(|_| rule.soft).map(|t| t + head as i64 + 1);
         targets.positions.iter().copied().chain(teachers).collect::<Vec<_>>()
     };
-    let positions: BTreeSet<i64> = targets.by_level.iter().enumerate().flat_map(of_head).collect();
+    let positions: BTreeSet<i64> = targets.by_level.iter().enumerate().flat_map(head_positions).collect();
     positions.into_iter().map(|t| t as usize).collect()
 }
 
@@ -264,10 +267,10 @@ fn the_file_holds_the_positions_that_eight_heads_read_and_a_checksum_a_sequence(
             |sequence| if rule == WHOLE_ROWS { every(sequence) } else { read_positions(sequence, eight) };
         let read: Vec<Vec<usize>> = sequences.iter().map(read_by_rule).collect();
         for (sequence, read) in sequences.iter().zip(&read) {
-            assert_eq!(&positions_in(sequence, rule.of_cache()), read, "{rule:?}");
-            let of_run = if rule == WHOLE_ROWS { vec![] } else { read_positions(sequence, rule) };
-            assert!(rule == WHOLE_ROWS || positions_in(sequence, rule) == of_run, "{rule:?}");
-            assert!(of_run.iter().all(|position| read.contains(position)), "{rule:?}");
+            assert_eq!(&positions_in(sequence, rule.for_cache()), read, "{rule:?}");
+            let run_positions = if rule == WHOLE_ROWS { vec![] } else { read_positions(sequence, rule) };
+            assert!(rule == WHOLE_ROWS || positions_in(sequence, rule) == run_positions, "{rule:?}");
+            assert!(run_positions.iter().all(|position| read.contains(position)), "{rule:?}");
         }
         let positions = read.concat().len();
         let expected = (positions * 16 * 2 + 4 * 2 * sequences.len()) as u64; // rows of bfloat16, and four bytes for each data row
@@ -291,11 +294,11 @@ fn runs_with_up_to_eight_heads_share_a_file() {
     assert_eq!([2, 5, 8].map(path), [1, 1, 1].map(path));
     assert_ne!(path(9), path(8));
     let loader = Loader::new(in_memory(&sequences), 1, 1, None);
-    let mut of_five = opened(folder.path(), &from, &backbone, &sequences, rule(5)).unwrap();
-    assert_eq!(epoch(&mut of_five, &loader, 0), 7);
-    of_five.commit().unwrap();
-    let mut of_two = opened(folder.path(), &from, &backbone, &sequences, rule(2)).unwrap();
-    assert_eq!(epoch(&mut of_two, &loader, 0), 0);
+    let mut five = opened(folder.path(), &from, &backbone, &sequences, rule(5)).unwrap();
+    assert_eq!(epoch(&mut five, &loader, 0), 7);
+    five.commit().unwrap();
+    let mut two = opened(folder.path(), &from, &backbone, &sequences, rule(2)).unwrap();
+    assert_eq!(epoch(&mut two, &loader, 0), 0);
 }
 
 #[test]
@@ -311,11 +314,11 @@ fn another_thread_reads_what_the_run_stored() {
     let kept_m = Tensor::from_slice(&StatesReader::Kept(kept.reader()).positions(batch));
     let never = || -> Tensor { panic!("the states were read ahead") };
     let hidden_mh = kept.of(batch, &kept_m, ahead, never).unwrap();
-    assert_eq!(of_every_position(&hidden_mh, &kept_m, batch.input_ids.len() as i64), stored_nh);
+    assert_eq!(at_every_position(&hidden_mh, &kept_m, batch.input_ids.len() as i64), stored_nh);
 }
 
 #[test]
-fn a_disk_without_space_for_the_file_is_told_and_left_as_it_was() {
+fn a_disk_without_space_for_the_file_is_reported_and_left_as_it_was() {
     let (from, backbone) = backbone(Kind::Float);
     let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
     let settings =

@@ -10,7 +10,7 @@ const P: [f64; 5] = [0.05, 0.4, 0.0, 0.3, 0.25];
 const Q: [f64; 5] = [0.3, 0.2, 0.2, 0.3, 0.0];
 const R: [f64; 5] = [0.1, 0.1, 0.1, 0.1, 0.6];
 
-fn of_sources(guesses: Vec<DrawnChildren>) -> DrawnChildren {
+fn joined(guesses: Vec<DrawnChildren>) -> DrawnChildren {
     let mut all = DrawnChildren::default();
     for one in guesses {
         let first = all.sources.len();
@@ -60,16 +60,17 @@ fn deviation(rule: Rule, guesses: impl Fn(&mut ChaCha8Rng) -> DrawnChildren) -> 
 
 #[test]
 fn the_token_has_the_backbones_distribution_whatever_was_guessed() {
-    let of = |q: [f64; 5], count: usize, rng: &mut ChaCha8Rng| DrawnChildren::draw(q.to_vec(), count, || rng.random());
+    let draw =
+        |q: [f64; 5], count: usize, rng: &mut ChaCha8Rng| DrawnChildren::draw(q.to_vec(), count, || rng.random());
     for count in 1..=4 {
-        let off = deviation(lossless, |rng| of(Q, count, rng));
+        let off = deviation(lossless, |rng| draw(Q, count, rng));
         assert!(off < 4.0, "{count} guesses of one source: {off}");
-        let wrong = deviation(without_residual, |rng| of(Q, count, rng));
+        let wrong = deviation(without_residual, |rng| draw(Q, count, rng));
         assert!(wrong > 10.0, "{count} guesses without the residual: {wrong}");
     }
-    let off = deviation(lossless, |rng| of_sources(vec![of(Q, 2, rng), of(R, 2, rng)]));
+    let off = deviation(lossless, |rng| joined(vec![draw(Q, 2, rng), draw(R, 2, rng)]));
     assert!(off < 4.0, "two sources: {off}");
-    let off = deviation(lossless, |rng| of_sources(vec![not_drawn(3), of(Q, 2, rng), not_drawn(1)]));
+    let off = deviation(lossless, |rng| joined(vec![not_drawn(3), draw(Q, 2, rng), not_drawn(1)]));
     assert!(off < 4.0, "drawn guesses and others: {off}");
     let short = |rng: &mut ChaCha8Rng| DrawnChildren::draw(vec![0.5, 0.5], 3, || rng.random());
     assert!(deviation(lossless, short) < 4.0, "a source with a smaller vocabulary");

@@ -258,7 +258,7 @@ fn prompts(seeds: &mut Seeds) {
 }
 
 /// Keys of a chat's request, and what they hold.
-fn of_chats() -> Vec<(&'static str, Value)> {
+fn from_chats() -> Vec<(&'static str, Value)> {
     vec![
         ("response_format", json!({"type": "text"})),
         ("response_format", json!({"type": "json_schema", "json_schema": {}})),
@@ -323,7 +323,7 @@ fn of_completions() -> Vec<(&'static str, Value)> {
 fn requests(seeds: &mut Seeds) {
     let chat = json!({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]});
     let completion = json!({"model": "tiny", "prompt": "a"});
-    for (form, whole, changes) in [("c", &chat, of_chats()), ("t", &completion, of_completions())] {
+    for (form, whole, changes) in [("c", &chat, from_chats()), ("t", &completion, of_completions())] {
         for (key, value) in changes {
             let mut body = whole.clone();
             body[key] = value;

@@ -89,7 +89,7 @@ impl<'t> Merging<'t> {
             return;
         }
         let joined = &self.text[a.bytes.start..b.bytes.end];
-        let Some(id) = self.pieces.of_text(joined) else { return };
+        let Some(id) = self.pieces.text_id(joined) else { return };
         if self.pieces.is_unused(id) {
             self.unjoined.insert(joined, (&self.text[a.bytes.clone()], &self.text[b.bytes.clone()]));
         }

@@ -82,7 +82,7 @@ impl SentencePieceFile {
         let model = SentencePiece::new(&proto)?;
         let normalizer = normalizer_of(&proto, &model.pieces, spacing)?;
         let named = named(&proto, &model.pieces);
-        let special = model.pieces.of_kind(PieceKind::Control).map(|(id, text)| (text.to_owned(), id)).collect();
+        let special = model.pieces.with_kind(PieceKind::Control).map(|(id, text)| (text.to_owned(), id)).collect();
         let decoder = decoder_of(&normalizer);
         Ok(Self { model, normalizer, decoder, named, special })
     }
@@ -130,7 +130,7 @@ impl SentencePiece {
         match &self.algorithm {
             Algorithm::Unigram(table) => table.encode(&self.pieces, text),
             Algorithm::Bpe => bpe::encode(&self.pieces, text),
-            Algorithm::Ranked => match self.pieces.of_text(text) {
+            Algorithm::Ranked => match self.pieces.text_id(text) {
                 Some(id) => vec![(Some(id), 0..text.len())],
                 None => bpe::encode(&self.pieces, text),
             },
@@ -171,9 +171,9 @@ impl SentencePiece {
 fn named(proto: &ModelProto, pieces: &PieceTable) -> Vec<(&'static str, String)> {
     let trainer = &proto.trainer;
     let controls = [("bos_token", &trainer.bos_piece), ("eos_token", &trainer.eos_piece)];
-    let is_control = |name: &str| pieces.of_kind(PieceKind::Control).any(|(_, piece)| piece == name);
+    let is_control = |name: &str| pieces.with_kind(PieceKind::Control).any(|(_, piece)| piece == name);
     let there = controls.into_iter().filter(|(_, piece)| is_control(piece));
-    let unknown = pieces.of_kind(PieceKind::Unknown).map(|(_, piece)| ("unk_token", piece.to_owned()));
+    let unknown = pieces.with_kind(PieceKind::Unknown).map(|(_, piece)| ("unk_token", piece.to_owned()));
     there.map(|(name, piece)| (name, piece.clone())).chain(unknown).collect()
 }
 

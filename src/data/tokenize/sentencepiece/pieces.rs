@@ -11,7 +11,7 @@ use super::proto::{PieceKind, PieceProto};
 pub(super) struct PieceTable {
     pub(super) all: Vec<PieceProto>,
     /// What text can become: normal, user-defined and unused pieces.
-    of_text: HashMap<String, u32>,
+    by_text: HashMap<String, u32>,
     /// Control pieces, bytes and the unknown piece.
     reserved: HashMap<String, u32>,
     pub(super) unknown: Option<u32>,
@@ -27,11 +27,11 @@ impl PieceTable {
     /// What sentencepiece refuses, too.
     pub(super) fn new(all: Vec<PieceProto>, byte_fallback: bool) -> Result<Self, Error> {
         let mut pieces = Self::indexed(all)?;
-        let unknown: Vec<u32> = pieces.of_kind(PieceKind::Unknown).map(|(id, _)| id).collect();
+        let unknown: Vec<u32> = pieces.with_kind(PieceKind::Unknown).map(|(id, _)| id).collect();
         let &[unknown] = unknown.as_slice() else { return Err(Error::Unknown { got: unknown.len() }) };
         pieces.unknown = Some(unknown);
         pieces.bytes = byte_fallback.then(|| byte_pieces(&pieces.reserved)).transpose()?;
-        pieces.user_defined = Prefixes::new(pieces.of_kind(PieceKind::UserDefined).map(|(id, piece)| (piece, id)));
+        pieces.user_defined = Prefixes::new(pieces.with_kind(PieceKind::UserDefined).map(|(id, piece)| (piece, id)));
         Ok(pieces)
     }
 
@@ -45,31 +45,31 @@ impl PieceTable {
     }
 
     fn indexed(all: Vec<PieceProto>) -> Result<Self, Error> {
-        let (mut of_text, mut reserved) = (HashMap::with_capacity(all.len()), HashMap::new());
+        let (mut by_text, mut reserved) = (HashMap::with_capacity(all.len()), HashMap::new());
         for (id, piece) in (0..).zip(&all) {
             if piece.text.is_empty() {
                 return Err(Error::EmptyPiece { id });
             }
-            let map = if piece.is_of_text() { &mut of_text } else { &mut reserved };
+            let map = if piece.is_of_text() { &mut by_text } else { &mut reserved };
             if let Some(first) = map.insert(piece.text.clone(), id) {
                 return Err(Error::Twice { piece: piece.text.clone(), first, second: id });
             }
         }
-        Ok(Self { of_text, reserved, unknown: None, bytes: None, user_defined: Prefixes::new([].into_iter()), all })
+        Ok(Self { by_text, reserved, unknown: None, bytes: None, user_defined: Prefixes::new([].into_iter()), all })
     }
 
     /// The piece that this text can become by merging.
-    pub(super) fn of_text(&self, text: &str) -> Option<u32> {
-        self.of_text.get(text).copied()
+    pub(super) fn text_id(&self, text: &str) -> Option<u32> {
+        self.by_text.get(text).copied()
     }
 
     /// The piece of this name, of whatever kind.
     pub(super) fn named(&self, name: &str) -> Option<u32> {
-        self.reserved.get(name).or_else(|| self.of_text.get(name)).copied()
+        self.reserved.get(name).or_else(|| self.by_text.get(name)).copied()
     }
 
     /// Id and text of the pieces of a kind.
-    pub(super) fn of_kind(&self, kind: PieceKind) -> impl Iterator<Item = (u32, &str)> {
+    pub(super) fn with_kind(&self, kind: PieceKind) -> impl Iterator<Item = (u32, &str)> {
         let ids = (0..).zip(&self.all).filter(move |(_, piece)| piece.kind == kind);
         ids.map(|(id, piece)| (id, piece.text.as_str()))
     }

@@ -49,14 +49,14 @@ mod tests {
     #[test]
     fn every_prefix_is_found_the_shortest_first() {
         let prefixes = Prefixes::new(["b", "a", "abc", "ab", "abd", "é"].into_iter().zip(0..));
-        let of = |text: &str| {
+        let prefixes_of = |text: &str| {
             let mut found = Vec::new();
             prefixes.each(text.as_bytes(), |length, value| found.push((length, value)));
             found
         };
-        assert_eq!(of("abdx"), [(1, 1), (2, 3), (3, 4)]);
-        assert_eq!(of("éa"), [(2, 5)]);
-        assert_eq!((of("xa"), of("")), (vec![], vec![]));
+        assert_eq!(prefixes_of("abdx"), [(1, 1), (2, 3), (3, 4)]);
+        assert_eq!(prefixes_of("éa"), [(2, 5)]);
+        assert_eq!((prefixes_of("xa"), prefixes_of("")), (vec![], vec![]));
         assert_eq!((prefixes.longest("abcd"), prefixes.longest("c")), (Some(3), None));
     }
 }

@@ -31,18 +31,18 @@ struct Best {
 impl UnigramTable {
     pub(super) fn new(pieces: &PieceTable) -> Self {
         let normal = pieces.all.iter().filter(|piece| piece.kind == PieceKind::Normal);
-        let of_text = (0..).zip(&pieces.all).filter(|(_, piece)| piece.is_of_text());
+        let text_pieces = (0..).zip(&pieces.all).filter(|(_, piece)| piece.is_of_text());
         Self {
-            prefixes: Prefixes::new(of_text.map(|(id, piece)| (piece.text.as_str(), id))),
+            prefixes: Prefixes::new(text_pieces.map(|(id, piece)| (piece.text.as_str(), id))),
             lowest: normal.map(|piece| piece.score).fold(f32::MAX, f32::min),
         }
     }
 
     /// The pieces of a text, and where they are in it; `None` for a character without a piece.
     pub(super) fn encode(&self, pieces: &PieceTable, text: &str) -> Vec<(Option<u32>, Range<usize>)> {
-        let mut ways = vec![Best::default(); text.len() + 1];
+        let mut lattice = vec![Best::default(); text.len() + 1];
         for (start, letter) in text.char_indices() {
-            let before = ways[start].score;
+            let before = lattice[start].score;
             let mut has_letter = false;
             self.prefixes.each(&text.as_bytes()[start..], |length, id| {
                 if pieces.is_unused(id) {
@@ -50,14 +50,14 @@ impl UnigramTable {
                 }
                 has_letter |= length == letter.len_utf8();
                 let score = score(pieces, id, length) + before;
-                ways[start + length].improve(score, Some(id), start);
+                lattice[start + length].improve(score, Some(id), start);
             });
             if !has_letter {
                 let score = self.lowest - UNKNOWN_PENALTY + before;
-                ways[start + letter.len_utf8()].improve(score, None, start);
+                lattice[start + letter.len_utf8()].improve(score, None, start);
             }
         }
-        path(&ways)
+        path(&lattice)
     }
 }
 
@@ -79,9 +79,9 @@ impl Best {
 }
 
 /// Back from the end.
-fn path(ways: &[Best]) -> Vec<(Option<u32>, Range<usize>)> {
-    let (mut found, mut end) = (Vec::new(), ways.len() - 1);
-    while let Some((id, start)) = ways[end].last {
+fn path(lattice: &[Best]) -> Vec<(Option<u32>, Range<usize>)> {
+    let (mut found, mut end) = (Vec::new(), lattice.len() - 1);
+    while let Some((id, start)) = lattice[end].last {
         found.push((id, start..end));
         end = start;
     }

@@ -99,7 +99,7 @@ fn memory_that_runs_out_halves_the_batch_and_loses_nothing() {
                 let mut engine = Cramped::new(&llama, fails_at);
                 engine.engine = together.into_iter().fold(engine.engine, TchEngine::with_prompts_together);
                 let mut batch = SequenceBatch::new(Box::new(engine), None, NonZeroUsize::new(8).unwrap());
-                assert_eq!(told(&run(&mut batch, temperature, &wanted)), told(&whole), "{fails_at:?}, {together:?}");
+                assert_eq!(facts(&run(&mut batch, temperature, &wanted)), facts(&whole), "{fails_at:?}, {together:?}");
                 assert_eq!(batch.size().get(), size, "{fails_at:?}, {together:?}");
                 assert_eq!(batch.tokens(), whole.iter().map(|text| text.new_ids.len() + text.end.len()).sum::<usize>());
             }
@@ -147,7 +147,7 @@ fn beginnings_of_earlier_texts_go_before_the_batch_is_halved() {
         }
         texts.sort_by_key(|(key, _)| *key);
         let texts: Vec<Generation> = texts.into_iter().map(|(_, text)| text.unwrap()).collect();
-        assert_eq!((told(&texts), batch.size().get()), (told(&whole), size), "{fails_at:?}");
+        assert_eq!((facts(&texts), batch.size().get()), (facts(&whole), size), "{fails_at:?}");
         assert!(batch.prefix_bytes() > 0, "kept again once steps succeed");
     }
 }
@@ -168,7 +168,9 @@ fn a_single_text_is_tried_again_without_all_else_and_ends_if_that_fails() {
         batch.enter(3, &wanted.request(0.8)).unwrap();
         let (key, text) = (0..60).find_map(|_| batch.step().unwrap().pop()).expect("it ends");
         match text {
-            Ok(text) => assert_eq!((told(&[text]), *fits), (told(std::slice::from_ref(&whole)), true), "{fails_at:?}"),
+            Ok(text) => {
+                assert_eq!((facts(&[text]), *fits), (facts(std::slice::from_ref(&whole)), true), "{fails_at:?}")
+            }
             Err(error) => {
                 let DecodeError::OutOfMemory { tokens, source } = &error else { panic!("{error}") };
                 assert!(source.out_of_memory && *tokens >= wanted.prompt.len() && !*fits, "{fails_at:?}: {error}");
@@ -199,16 +201,16 @@ fn a_text_that_does_not_fit_ends_and_the_others_go_on() {
         let guesser = || ModelGuesser::new(Box::new(TchEngine::for_batches(&draft)), 50, 2, Guessing::Best);
         Some(match name {
             "nothing" => return None,
-            "a draft model" => Box::new(LevelDrafter::of_tree(&llama, Box::new(guesser()), &tree)),
+            "a draft model" => Box::new(LevelDrafter::for_tree(&llama, Box::new(guesser()), &tree)),
             "a prefix layer" => {
                 let levels = HydraLevels::new(&llama, &heads, 2);
-                Box::new(LevelDrafter::of_tree(&llama, Box::new(levels), &tree))
+                Box::new(LevelDrafter::for_tree(&llama, Box::new(levels), &tree))
             }
             _ => {
                 let recycling: Box<dyn Drafter> = Box::new(RecyclingDrafter::new(&llama));
                 let lookahead =
                     Box::new(LookaheadDrafter::new(&llama, LookaheadSize { columns: 2, ngram: 3, guesses: 2 }));
-                let model = Box::new(LevelDrafter::of_tree(&llama, Box::new(guesser()), &tree));
+                let model = Box::new(LevelDrafter::for_tree(&llama, Box::new(guesser()), &tree));
                 Box::new(JoinedDrafter::new(&llama, vec![recycling, lookahead, model], 8))
             }
         })
@@ -232,7 +234,7 @@ fn a_text_that_does_not_fit_ends_and_the_others_go_on() {
                 assert!(smallest < size || size == 1, "{name}, {size} texts: others were decoded beside it");
                 for (key, text) in ended {
                     match text {
-                        Ok(text) => assert_eq!(told(&[text]), told(&whole[key..=key]), "{name}, text {key} of {size}"),
+                        Ok(text) => assert_eq!(facts(&[text]), facts(&whole[key..=key]), "{name}, {key} of {size}"),
                         Err(error) => assert!(
                             key == 4 && matches!(error, DecodeError::OutOfMemory { tokens: 40.., .. }),
                             "{name}, text {key} of {size}: {error}"
@@ -298,7 +300,7 @@ fn a_drafter_without_memory_for_a_row_stays_in_step_with_the_cache() {
                 lacks
             };
             let texts = drafted(&llama, Some((drafter, Acceptance::Greedy)), 0.0, size, &wanted);
-            assert_eq!(told(&texts), told(&whole), "row {fails_at} of {size}, {is_joined}");
+            assert_eq!(facts(&texts), facts(&whole), "row {fails_at} of {size}, {is_joined}");
         }
     }
 }
@@ -326,8 +328,8 @@ fn after_an_error_the_next_step_goes_on() {
                 }
                 let expected = usize::from(failure == Failure::Broken);
                 assert_eq!(
-                    (told(&texts), errors),
-                    (told(&whole), expected),
+                    (facts(&texts), errors),
+                    (facts(&whole), expected),
                     "call {fails_at:?}, {failure:?}, {follows}"
                 );
             }
@@ -351,6 +353,6 @@ fn a_batch_that_is_cleared_after_an_error_takes_other_texts() {
         assert!(matches!(&error, DecodeError::Torch(panic) if !panic.out_of_memory), "{error}");
         batch.clear();
         assert!(batch.is_idle() && batch.has_room() && batch.prefix_bytes() == 0);
-        assert_eq!(told(&run(&mut batch, 0.8, &wanted)), told(&whole), "call {fails_at}");
+        assert_eq!(facts(&run(&mut batch, 0.8, &wanted)), facts(&whole), "call {fails_at}");
     }
 }

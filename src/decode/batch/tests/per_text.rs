@@ -33,15 +33,15 @@ fn wide() -> SparseTree {
     SparseTree::cartesian(&[25, 4]).unwrap()
 }
 
-/// All requests through one batch; returns the texts in the order of the requests, and what was told of each.
+/// All requests through one batch; returns the texts in the order of the requests, and what was emitted of each.
 fn together(batch: &mut SequenceBatch, requests: &[Request]) -> Vec<(Generation, Vec<i64>, Vec<ScoredToken>)> {
     let mut heard = vec![(vec![], vec![]); requests.len()];
     requests.iter().enumerate().for_each(|(key, request)| batch.enter(key, request).unwrap());
     let mut ended = vec![];
     while !batch.is_idle() {
-        let mut listen = |key: usize, told: EmittedTokens| {
-            heard[key].0.extend(told.ids);
-            heard[key].1.extend(told.scored.iter().cloned());
+        let mut listen = |key: usize, emitted: EmittedTokens| {
+            heard[key].0.extend(emitted.ids);
+            heard[key].1.extend(emitted.scored.iter().cloned());
             // One text is ended by its listener.
             if key == 1 && heard[1].0.len() >= 9 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
@@ -93,7 +93,7 @@ fn log_probabilities_come_with_the_tokens_and_are_those_of_a_pass_over_the_text(
                     None => vec![],
                 };
                 assert_scored(&text.scored, &expected);
-                // An end mark was told before it was known to be one.
+                // An end mark was emitted before it was known to be one.
                 assert!(ids.starts_with(&text.new_ids) && heard.starts_with(&text.scored));
                 assert_eq!(heard.len(), if request.logprobs.is_some() { ids.len() } else { 0 });
                 by_eos += u32::from(text.finish_reason == FinishReason::Eos && text.end == [11]);
@@ -106,7 +106,7 @@ fn log_probabilities_come_with_the_tokens_and_are_those_of_a_pass_over_the_text(
 }
 
 /// What rules, temperatures and penalties a server's texts may have.
-fn of_all_kinds(wanted: &[Wanted]) -> Vec<Request<'_>> {
+fn mixed_requests(wanted: &[Wanted]) -> Vec<Request<'_>> {
     let typical = Acceptance::Typical(TypicalAcceptance::default());
     let rules = [None, Some(typical), Some(Acceptance::Rejection), Some(Acceptance::Greedy), Some(Acceptance::Nucleus)];
     let mut requests: Vec<Request> = wanted.iter().map(|text| text.request([0.8, 0.0, 1.2][text.key % 3])).collect();
@@ -133,14 +133,14 @@ fn texts_with_their_own_rules_temperatures_and_penalties_are_those_alone() {
     let llama = backbone(None, vec![11], 5);
     let (heads, draft, tree) = (heads(Kind::Double, 5), backbone(None, vec![], 25), wide());
     let wanted: Vec<Wanted> = (0..30).map(|key| Wanted::new(key, 25)).collect();
-    let requests = of_all_kinds(&wanted);
+    let requests = mixed_requests(&wanted);
     let drafter = |name: &str, guessing: Guessing| -> Box<dyn Drafter> {
         match name {
             "heads" => Box::new(MedusaDrafter::new(&llama, &heads, &tree).unwrap()),
             "recycling" => Box::new(RecyclingDrafter::new(&llama)),
             _ => {
                 let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&draft)), 50, 2, guessing);
-                Box::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &tree))
+                Box::new(LevelDrafter::for_tree(&llama, Box::new(guesser), &tree))
             }
         }
     };
@@ -161,7 +161,7 @@ fn texts_with_their_own_rules_temperatures_and_penalties_are_those_alone() {
                 assert!(expected.new_ids.starts_with(&text.new_ids), "{name}, text {key}");
                 stopped += 1;
             } else {
-                assert_eq!(told(&[text]), told(&[expected]), "{name}, text {key}");
+                assert_eq!(facts(&[text]), facts(&[expected]), "{name}, text {key}");
             }
         }
         assert!(several > 12 && stopped <= 1, "{name}: {several} texts with several, {stopped} stopped");
@@ -172,11 +172,11 @@ fn texts_with_their_own_rules_temperatures_and_penalties_are_those_alone() {
 fn texts_without_a_drafter_have_their_own_penalties_and_temperatures() {
     let llama = backbone(None, vec![11], 6);
     let wanted: Vec<Wanted> = (0..12).map(|key| Wanted::new(key, 25)).collect();
-    let requests = of_all_kinds(&wanted);
+    let requests = mixed_requests(&wanted);
     let mut batch = SequenceBatch::new(Box::new(TchEngine::for_batches(&llama)), None, NonZeroUsize::new(7).unwrap());
     for (key, (text, ..)) in together(&mut batch, &requests).into_iter().enumerate().filter(|(key, _)| *key != 1) {
         let alone = plain(&llama, &requests[key], &mut |_: &[i64]| ControlFlow::Continue(())).unwrap();
-        assert_eq!(told(&[text]), told(&[alone]), "text {key}");
+        assert_eq!(facts(&[text]), facts(&[alone]), "text {key}");
     }
     // The penalties do something.
     let text = |request: &Request| plain(&llama, request, &mut |_: &[i64]| ControlFlow::Continue(())).unwrap().new_ids;

@@ -47,7 +47,7 @@ fn on_kernels(seed: u64) -> Llama {
     llama.for_decoding()
 }
 
-/// All visits through a batch. The tokens that are told are those of the generation, whenever it ends.
+/// All visits through a batch. The tokens that are emitted are those of the generation, whenever it ends.
 fn visit(batch: &mut SequenceBatch, visits: &[Visit]) -> HashMap<usize, Generation> {
     let mut heard: HashMap<usize, Vec<i64>> = HashMap::new();
     let mut texts = HashMap::new();
@@ -60,8 +60,8 @@ fn visit(batch: &mut SequenceBatch, visits: &[Visit]) -> HashMap<usize, Generati
                 texts.insert(visit.wanted.key, text.unwrap());
             }
         }
-        let mut listen = |key: usize, told: EmittedTokens| {
-            heard.entry(key).or_default().extend(told.ids);
+        let mut listen = |key: usize, emitted: EmittedTokens| {
+            heard.entry(key).or_default().extend(emitted.ids);
             ControlFlow::Continue(())
         };
         texts.extend(batch.step_with(&mut listen).unwrap().into_iter().map(|(key, text)| (key, text.unwrap())));
@@ -99,11 +99,12 @@ fn each_text_is_the_one_that_is_decoded_alone() {
                 "nothing" => None,
                 "a tree" => Some(Box::new(medusa(&tree))),
                 _ => {
-                    let of = |texts, tree: Option<_>| AtLoad {
+                    let at_load = |texts, tree: Option<_>| AtLoad {
                         texts,
                         tree: tree.map(|tree| Box::new(medusa(tree)) as Box<dyn Drafter>),
                     };
-                    let parts = ByLoad::new(vec![of(1, Some(&tree)), of(3, Some(&small)), of(8, None)]).unwrap();
+                    let parts =
+                        ByLoad::new(vec![at_load(1, Some(&tree)), at_load(3, Some(&small)), at_load(8, None)]).unwrap();
                     Some(Box::new(LoadDrafter::new(&llama, parts)))
                 }
             };
@@ -127,7 +128,7 @@ fn each_text_is_the_one_that_is_decoded_alone() {
                     assert!(whole.new_ids.starts_with(&text.new_ids), "text {key}");
                     cancelled += 1;
                 } else {
-                    assert_eq!(told(&[text]), told(&[whole]), "text {key} of {count}, drafting {drafts}");
+                    assert_eq!(facts(&[text]), facts(&[whole]), "text {key} of {count}, drafting {drafts}");
                     ended += 1;
                 }
             }
@@ -178,7 +179,7 @@ fn a_load_without_guesses_steps_as_plain_decoding_does() {
         Counted { engine: Box::new(TchEngine::for_batches(&llama)), passes: Cell::new(0), steps: Cell::new(0) };
     let size = NonZeroUsize::new(3).unwrap();
     let mut batch = SequenceBatch::new(Box::new(&engine), Some((drafter, Acceptance::Greedy)), size);
-    assert_eq!(told(&run(&mut batch, 0.0, &wanted)), told(&decode(&llama, 0.0, 3, &wanted)));
+    assert_eq!(facts(&run(&mut batch, 0.0, &wanted)), facts(&decode(&llama, 0.0, 3, &wanted)));
     assert_eq!((engine.passes.get(), engine.steps.get()), (3, 19), "a pass over each prompt, and steps");
 }
 
@@ -192,8 +193,8 @@ fn a_listener_can_end_a_text() {
     wanted.iter().for_each(|text| batch.enter(text.key, &text.request(0.8)).unwrap());
     let (mut heard, mut texts) = ([0; 3], vec![]);
     while !batch.is_idle() {
-        let mut listen = |key: usize, told: EmittedTokens| {
-            heard[key] += told.ids.len();
+        let mut listen = |key: usize, emitted: EmittedTokens| {
+            heard[key] += emitted.ids.len();
             if key == 1 && heard[1] >= 5 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         texts.extend(batch.step_with(&mut listen).unwrap());
@@ -201,7 +202,7 @@ fn a_listener_can_end_a_text() {
     texts.sort_by_key(|(key, _)| *key);
     let texts: Vec<Generation> = texts.into_iter().map(|(_, text)| text.unwrap()).collect();
     assert_eq!((&texts[1].new_ids[..], texts[1].finish_reason), (&whole[1].new_ids[..5], FinishReason::Stopped));
-    assert_eq!([told(&texts[..1]), told(&texts[2..])], [told(&whole[..1]), told(&whole[2..])]);
+    assert_eq!([facts(&texts[..1]), facts(&texts[2..])], [facts(&whole[..1]), facts(&whole[2..])]);
 }
 
 /// While a long prompt is computed, the others get a token a step.
@@ -215,16 +216,16 @@ fn nobody_waits_for_anothers_prompt() {
     assert!(batch.step().unwrap().is_empty());
     let long: Vec<i64> = (0..30).map(|i| i % 50).collect();
     batch.enter(1, &Request::greedy(&long, 9)).unwrap();
-    let mut told_of = [vec![], vec![]];
+    let mut emitted_by_text = [vec![], vec![]];
     for _ in 0..9 {
         let mut new = [0; 2];
-        let mut listen = |key: usize, told: EmittedTokens| {
-            new[key] = told.ids.len();
+        let mut listen = |key: usize, emitted: EmittedTokens| {
+            new[key] = emitted.ids.len();
             ControlFlow::Continue(())
         };
         batch.step_with(&mut listen).unwrap();
-        (0..2).for_each(|key| told_of[key].push(new[key]));
+        (0..2).for_each(|key| emitted_by_text[key].push(new[key]));
     }
-    assert_eq!(told_of[0], [1; 9]);
-    assert_eq!(told_of[1], [0, 0, 0, 0, 0, 0, 0, 2, 1], "30 tokens in pieces of 4");
+    assert_eq!(emitted_by_text[0], [1; 9]);
+    assert_eq!(emitted_by_text[1], [0, 0, 0, 0, 0, 0, 0, 2, 1], "30 tokens in pieces of 4");
 }

@@ -26,7 +26,7 @@ fn greedy_texts_are_plain_decodings() {
         let limits = DynamicTree { nodes: 9, depth: 3, top_k: 4 };
         let drafter = match is_dynamic {
             true => LevelDrafter::dynamic(&llama, guesser(&draft, limits.depth), limits),
-            false => LevelDrafter::of_tree(&llama, guesser(&draft, case.tree.max_depth()), &case.tree),
+            false => LevelDrafter::for_tree(&llama, guesser(&draft, case.tree.max_depth()), &case.tree),
         };
         let fast = drafted(&llama, drafter, case.acceptance, &request, &mut go_on()).unwrap();
         prop_assert_eq!((&fast.new_ids, fast.finish_reason), (&slow.new_ids, slow.finish_reason));
@@ -44,7 +44,7 @@ fn a_model_that_drafts_for_itself_is_always_right() {
     let chain = SparseTree::chain(4).unwrap();
     for temperature in [0.0, 0.8] {
         let guesser = ModelGuesser::new(Box::new(TchEngine::new(&llama)), VOCABULARY as usize, 4, Guessing::Drawn);
-        let drafter = LevelDrafter::of_tree(&llama, Box::new(guesser), &chain);
+        let drafter = LevelDrafter::for_tree(&llama, Box::new(guesser), &chain);
         let request = Request { stream: seeded(3), ..request(&[1, 2, 3], 26, temperature) };
         let text = drafted(&llama, drafter, Acceptance::Rejection, &request, &mut go_on()).unwrap();
         assert!(text.accept_lengths[..4].iter().all(|&length| length == 5), "{:?}", text.accept_lengths);
@@ -58,7 +58,7 @@ fn every_rule_decodes_and_the_same_seed_gives_the_same_text() {
     let typical = Acceptance::Typical(TypicalAcceptance::default());
     for acceptance in [Acceptance::Greedy, typical, Acceptance::Nucleus, Acceptance::Rejection] {
         let text = |seed| {
-            let drafter = LevelDrafter::of_tree(&llama, guesser(&draft, 2), &tree);
+            let drafter = LevelDrafter::for_tree(&llama, guesser(&draft, 2), &tree);
             let request = Request { stream: seeded(seed), ..request(&[1, 2, 3], 30, 0.9) };
             drafted(&llama, drafter, acceptance, &request, &mut go_on()).unwrap()
         };
@@ -80,7 +80,7 @@ fn a_text_beyond_the_draft_models_context_goes_on_without_guesses() {
     let (chain, limits) = (SparseTree::chain(3).unwrap(), DynamicTree { nodes: 9, depth: 3, top_k: 4 });
     let drafters = || {
         [
-            LevelDrafter::of_tree(&llama, guesser(&draft, 3), &chain),
+            LevelDrafter::for_tree(&llama, guesser(&draft, 3), &chain),
             LevelDrafter::dynamic(&llama, guesser(&draft, 3), limits),
         ]
     };

@@ -54,8 +54,8 @@ fn texts_with_trees_chosen_at_each_step_are_plain_decodings() {
             let request = Request { stream, ..request(&case.prompt, case.max_new_tokens, temperature) };
             let slow = plain(&llama, &request, &mut go_on()).unwrap();
             let dynamic = |heads| LevelDrafter::dynamic(&llama, guesser(&llama, heads, limits), limits);
-            let of_tree = LevelDrafter::of_tree(&llama, Box::new(HydraLevels::new(&llama, &hydra, 4)), &case.tree);
-            for drafter in [dynamic(&medusa), dynamic(&hydra), dynamic(&with_prefix), of_tree] {
+            let fixed = LevelDrafter::for_tree(&llama, Box::new(HydraLevels::new(&llama, &hydra, 4)), &case.tree);
+            for drafter in [dynamic(&medusa), dynamic(&hydra), dynamic(&with_prefix), fixed] {
                 let fast = drafted(&llama, drafter, Acceptance::Rejection, &request, &mut go_on()).unwrap();
                 prop_assert_eq!((&fast.new_ids, fast.finish_reason), (&slow.new_ids, slow.finish_reason));
                 steps_are_consistent(&fast, case.max_new_tokens);
@@ -93,7 +93,7 @@ fn heads_with_a_truncated_vocabulary_guess_as_if_the_other_tokens_were_impossibl
     let outcome =
         runner.run(&(cases(), limits(), 0i64..4, proptest::bool::ANY), |(case, limits, w2_rank, shared_w2)| {
             let llama = backbone(config(case.key_value_heads, case.window, case.eos.clone()), case.seed);
-            let of = |architecture| {
+            let heads = |architecture| {
                 let (medusa_num_heads, hidden_size) = (4, 32);
                 let shape = HeadsShape {
                     architecture,
@@ -107,7 +107,7 @@ fn heads_with_a_truncated_vocabulary_guess_as_if_the_other_tokens_were_impossibl
                 truncated_heads(shape, &llama, case.seed + 1)
             };
             let [medusa, hydra, with_prefix] =
-                [HeadsArchitecture::Medusa, HeadsArchitecture::Hydra, HeadsArchitecture::HydraPlusPlus].map(of);
+                [HeadsArchitecture::Medusa, HeadsArchitecture::Hydra, HeadsArchitecture::HydraPlusPlus].map(heads);
             let request = request(&case.prompt, case.max_new_tokens, 0.0);
             let slow = plain(&llama, &request, &mut go_on()).unwrap();
             let (tree, dynamic) = (GuessTree::Static(case.tree.clone()), GuessTree::Dynamic(limits));
@@ -140,7 +140,7 @@ fn a_static_tree_filled_level_by_level_holds_the_same_guesses() {
         let request = request(&case.prompt, case.max_new_tokens, 0.0);
         let limits = DynamicTree { nodes: 20, depth: 4, top_k: TOP_K };
         let guesser = Box::new(MedusaLevels::new(&llama, &heads, limits));
-        let by_level = LevelDrafter::of_tree(&llama, guesser, &case.tree);
+        let by_level = LevelDrafter::for_tree(&llama, guesser, &case.tree);
         let by_level = drafted(&llama, by_level, Acceptance::Greedy, &request, &mut go_on()).unwrap();
         let at_once = MedusaDrafter::new(&llama, &heads, &case.tree).unwrap();
         let at_once = drafted(&llama, at_once, Acceptance::Greedy, &request, &mut go_on()).unwrap();
@@ -150,7 +150,7 @@ fn a_static_tree_filled_level_by_level_holds_the_same_guesses() {
     outcome.unwrap();
 }
 
-/// A drafter with a prefix layer, told of every change to the rows, that compares each state with the layer over the whole text.
+/// A drafter with a prefix layer, notified of every change to the rows, that compares each state with the layer over the whole text.
 #[derive(Debug)]
 struct Compared<'a> {
     drafter: LevelDrafter<'a>,

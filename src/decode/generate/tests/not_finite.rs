@@ -174,7 +174,7 @@ fn a_draft_model_with_nan_changes_no_text() {
             let request = Request { stream: seeded(3), ..request(&[1, 2, 3], 12, temperature) };
             let whole = plain(&llama, &request, &mut go_on()).unwrap().new_ids;
             for drafter in
-                [LevelDrafter::of_tree(&llama, guesser(), &tree), LevelDrafter::dynamic(&llama, guesser(), limits)]
+                [LevelDrafter::for_tree(&llama, guesser(), &tree), LevelDrafter::dynamic(&llama, guesser(), limits)]
             {
                 let text = drafted(&llama, drafter, acceptance, &request, &mut go_on()).unwrap();
                 assert_eq!(text.new_ids, whole, "{guessing:?}, {acceptance:?}");

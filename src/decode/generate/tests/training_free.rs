@@ -161,8 +161,8 @@ fn a_text_that_depends_on_its_guesses_depends_on_no_other_text() {
                 let (name, mut fresh) = decoding();
                 let alone = fresh.decode(Drafting::On, &request, &mut go_on()).unwrap();
                 let text = together.decode(Drafting::On, &request, &mut go_on()).unwrap();
-                let told = |text: &Generation| (text.new_ids.clone(), text.accept_lengths.clone());
-                assert_eq!(told(&text), told(&alone), "{name}, {acceptance:?}, prompt {turn}");
+                let outcome = |text: &Generation| (text.new_ids.clone(), text.accept_lengths.clone());
+                assert_eq!(outcome(&text), outcome(&alone), "{name}, {acceptance:?}, prompt {turn}");
                 let taught = unrestricted.decode(Drafting::On, &request, &mut go_on()).unwrap();
                 would_differ += usize::from(taught.new_ids != alone.new_ids);
             }
@@ -172,7 +172,7 @@ fn a_text_that_depends_on_its_guesses_depends_on_no_other_text() {
 }
 
 fn sampling_within(top_p: f64) -> Sampling {
-    Sampling { top_p: Probability::new(top_p).unwrap(), ..Sampling::of_temperature(NonNegative::new(0.9).unwrap()) }
+    Sampling { top_p: Probability::new(top_p).unwrap(), ..Sampling::with_temperature(NonNegative::new(0.9).unwrap()) }
 }
 
 /// Texts that are decoded together teach each other nothing where the rule may accept any guess.
@@ -249,9 +249,9 @@ impl Drafter for Watched<'_> {
         let tree = &verified.proposal.tree;
         let window = tree.window.as_ref().expect("lookahead has a window");
         let tokens: Vec<i64> = Vec::try_from(&verified.proposal.tokens_n).unwrap();
-        let of_window = &tokens[tree.tree.len()..];
+        let window_tokens = &tokens[tree.tree.len()..];
         for (read, node) in (window.offsets.len() - window.read..window.offsets.len()).enumerate() {
-            let seen = window.sees[node].iter().map(|&seen| of_window[seen]);
+            let seen = window.sees[node].iter().map(|&seen| window_tokens[seen]);
             let text: Vec<i64> = self.text.iter().copied().chain(seen).collect();
             assert_eq!(text.len() - self.text.len(), window.offsets[node] as usize, "no gap between positions");
             let logits_v = verified.logits_nv.get((tree.tree.len() + read) as i64);

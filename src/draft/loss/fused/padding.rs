@@ -11,14 +11,14 @@ fn padded_rows(m: i64) -> i64 {
 }
 
 /// `[M, …]` to `[P, …]` on the CPU: the last row is repeated.
-pub(super) fn padded(of_m: &Tensor) -> Tensor {
-    let m = of_m.size()[0];
+pub(super) fn padded(x_m: &Tensor) -> Tensor {
+    let m = x_m.size()[0];
     let missing = padded_rows(m) - m;
-    if missing == 0 || of_m.device() != Device::Cpu {
-        return of_m.shallow_clone();
+    if missing == 0 || x_m.device() != Device::Cpu {
+        return x_m.shallow_clone();
     }
-    let last = of_m.narrow(0, m - 1, 1);
-    Tensor::cat(&[of_m, &last.repeat_interleave_self_int(missing, 0, missing)], 0)
+    let last = x_m.narrow(0, m - 1, 1);
+    Tensor::cat(&[x_m, &last.repeat_interleave_self_int(missing, 0, missing)], 0)
 }
 
 #[cfg(test)]

@@ -86,9 +86,9 @@ impl Projection<'_> {
             let slope = gradients.map(|_| slope_of(&logits_cv, self.output.logits));
             let teacher_cv = teacher.logits(&chunk.rows(&teacher_m));
             let losses = SoftLosses::new(logits_cv, teacher_cv, &chunk.rows(&tokens_m), top);
-            let of_chunk = losses.sums(chunk);
-            sums.add(&of_chunk);
-            ranks.push(of_chunk.ranks_m);
+            let chunk_sums = losses.sums(chunk);
+            sums.add(&chunk_sums);
+            ranks.push(chunk_sums.ranks_m);
             if let (Some((gradients, scale)), Some(slope)) = (gradients, slope) {
                 let dlogits_cv = slope.times(losses.dlogits(&teacher.objective));
                 chunk.backward(&dlogits_cv, weights, &gradients.output, scale * teacher.objective.total());
@@ -133,11 +133,11 @@ impl SoftLosses {
     /// The gradient of the weighted sum of both losses with respect to the logits, divided by the sum of the weights, so that float16
     /// can hold it.
     fn dlogits(self, objective: &SoftObjective) -> Tensor {
-        let of_labels_c1 = self.is_labelled_c1 * (objective.labels / objective.total());
-        let of_teacher = objective.backbone / objective.total();
+        let label_weight_c1 = self.is_labelled_c1 * (objective.labels / objective.total());
+        let teacher_weight = objective.backbone / objective.total();
         let Divergence { mut student_cv, mut teacher_cv, .. } = self.divergence;
-        let _ = student_cv.g_mul_(&(&of_labels_c1 + of_teacher));
-        student_cv -= teacher_cv.g_mul_scalar_(of_teacher);
-        student_cv.scatter_add_(1, &self.labels.tokens_c1, &-of_labels_c1)
+        let _ = student_cv.g_mul_(&(&label_weight_c1 + teacher_weight));
+        student_cv -= teacher_cv.g_mul_scalar_(teacher_weight);
+        student_cv.scatter_add_(1, &self.labels.tokens_c1, &-label_weight_c1)
     }
 }

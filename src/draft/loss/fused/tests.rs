@@ -92,11 +92,10 @@ fn chunks_have_rows_enough_on_the_cpu_and_a_gibibyte_of_logits_on_a_gpu() {
 
 #[test]
 fn the_fused_loss_and_its_gradients_equal_the_plain_ones() {
-    let of_families =
-        [true, false].map(|shared| LOGITS[1..].iter().map(move |&logits| (Kind::Float, 1, shared, logits)));
+    let families = [true, false].map(|shared| LOGITS[1..].iter().map(move |&logits| (Kind::Float, 1, shared, logits)));
     let cases = [(1, false), (2, false), (1, true)].map(|(layers, shared)| (Kind::Float, layers, shared, LOGITS[0]));
     let in_float64 = [(Kind::Double, 2, false, LOGITS[0]), (Kind::Double, 1, true, LOGITS[2])];
-    for (kind, layers, shared, logits) in cases.into_iter().chain(of_families.into_iter().flatten()).chain(in_float64) {
+    for (kind, layers, shared, logits) in cases.into_iter().chain(families.into_iter().flatten()).chain(in_float64) {
         let backbone = backbone_in(kind, logits);
         losses_of_a_head_equal_the_plain_ones(&heads(layers, shared, &backbone), &targets(), &backbone);
     }
@@ -162,9 +161,9 @@ fn gradients_of_a_shared_w2_are_summed_over_the_heads() {
         let plain = (0..2).map(|head| cross_entropy_sum(&heads, head, &hidden, &targets, &backbone)).sum::<Tensor>();
         let expected = Tensor::run_backward(&[plain * 0.01], &inputs, false, false);
         let got: Vec<Tensor> = inputs.iter().map(|p| p.detach().zeros_like()).collect();
-        let (of_heads, shared) = got.split_at(4); // W1 and b1 of each head
+        let (block_sums, shared) = got.split_at(4); // W1 and b1 of each head
         let (down, w2) = shared.split_at(shared.len() - 1);
-        for (head, own) in of_heads.chunks(2).enumerate() {
+        for (head, own) in block_sums.chunks(2).enumerate() {
             let head = heads.head(head);
             let into = LevelGradients {
                 blocks: own.iter().chain(down).collect(),
@@ -217,7 +216,7 @@ fn losses_of_a_head_equal_the_plain_ones(heads: &Heads, targets: &Targets, backb
 }
 
 #[test]
-fn of_equal_logits_the_lower_token_is_guessed_first() {
+fn the_lower_token_of_equal_logits_is_guessed_first() {
     let mut generator = Generator::seeded(6);
     let mut digits = |size: &[i64]| (generator.integers(5, size) - 2).to_kind(Kind::BFloat16);
     let (hidden, weight_vh) = (digits(&[400, 4]), digits(&[300, 4])); // 33 logits among 300 tokens
@@ -240,8 +239,8 @@ fn ranks_below_the_top_equal_those_of_all_rows() {
     let mut generator = Generator::seeded(7);
     for (rows, vocabulary, values) in [(300, 700, 40), (3, 100_000, 90_000), (70, 5000, 3)] {
         let logits_cv = generator.integers(values, &[rows, vocabulary]).to_kind(Kind::Float);
-        let of_rank = Tensor::arange(rows, (Kind::Int64, Device::Cpu)).remainder(9).unsqueeze(1);
-        let tokens_c1 = logits_cv.topk(9, 1, true, true).1.gather(1, &of_rank, false);
+        let rank_c1 = Tensor::arange(rows, (Kind::Int64, Device::Cpu)).remainder(9).unsqueeze(1);
+        let tokens_c1 = logits_cv.topk(9, 1, true, true).1.gather(1, &rank_c1, false);
         let target_c1 = logits_cv.gather(1, &tokens_c1, false);
         let top = TOP as f64;
         let expected = ranks_of_all(&logits_cv, &target_c1, &tokens_c1).clamp_max(top);
@@ -279,10 +278,10 @@ fn gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
 /// 4e-6 is the scale of 2·10^5 targets; the second is that times a λ0 of 0.01.
 #[test]
 fn gradients_of_16_bits_are_those_of_float32() {
-    let of_float32 = gradients_in(Kind::Float, 1.0);
+    let in_float32 = gradients_in(Kind::Float, 1.0);
     for (kind, scale, most) in [(Kind::Half, 4e-6, 0.005), (Kind::Half, 4e-8, 0.005), (Kind::BFloat16, 4e-6, 0.02)] {
         let got = gradients_in(kind, scale);
-        for ((name, got), expected) in ["W1", "b1", "W2", "hidden"].iter().zip(&got).zip(&of_float32) {
+        for ((name, got), expected) in ["W1", "b1", "W2", "hidden"].iter().zip(&got).zip(&in_float32) {
             let expected = expected * scale;
             let off = ((got - &expected).norm() / expected.norm()).double_value(&[]);
             assert!(off < most, "{kind:?}, times {scale}: {name} is off by {off}");
@@ -300,7 +299,7 @@ fn lm_gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
     let hidden = generator.normal(&[700, 24], (Kind::Float, Device::Cpu));
     let teacher = (&hidden + generator.normal_like(&hidden) * 0.1).to_kind(kind);
     drop(generator);
-    let of_goal = |goal| {
+    let gradients_for = |goal| {
         let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
         let output = OutputGradients { adapter: Some([&got[0], &got[1]]), ..OutputGradients::default() };
         let into = LevelGradients { blocks: vec![], output, hidden_nh: Some(&got[2]) };
@@ -311,14 +310,14 @@ fn lm_gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
         }
         got
     };
-    [0, 1].into_iter().flat_map(of_goal).collect()
+    [0, 1].into_iter().flat_map(gradients_for).collect()
 }
 
 #[test]
 fn gradients_of_an_lm_head_of_16_bits_are_those_of_float32() {
-    let of_float32 = lm_gradients_in(Kind::Float, 4e-8);
+    let in_float32 = lm_gradients_in(Kind::Float, 4e-8);
     for (kind, most) in [(Kind::Half, 0.005), (Kind::BFloat16, 0.02)] {
-        for ((at, got), expected) in lm_gradients_in(kind, 4e-8).iter().enumerate().zip(&of_float32) {
+        for ((at, got), expected) in lm_gradients_in(kind, 4e-8).iter().enumerate().zip(&in_float32) {
             let off = ((got - expected).norm() / expected.norm()).double_value(&[]);
             assert!(off < most, "{kind:?}, gradient {at} is off by {off}");
         }
@@ -434,7 +433,7 @@ fn losses_of_soft_targets_and_their_gradients_equal_the_plain_ones() {
         let hidden = generator.normal(&[700, 24], (kind, Device::Cpu));
         drop(generator);
         let lm_head = OutputLayer::lm_head(&backbone, Adapters::Training { seed: 7 });
-        let lm_head = lm_head.of_tokens(heads.token_map().map(TokenMap::tokens_n));
+        let lm_head = lm_head.with_tokens(heads.token_map().map(TokenMap::tokens_n));
         let objective = SoftObjective { lm_head, teacher_nh: &hidden.copy(), labels, backbone: teacher };
         soft_losses_equal_the_plain_ones(HeadPass::new(heads.head(1), &backbone), [a, b], &hidden, objective);
     }
@@ -444,21 +443,21 @@ fn soft_losses_equal_the_plain_ones(pass: HeadPass, ab: [&Tensor; 2], hidden: &T
     let HeadPass { head, backbone, .. } = pass;
     let tokens_n = objective.lm_head.tokens_n;
     let soft = soft_targets_among(tokens_n.map_or(40_000, |tokens_n| tokens_n.size()[0]));
-    let of_output = head.w2().map_or_else(|| ab.to_vec(), |w2| vec![w2]);
-    let parameters: Vec<&Tensor> = head.block_parameters().into_iter().chain(of_output).chain([hidden]).collect();
+    let output = head.w2().map_or_else(|| ab.to_vec(), |w2| vec![w2]);
+    let parameters: Vec<&Tensor> = head.block_parameters().into_iter().chain(output).chain([hidden]).collect();
     for parameter in &parameters {
         let _ = parameter.set_requires_grad(true);
     }
     let x_mh = head.hidden(&hidden.index_select(0, &soft.targets.positions_m));
-    let of_w2 = |w2: &Tensor| logits_of(x_mh.matmul(&w2.tr()), head.logit_spec(backbone));
-    let student_mv = head.w2().map_or_else(|| backbone.logits(&x_mh, Adapters::On), of_w2);
+    let w2_logits = |w2: &Tensor| logits_of(x_mh.matmul(&w2.tr()), head.logit_spec(backbone));
+    let student_mv = head.w2().map_or_else(|| backbone.logits(&x_mh, Adapters::On), w2_logits);
     let [cross_entropy, divergence] = soft_loss_sums(&student_mv, hidden, &soft, backbone, tokens_n);
     let plain = &cross_entropy * objective.labels + &divergence * objective.backbone;
     let expected = Tensor::run_backward(&[plain * 0.01], &parameters, false, false);
     let got: Vec<Tensor> = parameters.iter().map(|p| p.detach().zeros_like()).collect();
     let [blocks @ .., dhidden] = &got[..] else { panic!("no hidden states") };
-    let (blocks, of_output) = blocks.split_at(head.block_parameters().len());
-    let output = match of_output {
+    let (blocks, output) = blocks.split_at(head.block_parameters().len());
+    let output = match output {
         [w2] => OutputGradients { weight_vh: Some(w2), ..OutputGradients::default() },
         [a, b] => OutputGradients { adapter: Some([a, b]), ..OutputGradients::default() },
         _ => panic!("W2, or A and B"),
@@ -503,9 +502,9 @@ fn soft_gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
 
 #[test]
 fn gradients_of_soft_targets_of_16_bits_are_those_of_float32() {
-    let of_float32 = soft_gradients_in(Kind::Float, 1.0);
+    let in_float32 = soft_gradients_in(Kind::Float, 1.0);
     for (kind, scale, most) in [(Kind::Half, 4e-6, 0.005), (Kind::Half, 4e-8, 0.005), (Kind::BFloat16, 4e-6, 0.02)] {
-        for ((at, got), expected) in soft_gradients_in(kind, scale).iter().enumerate().zip(&of_float32) {
+        for ((at, got), expected) in soft_gradients_in(kind, scale).iter().enumerate().zip(&in_float32) {
             let expected = expected * scale;
             let off = ((got - &expected).norm() / expected.norm()).double_value(&[]);
             assert!(off < most, "{kind:?}, times {scale}, gradient {at} is off by {off}");

@@ -67,7 +67,7 @@ fn filled(backbone: &Llama, heads: &Heads, tree: &SparseTree, hidden_1h: &Tensor
     let (last, buffers) = (3, &memory.buffers);
     buffers.hidden_nh.narrow(0, last, 1).copy_(hidden_1h);
     buffers.state.shallow_clone().copy_(&state::before_first(9, last, root, Device::Cpu));
-    let next = Nodes::of_tree(tree, Device::Cpu);
+    let next = Nodes::for_tree(tree, Device::Cpu);
     NextTree { ops: &Ops::Oracle, weights: &weights, memory: &memory }.fill(&next).unwrap();
     Vec::try_from(buffers.tokens_n.narrow(0, 0, next.len()).to_kind(Kind::Int64)).unwrap()
 }
@@ -76,7 +76,7 @@ fn filled(backbone: &Llama, heads: &Heads, tree: &SparseTree, hidden_1h: &Tensor
 fn proposed(backbone: &Llama, heads: &Heads, tree: &SparseTree, hidden_1h: &Tensor, root: i64) -> Vec<i64> {
     let (tree, root) = (GuessTree::Static(tree.clone()), Chosen::on_host(root));
     let mut drafter = heads.drafter(backbone, &tree).unwrap();
-    let sampling = Sampling::of_temperature(NonNegative::ZERO);
+    let sampling = Sampling::with_temperature(NonNegative::ZERO);
     let text = TextSoFar {
         row: 0,
         ids: &[],
@@ -125,8 +125,9 @@ fn guesses_depend_on_every_token_of_the_path() {
     let tree = SparseTree::cartesian(&[4, 2, 1, 1]).unwrap();
     let tokens = tch::no_grad(|| filled(&backbone, &heads, &tree, &hidden_1h, 7));
     for depth in 1..=4 {
-        let of_level = (1..tree.len()).filter(|&node| tree.depth(node) == depth && tree.child_index(node) == Some(0));
-        let mut guesses: Vec<i64> = of_level.map(|node| tokens[node]).collect();
+        let first_children =
+            (1..tree.len()).filter(|&node| tree.depth(node) == depth && tree.child_index(node) == Some(0));
+        let mut guesses: Vec<i64> = first_children.map(|node| tokens[node]).collect();
         let parents = guesses.len();
         guesses.sort_unstable();
         guesses.dedup();
@@ -158,9 +159,9 @@ fn copies_of_the_heads_weights_are_those_of_the_plan() {
         let is_copy = |tensor: &&Tensor| !own.contains(&(tensor.data_ptr() as u64));
         let all: Vec<&Tensor> = match weights.heads.as_ref().unwrap() {
             HeadWeights::AtOnce(heads) => heads.blocks.iter().flatten().chain(&heads.w2_vh).collect(),
-            HeadWeights::ByLevel(heads) => [&heads.of_hidden_wh, &heads.bias_w]
+            HeadWeights::ByLevel(heads) => [&heads.hidden_wh, &heads.bias_w]
                 .into_iter()
-                .chain(heads.levels.iter().map(|level| &level.of_token_wh))
+                .chain(heads.levels.iter().map(|level| &level.token_wh))
                 .chain(heads.levels.iter().flat_map(|level| level.blocks.iter().flatten()))
                 .chain(heads.levels.iter().flat_map(|level| &level.w2_vh))
                 .chain(heads.levels.iter().flat_map(|level| &level.output_bias_v))

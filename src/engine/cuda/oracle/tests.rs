@@ -32,7 +32,7 @@ proptest! {
         log_p in proptest::collection::vec(0usize..4, 41),
         entropy in 0.0f64..4.0,
     ) {
-        let (n, nodes) = (tree.len(), Nodes::of_tree(&tree, Device::Cpu));
+        let (n, nodes) = (tree.len(), Nodes::for_tree(&tree, Device::Cpu));
         let (tokens, chosen) = (&tokens[..n], &chosen[..n]);
         let walked = accepted(&nodes, |out| walk(&nodes, &ints(tokens), &ints(chosen), out));
         prop_assert_eq!(walked, accept::walk(&tree, tokens, |node| chosen[node]));
@@ -93,7 +93,7 @@ fn the_accepted_rows_follow_the_committed_ones() {
 #[test]
 fn nodes_hold_the_root_and_the_heads_guesses() {
     let tree = SparseTree::new(vec![vec![0], vec![2], vec![0, 1], vec![0, 1, 0]]).unwrap();
-    let nodes = Nodes::of_tree(&tree, Device::Cpu);
+    let nodes = Nodes::for_tree(&tree, Device::Cpu);
     let (state, tokens_n) = (state::before_first(4, 0, 99, Device::Cpu), ints(&[-1; 5]));
     fill_tree(&nodes, &Tensor::arange(9, (Kind::Int, Device::Cpu)).view([3, 3]), &state, &tokens_n);
     assert_eq!(host(&tokens_n), [99, 0, 2, 4, 6]);

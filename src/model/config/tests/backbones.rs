@@ -47,7 +47,7 @@ impl LlamaConfig {
     /// [`LlamaConfig::tiny`], and a backbone with what each family has beyond it.
     pub(crate) fn tiny_of_each_family() -> Vec<Self> {
         use crate::model::block_spec::{Activation, LinearStorage, LogitSpec, NormKind, NormPlaces, QueryKeyNorm};
-        let of =
+        let config =
             |model_type: &str, family: FamilyTraits| Self { model_type: model_type.into(), family, ..Self::tiny() };
         let layer = |slides, rotates| LayerTraits { slides, rotates };
         let qwen3 = FamilyTraits { query_key_norm: Some(QueryKeyNorm::EachHead), ..FamilyTraits::default() };
@@ -77,16 +77,17 @@ impl LlamaConfig {
             ..FamilyTraits::default()
         };
         let smollm = FamilyTraits { layers: vec![layer(true, false), layer(true, true)], ..FamilyTraits::default() };
-        let qwen2 = Self { biases: Biases { qkv: true, o: false, mlp: false }, ..of("qwen2", FamilyTraits::default()) };
+        let qwen2 =
+            Self { biases: Biases { qkv: true, o: false, mlp: false }, ..config("qwen2", FamilyTraits::default()) };
         vec![
             Self::tiny(),
             qwen2,
-            of("qwen3", qwen3),
-            Self { sliding_window: Some(5), ..of("gemma3_text", gemma) },
-            of("phi3", phi),
-            of("granite", granite),
-            of("olmo2", olmo),
-            of("smollm3", smollm),
+            config("qwen3", qwen3),
+            Self { sliding_window: Some(5), ..config("gemma3_text", gemma) },
+            config("phi3", phi),
+            config("granite", granite),
+            config("olmo2", olmo),
+            config("smollm3", smollm),
         ]
     }
 }

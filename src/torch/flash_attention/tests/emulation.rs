@@ -129,14 +129,14 @@ struct Segmented {
 impl Segmented {
     fn new(
         qkv: [Tensor; 3],
-        [of_queries, of_keys]: [&Tensor; 2],
+        [query_bounds, key_bounds]: [&Tensor; 2],
         longest: [i64; 2],
         scale: Option<f64>,
         behind: Option<i64>,
     ) -> Self {
-        assert_eq!([of_queries.kind(), of_keys.kind()], [Kind::Int; 2]);
-        assert!(of_queries.equal(of_keys), "queries and keys have the same segments");
-        let bounds = Vec::<i64>::try_from(&of_queries.to_kind(Kind::Int64)).expect("bounds");
+        assert_eq!([query_bounds.kind(), key_bounds.kind()], [Kind::Int; 2]);
+        assert!(query_bounds.equal(key_bounds), "queries and keys have the same segments");
+        let bounds = Vec::<i64>::try_from(&query_bounds.to_kind(Kind::Int64)).expect("bounds");
         let lengths = bounds.windows(2).map(|bounds| bounds[1] - bounds[0]);
         assert_eq!([lengths.max(), bounds.last().copied()], [Some(longest[0]), Some(qkv[0].size()[0])]);
         assert_eq!(longest[0], longest[1]);
@@ -149,8 +149,8 @@ impl Segmented {
     fn each(&self) -> impl Iterator<Item = ([Tensor; 3], Tensor)> {
         let r = self.qkv[0].size()[1] / self.qkv[1].size()[1];
         self.bounds.windows(2).map(move |bounds| {
-            let of_segment = |x: &Tensor| x.narrow(0, bounds[0], bounds[1] - bounds[0]).transpose(0, 1);
-            let [q, k, v] = self.qkv.each_ref().map(of_segment);
+            let segment = |x: &Tensor| x.narrow(0, bounds[0], bounds[1] - bounds[0]).transpose(0, 1);
+            let [q, k, v] = self.qkv.each_ref().map(segment);
             let [k, v] = [k, v].map(|x| x.repeat_interleave_self_int(r, 0, None));
             let visible = Tensor::ones(q.size()[1..2].repeat(2), (Kind::Bool, q.device())).tril(0);
             let visible = if self.behind < 0 { visible } else { visible.triu(-self.behind) };
@@ -195,24 +195,24 @@ unsafe extern "C" fn backward(stack: *mut u64, arguments: u64, results: u64) {
     let mut given = Operands(stack.iter());
     let [grad_nqd] = given.tensors();
     let qkv = given.tensors();
-    let [_out, _logsumexp, of_queries, of_keys] = given.tensors();
+    let [_out, _logsumexp, query_bounds, key_bounds] = given.tensors();
     let longest = [given.int(), given.int()];
     assert_eq!((given.float(), given.bool()), (0.0, true), "no dropout, causal");
     let [_random_state, _unused] = given.tensors();
     let (scale, behind) = (given.optional().map(f64::from_bits), given.optional().map(u64::cast_signed));
     assert!(given.optional().is_none(), "ahead");
-    let segmented = Segmented::new(qkv, [&of_queries, &of_keys], longest, scale, behind);
+    let segmented = Segmented::new(qkv, [&query_bounds, &key_bounds], longest, scale, behind);
     let groups = segmented.qkv[1].size()[1];
-    let of_groups = |dx_qld: Tensor| dx_qld.unflatten(0, [groups, -1]).sum_dim_intlist(1, false, None::<Kind>);
+    let sum_groups = |dx_qld: Tensor| dx_qld.unflatten(0, [groups, -1]).sum_dim_intlist(1, false, None::<Kind>);
     let mut gradients = [(); 3].map(|()| vec![]);
     for (([q, k, v], weights), bounds) in segmented.each().zip(segmented.bounds.windows(2)) {
         let grad = grad_nqd.narrow(0, bounds[0], bounds[1] - bounds[0]).transpose(0, 1);
-        let of_weights = grad.matmul(&v.transpose(1, 2));
-        let along = (&of_weights * &weights).sum_dim_intlist(-1, true, None::<Kind>);
-        let of_scores = &weights * (of_weights - along) * segmented.scale;
-        gradients[0].push(of_scores.matmul(&k));
-        gradients[1].push(of_groups(of_scores.transpose(1, 2).matmul(&q)));
-        gradients[2].push(of_groups(weights.transpose(1, 2).matmul(&grad)));
+        let dweights = grad.matmul(&v.transpose(1, 2));
+        let along = (&dweights * &weights).sum_dim_intlist(-1, true, None::<Kind>);
+        let dscores = &weights * (dweights - along) * segmented.scale;
+        gradients[0].push(dscores.matmul(&k));
+        gradients[1].push(sum_groups(dscores.transpose(1, 2).matmul(&q)));
+        gradients[2].push(sum_groups(weights.transpose(1, 2).matmul(&grad)));
     }
     gradients.iter().zip(stack).for_each(|(parts, slot)| *slot = Operand::Tensor(&joined(parts)).packed());
 }

@@ -103,8 +103,8 @@ unsafe extern "C" fn init_rank(
     });
     // SAFETY: as above; nothing is ever read there.
     unsafe { *comm = ptr::without_provenance_mut(number) };
-    let of = format!(" {number} on {device}: rank {rank} of {ranks}, blocking {blocking}, id {}", id.0[0]);
-    FakeNccl::called("ncclCommInitRankConfig", of)
+    let arguments = format!(" {number} on {device}: rank {rank} of {ranks}, blocking {blocking}, id {}", id.0[0]);
+    FakeNccl::called("ncclCommInitRankConfig", arguments)
 }
 
 unsafe extern "C" fn all_reduce(
