@@ -305,6 +305,46 @@ fn public_items_and_files_have_docs() {
     assert_eq!(without_docs(&CrateMap::of(&[("b.rs", "pub use a::B;")]).files[0]), ["src/b.rs: no //! at the top"]);
 }
 
+/// Words for which the field has others (reported, emitted, streamed, distinguished, …): no name and no comment of src/ has them.
+const AVOIDED: [&str; 6] = ["tell", "tells", "told", "telling", "untold", "wording"];
+
+/// A key of `--check --json`, the only name that may begin with `of_`: others are nouns, or begin with `from_` or `for_`.
+const OF_KEY: &str = "of_no_row";
+
+/// `words` with an avoided one, or with a name that begins with `of_`, as often as they occur.
+fn avoided(text: &str) -> BTreeMap<&str, usize> {
+    let mut found = BTreeMap::new();
+    for name in text.split(|c: char| !c.is_alphanumeric() && c != '_') {
+        let has_word = name.split('_').any(|word| AVOIDED.contains(&word.to_lowercase().as_str()));
+        if has_word || name.starts_with("of_") && name != OF_KEY {
+            *found.entry(name).or_default() += 1;
+        }
+    }
+    found
+}
+
+/// Names and comments with words that are avoided, and how often; string literals may have them.
+fn avoided_names(source: &Source, text: &str) -> Vec<String> {
+    let mut found = avoided(text);
+    for (name, count) in source.literals.iter().flat_map(|(literal, _)| avoided(literal)) {
+        found.entry(name).and_modify(|all| *all -= count);
+    }
+    found.into_iter().filter(|(_, count)| *count > 0).map(|(name, _)| format!("src/{}: {name}", source.path)).collect()
+}
+
+#[test]
+fn names_and_comments_use_the_words_of_the_field() {
+    let read = |source: &Source| fs::read_to_string(Path::new(ROOT).join("src").join(&source.path)).expect("a source");
+    let found: Vec<String> = THIS_CRATE.files.iter().flat_map(|source| avoided_names(source, &read(source))).collect();
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+    let names = |text: &str| avoided_names(&CrateMap::of(&[("a.rs", text)]).files[0], text);
+    assert_eq!(
+        names("//! Tells all.\nfn is_told() { \"tell it\" }\nfn of_x() {}\n"),
+        ["src/a.rs: Tells", "src/a.rs: is_told", "src/a.rs: of_x"]
+    );
+    assert_eq!(names("//! As retold.\nfn f() { \"a server tells\"; of(\"tells\") }\n"), [""; 0]);
+}
+
 fn code_lines(map: &CrateMap) -> BTreeMap<&str, usize> {
     let mut lines = BTreeMap::new();
     for source in &map.files {
