@@ -58,7 +58,7 @@ const CODE_LINES: [(&str, usize); 35] = [
 ];
 
 /// Limit for the lines of README.md.
-const README_LINES: usize = 200;
+const README_LINES: usize = 150;
 
 /// Files that pass between commands: only formats/ reads and writes them.
 const FORMATS: &[&str] = &[
