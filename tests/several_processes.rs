@@ -104,7 +104,7 @@ impl<'a> Run<'a> {
 
     fn outcome(self, name: &str, ranks: Ranks, report: &mut dyn FnMut(RunEvent)) -> Result<RunOutcome, TrainError> {
         let resume = self.folder.join(name).exists();
-        let resume = ranks.from_first(ranks.is_first().then_some(resume))?; // before rank 0 makes the folder
+        let resume = ranks.broadcast(ranks.is_first().then_some(resume))?; // before rank 0 makes the folder
         let checked =
             ranks.first_of_machine_first(|| CheckedRun::load(self.recipe(name).plan(Device::Cpu), Watch::default()))?;
         ranks.agree(TrainRun::load(checked))?.train(ranks, resume, &INTERRUPTED_BY_NOBODY, report)

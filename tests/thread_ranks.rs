@@ -173,7 +173,7 @@ fn the_first_rank_of_a_machine_works_before_the_others() {
             Ok::<_, TrainError>(())
         };
         ranks.first_of_machine_first(work).expect("no error");
-        assert_eq!(ranks.from_first(ranks.is_first().then_some("told".to_owned())).expect("rank 0 tells"), "told");
+        assert_eq!(ranks.broadcast(ranks.is_first().then_some("told".to_owned())).expect("rank 0 tells"), "told");
     });
     let done = done.into_inner().expect("no panic");
     assert_eq!((done.len(), done[0]), (3, 0));

@@ -68,9 +68,9 @@ pub(super) fn count(text: &str) -> Result<NonZeroUsize, String> {
 /// # Errors
 /// If the system refuses to start them.
 pub(super) fn start_tokenisers(threads: Option<NonZeroUsize>) -> anyhow::Result<()> {
-    let rayons_choice = 0; // RAYON_NUM_THREADS, or the number of cores
+    let automatic = 0; // RAYON_NUM_THREADS, or the number of cores
     let started =
-        rayon::ThreadPoolBuilder::new().num_threads(threads.map_or(rayons_choice, NonZeroUsize::get)).build_global();
+        rayon::ThreadPoolBuilder::new().num_threads(threads.map_or(automatic, NonZeroUsize::get)).build_global();
     let count = threads.map_or_else(String::new, |count| format!("{count} "));
     started.with_context(|| format!("cannot start {count}threads; use a smaller --threads"))
 }

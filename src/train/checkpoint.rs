@@ -223,7 +223,7 @@ impl<'r> Checkpoints<'r> {
     pub fn restore_newest(&self, state: &mut TrainState, ranks: Ranks) -> Result<Option<PathBuf>, CheckpointError> {
         let newest = ranks.is_first().then(|| self.newest()).transpose();
         let newest = ranks.agree(newest.map_err(CheckpointError::from))?;
-        let newest = ranks.from_first(newest)?;
+        let newest = ranks.broadcast(newest)?;
         if let Some(checkpoint) = &newest {
             self.restore(checkpoint, state, ranks)?;
         }
@@ -232,7 +232,7 @@ impl<'r> Checkpoints<'r> {
 
     fn restore(&self, checkpoint: &Path, state: &mut TrainState, ranks: Ranks) -> Result<(), CheckpointError> {
         let read = ranks.is_first().then(|| self.restore_weights(checkpoint, state)).transpose();
-        let read = ranks.from_first(ranks.agree(read)?)?;
+        let read = ranks.broadcast(ranks.agree(read)?)?;
         if let Some(tokens) = read.token_map {
             state.drafter.set_token_map(TokenMap::new(tokens, self.backbone.device()));
         }

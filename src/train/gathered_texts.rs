@@ -47,7 +47,7 @@ impl<'c> EvaluatedTexts<'c> {
             self.count(&all);
             self.counted.tokens_per_step()
         });
-        self.ranks.from_first(found)
+        self.ranks.broadcast(found)
     }
 
     /// Counts the batches of all processes, which took turns.

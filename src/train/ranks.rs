@@ -155,7 +155,7 @@ impl<'c> Ranks<'c> {
     ///
     /// # Panics
     /// If rank 0 passes `None`, or a value that JSON does not hold.
-    pub fn from_first<T: Serialize + DeserializeOwned>(self, value: Option<T>) -> Result<T, RanksError> {
+    pub fn broadcast<T: Serialize + DeserializeOwned>(self, value: Option<T>) -> Result<T, RanksError> {
         if self.is_alone() {
             return Ok(value.expect("rank 0 says it"));
         }

@@ -90,7 +90,7 @@ impl TrainRun {
         ranks.agree(same)?;
         let begun = ranks.is_first().then(|| self.begin(ranks, resume, emit)).transpose();
         let begun = ranks.agree_after_long_work(begun)?;
-        let goes_on = ranks.from_first(begun.as_ref().map(|begun| begun.backbone.is_some()))?;
+        let goes_on = ranks.broadcast(begun.as_ref().map(|begun| begun.backbone.is_some()))?;
         if !goes_on {
             return Ok(RunOutcome::FinishedBefore(self.checked.plan.train.output_dir.join(FINAL)));
         }
@@ -103,7 +103,7 @@ impl TrainRun {
         let logged_every = claimed.as_ref().and_then(|claimed| claimed.logged_every);
         let texts = ranks.is_first().then(|| self.own_answers(interrupted, emit)).transpose();
         let texts = ranks.agree_after_long_work(texts)?;
-        let OwnAnswers::Rows(answers) = ranks.from_first(texts)? else { return Ok(RunOutcome::InterruptedBefore) };
+        let OwnAnswers::Rows(answers) = ranks.broadcast(texts)? else { return Ok(RunOutcome::InterruptedBefore) };
         let answers = answers.and_then(|rows| own_answers::loader(rows, &self.checked.plan));
         check_halves(&self.checked.plan, answers.as_ref(), "validation answer")?;
         let training = self.started(ranks, backbone, logged_every, emit)?;

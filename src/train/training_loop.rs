@@ -183,7 +183,7 @@ impl<'r> TrainingLoop<'r, '_> {
         // A finished run can go on from its last step if the recipe asks for more.
         let newest = self.ranks.is_first().then(|| newest_step(&self.plan().train.output_dir)).transpose();
         let newest = self.ranks.agree(newest.map_err(TrainError::from))?;
-        if self.ranks.from_first(newest)? != Some(self.state.step) {
+        if self.ranks.broadcast(newest)? != Some(self.state.step) {
             self.save()?;
         }
         let heads = self.sync().and_then(|()| match self.ranks.is_first() {

@@ -81,7 +81,7 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let model = args.server.model(&client, stop, common)?;
     let contexts = args.contexts(words.as_ref(), &model)?;
     contexts.check(words.is_some(), common)?;
-    let settings = args.settings(contexts.at_begin, common);
+    let settings = args.settings(contexts.initial, common);
     let (dialogues, _) = args.fitting(dialogues, renderer.as_ref(), &settings, common)?;
     let prompts = PromptsUsed { file: &file, conversations: dialogues.len(), too_long: all - dialogues.len() };
     let provenance = DistillProvenance {
@@ -139,8 +139,8 @@ impl DistillArgs {
         let at_first = begun.map_or(model.max_model_len, |keys| keys.get("server_context").and_then(Value::as_u64));
         let with =
             |limit: Option<u64>| limit.map_or(Ok(own), |limit| usize::try_from(limit).map(|limit| limit.min(own)));
-        let at_begin = with(at_first)?;
-        Ok(Contexts { own, at_begin, now: at_begin.min(with(model.max_model_len)?) })
+        let initial = with(at_first)?;
+        Ok(Contexts { own, initial, now: initial.min(with(model.max_model_len)?) })
     }
 
     fn server_settings(&self, words: Option<&BackboneTokens>, model: String, contexts: Contexts) -> ServerSettings {
@@ -150,7 +150,7 @@ impl DistillArgs {
             top_p: self.top_p,
             concurrency: self.server.concurrency.get(),
             retries: self.server.retries,
-            context: contexts.at_begin,
+            context: contexts.initial,
             context_now: contexts.now,
             strict: self.fit.strict,
             eos: words.map_or_else(Vec::new, |words| words.config.eos_token_ids.clone()),
@@ -178,7 +178,7 @@ struct Contexts {
     /// Of the backbone and the flag: a resumed run must have the same.
     own: usize,
     /// With the server's when the folder was begun, which decides on the prompts that fit.
-    at_begin: usize,
+    initial: usize,
     /// With the server's of this run.
     now: usize,
 }
@@ -189,15 +189,15 @@ impl Contexts {
     /// # Errors
     /// Without `--backbone` nobody knows what does not fit.
     fn check(self, has_backbone: bool, common: &CommonFlags) -> anyhow::Result<()> {
-        let Self { at_begin, now, .. } = self;
-        if now >= at_begin {
+        let Self { initial, now, .. } = self;
+        if now >= initial {
             return Ok(());
         }
         let smaller =
-            format!("the server's context (max_model_len) is {now} tokens, and was {at_begin} when --out was begun");
+            format!("the server's context (max_model_len) is {now} tokens, and was {initial} when --out was begun");
         if !has_backbone {
             anyhow::bail!(
-                "{smaller}; without --backbone the prompts that do not fit are not known: start the server with {at_begin} again"
+                "{smaller}; without --backbone the prompts that do not fit are not known: start the server with {initial} again"
             );
         }
         common.say(format_args!("{smaller}: the run ends at the first prompt or answer that does not fit"));
