@@ -53,7 +53,7 @@ const CODE_LINES: [(&str, usize); 35] = [
     ("serve", 2263),
     ("session", 1652),
     ("torch", 2685),
-    ("train", 5571),
+    ("train", 5576),
     ("tree", 1602),
 ];
 

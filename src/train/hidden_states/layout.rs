@@ -15,6 +15,7 @@ use crate::data::IGNORE;
 use crate::data::cache::CacheError;
 use crate::data::pack::{PackedSequence, Sequences};
 use crate::files::{self, hex};
+use crate::model::block_spec::LayerKinds;
 use crate::model::llama::Llama;
 use crate::model::weights;
 use crate::torch::LIBTORCH_VERSION;
@@ -140,7 +141,7 @@ pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
     let on = if backbone.device().is_cuda() { "cuda" } else { "cpu" };
     let mut facts = format!("{FORMAT}\nlibtorch {LIBTORCH_VERSION} on {on}\n{:?}\n", backbone.kind());
     // Rotary embeddings may depend on the context, which is not in the folder.
-    facts += &format!("{:?}\n", backbone.block().layers);
+    facts += &format!("{}\n", layer_facts(&backbone.block().layers, backbone.config.num_hidden_layers));
     if !backbone.taps().is_empty() {
         facts += &format!("taps {:?}\n", backbone.taps().layers());
     }
@@ -151,6 +152,12 @@ pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
         facts += &format!("{:?} {} bytes, {modified}\n", path.file_name(), metadata.len());
     }
     Ok([facts.into_bytes(), files::read(&folder.join("config.json"))?].concat())
+}
+
+/// How the layers attend. The text is part of every key: it must stay what it is, whatever fields are called.
+pub(super) fn layer_facts(layers: &LayerKinds, count: usize) -> String {
+    let by_layer: Vec<usize> = (0..count).map(|layer| layers.kind_of(layer)).collect();
+    format!("LayerKinds {{ kinds: {:?}, of_layer: {by_layer:?} }}", layers.kinds())
 }
 
 /// The file name for a backbone and these rows, each its own sequence.

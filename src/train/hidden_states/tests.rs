@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
-use super::layout::positions_in;
+use super::layout::{layer_facts, positions_in};
 use super::{
     CacheSettings, HiddenStatesError, KeptStates, StatesPlace, StatesReader, at_every_position, file_bytes,
     hidden_states,
@@ -468,4 +468,14 @@ fn an_error_comes_in_the_place_of_its_group() {
     });
     let ids = |step| loader.step(step).unwrap().iter().map(|batch| batch.row_ids.concat()).collect::<Vec<_>>();
     assert_eq!(taken, [Ok(ids(0)), Err(Unreadable), Ok(ids(2))]);
+}
+
+/// A field of [`LayerKinds`](crate::model::block_spec::LayerKinds) was renamed, and every cache of hidden states had to be computed again.
+#[test]
+fn the_keys_of_caches_do_not_depend_on_the_names_of_fields() {
+    let config = LlamaConfig::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone")).unwrap();
+    let facts = layer_facts(&config.block().layers, config.num_hidden_layers);
+    let expected = "LayerKinds { kinds: [LayerKind { window: None, rotary: Some(RotarySpec { size: 32, theta: 10000.0, \
+                    scaling: Default, context: 512 }) }], of_layer: [0, 0, 0, 0] }";
+    assert_eq!(facts, expected);
 }
