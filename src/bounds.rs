@@ -42,6 +42,15 @@ bounds! {
     /// Bytes of a JSON file of a model or a data set other than tokenizer.json: the longest index of weights has 9 MB.
     JSON_FILE_BYTES: u64 = 16 << 20;
 
+    /// Metadata keys of a GGUF file, and its tensors.
+    GGUF_ENTRIES: u64 = 1 << 16;
+    /// Bytes of the name of a key or a tensor of a GGUF file.
+    GGUF_NAME_BYTES: u64 = 1 << 10;
+    /// Bytes of a text among the metadata of a GGUF file.
+    GGUF_TEXT_BYTES: u64 = 4 << 20;
+    /// Shards of a GGUF file.
+    GGUF_SHARDS: u64 = 1 << 10;
+
     /// `hidden_size`, `intermediate_size` and `vocab_size` of a backbone: far above every published one, and small enough that weights can be
     /// counted in 64 bits.
     BACKBONE_SIZE: i64 = 1 << 24;

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use url::Url;
 
 use crate::formats::provenance::HubSnapshot;
+use crate::gguf;
 
 mod cache;
 mod client;
@@ -52,6 +53,13 @@ pub struct Fetched {
     pub files: Vec<PathBuf>,
     /// Repository and commit.
     pub origin: HubSnapshot,
+}
+
+impl Fetched {
+    /// The place of a model: its GGUF file, the first of several shards, or else the snapshot's folder.
+    pub fn model(&self) -> &Path {
+        self.files.iter().find(|file| gguf::file::is_gguf(file)).unwrap_or(&self.folder)
+    }
 }
 
 impl<'o> Hub<'o> {
@@ -165,19 +173,27 @@ impl<'o> Hub<'o> {
     }
 }
 
-/// Repository and commit of a snapshot's folder in the cache, parsed from its path.
-pub fn origin(folder: &Path) -> Option<HubSnapshot> {
+/// Repository and commit of a snapshot's folder in the cache, or of a GGUF file in one, parsed from its path.
+pub fn origin(place: &Path) -> Option<HubSnapshot> {
+    let folder = snapshot_of(place)?;
     let commit = folder.file_name()?.to_str()?.to_owned();
     let snapshots = folder.parent()?;
     let repo = snapshots.parent()?.file_name()?.to_str()?.strip_prefix("models--")?;
     (snapshots.file_name()? == "snapshots").then(|| HubSnapshot { id: repo.replacen("--", "/", 1), commit })
 }
 
-/// The name of a folder in messages: `owner/name@commit` for a snapshot of the Hub, else its path.
-pub fn name_of(folder: &Path) -> String {
-    match origin(folder) {
-        Some(origin) => format!("{}@{}", origin.id, origin.commit),
-        None => folder.display().to_string(),
+fn snapshot_of(place: &Path) -> Option<&Path> {
+    let is_snapshot = |folder: &&Path| folder.parent().is_some_and(|parent| parent.ends_with("snapshots"));
+    if gguf::file::is_gguf(place) { place.ancestors().find(is_snapshot) } else { Some(place) }
+}
+
+/// The name of a model in messages: `owner/name@commit` for a snapshot of the Hub, with the GGUF file if it is one, else its path.
+pub fn name_of(place: &Path) -> String {
+    let Some(HubSnapshot { id, commit }) = origin(place) else { return place.display().to_string() };
+    let file = snapshot_of(place).and_then(|folder| place.strip_prefix(folder).ok()).unwrap_or(Path::new(""));
+    match file.as_os_str().is_empty() {
+        true => format!("{id}@{commit}"),
+        false => format!("{id}@{commit}/{}", file.display()),
     }
 }
 
@@ -190,5 +206,9 @@ mod tests {
         let origin = origin(Path::new("/cache/models--meta-llama--Llama-2-7b/snapshots/0a1b")).unwrap();
         assert_eq!(origin, HubSnapshot { id: "meta-llama/Llama-2-7b".into(), commit: "0a1b".into() });
         assert_eq!(super::origin(Path::new("checkpoints/run/final")), None);
+        let file = Path::new("/cache/models--a--b-GGUF/snapshots/0a1b/q/model.gguf");
+        assert_eq!(super::origin(file), Some(HubSnapshot { id: "a/b-GGUF".into(), commit: "0a1b".into() }));
+        assert_eq!(name_of(file), "a/b-GGUF@0a1b/q/model.gguf");
+        assert_eq!(super::origin(Path::new("models/model.gguf")), None);
     }
 }

@@ -28,7 +28,7 @@
 //! L4  fused             operations on tensors that are one kernel on a GPU
 //! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries, and kernels
 //! L2  torch             devices, optimizers, everything that uses libtorch's handles
-//! L1  formats http      files that pass between commands; HTTP clients
+//! L1  formats gguf http files that pass between commands; the files of llama.cpp; HTTP clients
 //! L0  bounds files json key_use numbers dtype panics plural  bounds of input; atomic files; JSON; keys of others' files; range-checked numbers; dtypes; panics; "1 row", "2 rows"
 //! ```
 //!
@@ -63,6 +63,7 @@ pub mod export;
 pub mod files;
 pub mod formats;
 pub mod fused;
+pub mod gguf;
 pub mod http;
 pub mod hub;
 pub mod json;

@@ -156,7 +156,7 @@ fn a_file_of_no_known_kind_is_status_1() {
     command.assert().code(1);
     assert_eq!(
         stderr(&mut command),
-        "error: Cargo.toml is of no known kind; expected .safetensors, .pt, .bin or .json\n"
+        "error: Cargo.toml is of no known kind; expected .safetensors, .pt, .bin, .gguf or .json\n"
     );
 }
 

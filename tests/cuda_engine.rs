@@ -281,7 +281,7 @@ fn prompts_of_any_length_are_run_in_pieces() {
 
 /// The engine's cache has blocks of 4096 tokens, of which a step reserves the last 128.
 #[test]
-fn a_conversation_goes_on_across_the_borders_of_blocks_to_the_contexts_end() {
+fn a_conversation_goes_on_across_the_borders_from_blocks_to_the_contexts_end() {
     let context = 4200;
     let llama = backbone(config(1, None, context), 8);
     let heads = heads(&llama, 2, 1, false, 9);

@@ -141,7 +141,7 @@ fn what_is_counted_for_a_gpu_is_what_is_launched_there() {
 }
 
 #[test]
-fn the_norm_of_gradients_is_that_of_libtorch_and_the_same_in_any_order_of_blocks() {
+fn the_norm_of_gradients_is_that_of_libtorch_and_the_same_in_any_order_from_blocks() {
     let memory = Memory::default();
     let parameters = parameters(&memory);
     set_gradients(&parameters, 0);

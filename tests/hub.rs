@@ -237,6 +237,23 @@ fn a_repository_without_safetensors_gives_its_torch_files() {
 }
 
 #[test]
+fn a_repository_of_gguf_files_gives_the_one_of_a_quantisation() {
+    let world = World::new();
+    let gguf = crate::gguf::llama().bytes();
+    let path = world.path("small.gguf");
+    medusa::files::write_atomic(&path, |out| std::io::Write::write_all(out, &gguf)).expect("a file");
+    let others = [("README.md", vec![]), ("small-Q4_K_M.gguf", b"GGUF".to_vec()), ("mmproj-f16.gguf", vec![1])];
+    world.server.add("models/org/small", &[&others[..], &[("small-Q8_0.gguf", gguf)]].concat());
+    let here = answer(&world.generate(path.to_str().expect("UTF-8"), &[]));
+    for id in ["org/small:q8_0", "org/small/small-Q8_0.gguf", "org/small@main:Q8_0"] {
+        assert_eq!(answer(&world.generate(id, &[])), here, "{id}");
+    }
+    let commit = world.server.state().repos["models/org/small"].commit_of("main");
+    assert_eq!(names(&world.path(&format!("hub/models--org--small/snapshots/{commit}"))), ["small-Q8_0.gguf"]);
+    world.refused("org/small:Q6_K", &[], &["GGUF file of one model in Q6_K", "small-Q8_0.gguf"]);
+}
+
+#[test]
 fn a_broken_download_goes_on_where_it_stopped_also_in_another_process() {
     let world = World::with_tiny();
     world.server.fail("/cdn/", Trouble::Break(300_000), 3);
@@ -336,8 +353,8 @@ fn every_refusal_says_what_to_do() {
     let page = format!("{}/org/tiny", world.server.endpoint());
     world.refused("org/tiny", &[("HF_TOKEN", TOKEN)], &["restricted: request it at", &page, "the token from HF_TOKEN"]);
     world.refused("org/tiny", &[], &["restricted", "no token was sent"]);
-    world.server.add("models/org/pickled", &[("config.json", b"{}".to_vec()), ("model.gguf", b"x".to_vec())]);
-    world.refused("org/pickled", &[], &["has only model.gguf weights", "safetensors"]);
+    world.server.add("models/org/pickled", &[("config.json", b"{}".to_vec()), ("consolidated.00.pth", b"x".to_vec())]);
+    world.refused("org/pickled", &[], &["has only consolidated.00.pth weights", "safetensors"]);
     world.refused("org/tiny", &[("HF_TOKEN", "hf with blanks")], &["HF_TOKEN is invalid"]);
     world.refused("org/tiny", &[("HF_ENDPOINT", "huggingface")], &["HF_ENDPOINT is invalid"]);
     let nobody = std::net::TcpListener::bind(("127.0.0.1", 0)).and_then(|port| port.local_addr()).expect("a port");

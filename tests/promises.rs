@@ -69,6 +69,7 @@ mod compatibility;
 mod config_keys;
 mod export;
 mod families;
+mod gguf;
 mod hub;
 mod peft;
 mod published_configs;

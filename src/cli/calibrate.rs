@@ -54,7 +54,7 @@ use crate::tree::calibration_shares;
     after_help = "Example:\n  medusa calibrate --backbone B --heads checkpoints/first \\\n    --out calibration.json\n  medusa calibrate --backbone B --heads checkpoints/first \\\n    --data held_out.jsonl --out calibration.json\n  medusa calibrate --backbone B --heads checkpoints/first \\\n    --data held_out.jsonl --shard 1/2 --out first.json\n  medusa calibrate --merge first.json second.json --out calibration.json"
 )]
 pub struct CalibrateArgs {
-    /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
+    /// Backbone: a folder, a GGUF file or a Hugging Face Hub id (owner/name, owner/name@revision or owner/name:Q4_K_M).
     #[arg(long, value_name = "B", required_unless_present = "merge")]
     pub backbone: Option<PathBuf>,
     /// Heads: a folder such as a run's `final/`, or a Hub id.

@@ -52,7 +52,7 @@ Ctrl-C   stop the answer; at the prompt: clear the line, twice: exit";
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ChatArgs {
-    /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
+    /// Backbone: a folder, a GGUF file or a Hugging Face Hub id (owner/name, owner/name@revision or owner/name:Q4_K_M).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// Heads: a folder such as a run's `final/`, or a Hub id. Without: plain autoregressive decoding.

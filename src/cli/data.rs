@@ -23,6 +23,7 @@ use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, DataFile, LoadReport, LoadSettings, pack};
 use crate::files;
+use crate::gguf;
 use crate::numbers::Positive;
 use crate::plural::counted;
 use crate::session::opened::OpenedBackbone;
@@ -39,7 +40,7 @@ pub struct DataArgs {
     /// The local files of each entry of `files`, once Hub data sets are downloaded.
     #[arg(skip)]
     pub(super) fetched: Vec<Vec<String>>,
-    /// Backbone folder or Hub id, for its tokenizer, chat template and config.
+    /// Backbone (a folder, a GGUF file or a Hub id), for its tokenizer, chat template and config.
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// Chat template for conversations: "tokenizer" (the backbone's own), a built-in name (vicuna, zephyr, llama-2, llama-3, chatml,
@@ -118,7 +119,7 @@ fn check_mix(args: &DataArgs) -> Result<(), UsageError> {
 /// The vocabulary size and the maximum length: from config.json, or, for a folder with only a tokenizer, from the
 /// tokenizer and `--max-length`.
 fn limits(args: &DataArgs, tokenizer: Option<&TextTokenizer>) -> anyhow::Result<(usize, NonZeroUsize)> {
-    let has_config = args.backbone.join("config.json").exists();
+    let has_config = gguf::folder::exists(&args.backbone.join("config.json"));
     if let (false, Some(tokenizer), Some(max_length)) = (has_config, tokenizer, args.max_length) {
         return Ok((tokenizer.vocab_size(), max_length));
     }

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use super::progress::Progress;
 use super::{CommonFlags, UsageError};
+use crate::gguf;
 use crate::hub::{DataSplit, Hub, Observer, TransferEvent, Wanted, id};
 use crate::plural::{counted, gibibytes, mebibytes};
 use crate::session::drafter::spec::{DrafterPart, DrafterWeights};
@@ -62,6 +63,24 @@ pub(super) fn fetch(mut places: Vec<HubArgument<'_>>, common: &CommonFlags) -> a
     with_hub(common, |hub| places.into_iter().try_for_each(|place| fetch_one(hub, place)))
 }
 
+/// Replaces each backbone's folder that holds a GGUF file by that file, and reports the files beside one that take the place of what it says.
+///
+/// # Errors
+/// A folder with several of them.
+pub(super) fn find_gguf(places: Vec<HubArgument<'_>>, common: &CommonFlags) -> anyhow::Result<()> {
+    for place in places {
+        let HubArgument::Model(path, Wanted::Backbone) = place else { continue };
+        if let Some(found) = gguf::file::in_folder(path)? {
+            *path = found;
+        }
+        let beside = if gguf::file::is_gguf(path) { gguf::folder::beside(path) } else { vec![] };
+        for file in beside {
+            common.say(format_args!("{}: used in the place of what {} says", file.display(), path.display()));
+        }
+    }
+    Ok(())
+}
+
 /// Runs `work` with a connection to the Hub and progress of its transfers.
 pub(super) fn with_hub<T>(common: &CommonFlags, work: impl FnOnce(&Hub<'_>) -> anyhow::Result<T>) -> anyhow::Result<T> {
     observed(common, |observer| work(&Hub::from_env(observer)?))
@@ -77,7 +96,7 @@ fn fetch_one(hub: &Hub<'_>, place: HubArgument<'_>) -> anyhow::Result<()> {
     match place {
         HubArgument::Model(path, wanted) => {
             if let Some(fetched) = hub.fetch_model(path, wanted)? {
-                *path = fetched.folder;
+                *path = fetched.model().to_owned();
             }
         }
         HubArgument::File(path) => {

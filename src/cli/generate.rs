@@ -42,7 +42,7 @@ use crate::session::opened::OpenedBackbone;
     after_help = "Example:\n  medusa generate --backbone B --prompt \"Once upon a time\"\n  medusa generate --backbone B --heads checkpoints/first --tree tree.json \\\n    --prompts prompts.jsonl\n\nfinish_reason is \"eos\", \"length\" (--max-new-tokens or a full context) or \"stop\" (--stop)."
 )]
 pub struct GenerateArgs {
-    /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
+    /// Backbone: a folder, a GGUF file or a Hugging Face Hub id (owner/name, owner/name@revision or owner/name:Q4_K_M).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// Heads: a folder such as a run's `final/`, or a Hub id. Without: plain autoregressive decoding.

@@ -40,7 +40,7 @@ const CHAT_PROMPT: &str = r#"{"messages": [{"role": "user", "content": "Who are 
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLE)]
 pub struct InitArgs {
-    /// Backbone folder or Hub id.
+    /// Backbone: a folder, a GGUF file or a Hub id.
     #[arg(long, value_name = "B")]
     pub backbone: String,
     /// Training data: files, folders, globs or Hub data sets (owner/name); JSONL, JSON, CSV, TSV, text, Parquet or Arrow.

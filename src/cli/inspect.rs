@@ -179,7 +179,8 @@ fn file(path: &Path) -> anyhow::Result<Contents> {
             WeightsFound::Tensors(found) => Contents::Tensors(found),
         }),
         Some("json") => json(path),
-        _ => anyhow::bail!("{} is of no known kind; expected .safetensors, .pt, .bin or .json", path.display()),
+        Some("gguf") => Ok(Contents::Backbone(Box::new(backbone(path)?))),
+        _ => anyhow::bail!("{} is of no known kind; expected .safetensors, .pt, .bin, .gguf or .json", path.display()),
     }
 }
 

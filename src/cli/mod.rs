@@ -170,6 +170,7 @@ impl Verb {
         let claims = self.claim_outputs(common)?;
         run_heads::enter(self.places(), common)?;
         downloads::fetch(self.places(), common)?;
+        downloads::find_gguf(self.places(), common)?;
         self.check_inputs()?;
         trusted::verify(self.places())?;
         Ok(claims)

@@ -63,7 +63,7 @@ const PROMPT_TOKENS: NonZeroUsize = NonZeroUsize::new(512).expect("above 0");
     after_help = "Example:\n  medusa serve --backbone B --heads checkpoints/first --tree tree.json\n  curl http://127.0.0.1:8000/v1/completions \\\n    -H 'Content-Type: application/json' \\\n    -d '{\"model\": \"B\", \"prompt\": \"Once upon a time\"}'\n\nEvery request is one line of JSON on stdout. SIGTERM and Ctrl-C let the open requests finish (--drain-timeout); a second one ends the server at once."
 )]
 pub struct ServeArgs {
-    /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
+    /// Backbone: a folder, a GGUF file or a Hugging Face Hub id (owner/name, owner/name@revision or owner/name:Q4_K_M).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// Heads: a folder such as a run's `final/`, or a Hub id. Without: plain decoding.

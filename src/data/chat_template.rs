@@ -19,6 +19,7 @@ use super::template_abilities::{self, Abilities, names};
 use super::tokenize::{SpecialTokens, TokenizeError, read_json, special_tokens};
 use crate::bounds::{TEMPLATE_OUTPUT_BYTES, TEMPLATE_STEPS, TEXT_BYTES};
 use crate::files;
+use crate::gguf::folder;
 
 /// Templates that a recipe can name. Each renders what transformers renders with the template that is published with:
 /// Vicuna (FastChat's "vicuna_v1.1"), zephyr-7b-beta, Llama-2-chat, Meta-Llama-3-Instruct, ChatML as transformers
@@ -235,7 +236,7 @@ impl ChatTemplate {
     fn from_file(path: &Path, folder: &Path) -> Result<Self, TemplateError> {
         let special = special_tokens(folder)?;
         let unreadable = |source| TemplateError::Read { path: path.to_owned(), source };
-        Self::parse(&files::read_text(path).map_err(unreadable)?, special, path.display().to_string())
+        Self::parse(&folder::read_text(path).map_err(unreadable)?, special, path.display().to_string())
     }
 
     /// The template of a recipe, with the special tokens of the backbone in `folder`; `None` for the choice of the

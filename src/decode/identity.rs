@@ -1,12 +1,13 @@
 //! One hash of everything that decides what a backbone writes.
 
-use std::fs;
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
 use crate::data::tokenize;
 use crate::files::{self, FileError, failed};
+use crate::gguf;
 use crate::model::weights::{self, WeightsError};
 
 /// Files besides the weights and the tokenizer that affect the output.
@@ -17,20 +18,20 @@ const FILES: [&str; 4] = ["config.json", "generation_config.json", "special_toke
 /// # Errors
 /// A file that cannot be read.
 pub fn identity(folder: &Path) -> Result<String, FileError> {
-    let mut names: Vec<String> = fs::read_dir(folder)
-        .and_then(|entries| entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect())
-        .map_err(failed("read", folder))?;
-    let tokenizer = tokenize::files_of(folder);
-    names.retain(|name| FILES.contains(&name.as_str()) || tokenizer.iter().any(|path| path.ends_with(name)));
+    let mut paths: Vec<PathBuf> =
+        FILES.iter().map(|name| folder.join(name)).chain(tokenize::files_of(folder)).collect();
+    paths.retain(|path| gguf::folder::exists(path));
     let weights = match weights::files_of(folder) {
         Err(WeightsError::File(error)) => return Err(error),
         found => found.unwrap_or_default(), // only those that are loaded; what is wrong with them is reported then
     };
-    names.extend(weights.iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned())));
-    names.sort();
+    paths.extend(weights);
+    let mut files: BTreeMap<String, PathBuf> = BTreeMap::new();
+    for path in paths.into_iter().map(gguf::folder::behind) {
+        files.insert(path.file_name().unwrap_or_default().to_string_lossy().into_owned(), path);
+    }
     let mut all = Sha256::new();
-    for name in names {
-        let path = folder.join(&name);
+    for (name, path) in files {
         let sha256 = files::sha256(&path).map_err(failed("read", &path))?;
         all.update(format!("{name} {sha256}\n"));
     }

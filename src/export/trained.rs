@@ -16,6 +16,7 @@ use crate::dtype::Dtype;
 use crate::files::{is_file, is_folder};
 use crate::formats::provenance::Provenance;
 use crate::formats::run_folder;
+use crate::gguf;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -187,7 +188,8 @@ impl Trained {
 
     /// Checks the heads against the backbone's config if there is one; a backbone may also be only a name on the Hub.
     fn check_headers(&mut self) -> Result<(), ExportError> {
-        let config = self.base.as_deref().map(|base| is_file(&base.join("config.json"))).transpose()?;
+        let config =
+            self.base.as_deref().map(|base| is_file(&gguf::folder::behind(base.join("config.json")))).transpose()?;
         let folder = self.base.as_deref().filter(|_| config == Some(true));
         match folder.map(LlamaConfig::load).transpose().map_err(LoadError::from)? {
             Some(config) => {

@@ -57,7 +57,7 @@ pub enum HubError {
         /// Folders that hold files of the split.
         configs: Vec<String>,
     },
-    /// Weights in an unsupported format such as GGUF.
+    /// Weights in an unsupported format.
     #[error(
         "{id} has only {found} weights, but safetensors or pytorch_model.bin are needed: convert them, or use a revision that has them"
     )]

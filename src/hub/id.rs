@@ -2,14 +2,15 @@
 //!
 //! Existing local paths win over Hub ids. An id is `owner/name` or `owner/name@revision`; for data also
 //! `owner/name/file` and `owner/name@revision/file`, where the file may be a glob or a folder, and `owner/name:config`,
-//! `owner/name:config:split` and `owner/name::split`. Anything else is a path:
-//! `./x`, `/x`, `~/x`, a single word, and for models three words. If the first word is an existing folder and there is
+//! `owner/name:config:split` and `owner/name::split`; for models `owner/name/file.gguf` and `owner/name:quantisation`.
+//! Anything else is a path: `./x`, `/x`, `~/x`, a single word, and for models other names of three words. If the first word is an existing folder and there is
 //! no `@revision`, it is a path too, so that a misspelt path does not reach the Hub.
 
 use std::fmt;
 use std::path::Path;
 
 use crate::data::source;
+use crate::gguf::file;
 
 /// Default revision.
 pub const MAIN: &str = "main";
@@ -36,9 +37,9 @@ pub struct Id {
     pub repo: Repo,
     /// A branch, tag or commit; `None` means [`MAIN`].
     pub revision: Option<String>,
-    /// A file, a glob or a folder.
+    /// A file, a glob or a folder; of a model, a GGUF file.
     pub file: Option<String>,
-    /// Config and split of a data set.
+    /// Config and split of a data set; of a model, the quantisation of a GGUF file as the config.
     pub part: Option<DataPart>,
 }
 
@@ -107,9 +108,15 @@ impl fmt::Display for Id {
     }
 }
 
-/// Parses the id of a model, heads or an adapter; `None` for a path.
+/// Parses the id of a model, heads or an adapter; `None` for a path. A GGUF file is named by its path in the repository, or by a
+/// quantisation, as in llama.cpp: `owner/name/file.gguf`, `owner/name:Q4_K_M`.
 pub fn model(place: &str) -> Option<Id> {
-    remote(place, RepoKind::Model).filter(|id| id.file.is_none() && id.part.is_none())
+    let id = remote(place, RepoKind::Model)?;
+    let is_gguf = |file: &String| file::is_gguf(Path::new(file));
+    let is_quantization = |part: &DataPart| part.config.is_some() && part.split.is_none();
+    // `folder/model.gguf` is a missing file; a repository of that name is written `folder/model.gguf@main`.
+    let is_repo = id.revision.is_some() || id.file.is_some() || !is_gguf(&id.repo.name);
+    (is_repo && id.file.as_ref().is_none_or(is_gguf) && id.part.as_ref().is_none_or(is_quantization)).then_some(id)
 }
 
 /// Parses the id of data; `None` for a path or a glob.
@@ -223,8 +230,17 @@ mod tests {
         for wrong in ["a/b:", "a/b::", "a/b:x:", "a/b:x:y:z", "a/b:x/y", "a/b:*"] {
             assert_eq!(part(wrong), None, "{wrong}");
         }
-        assert_eq!(model("no-such-owner/name:config"), None);
         assert!(data("no-such-owner/rows.jsonl:en").is_some());
+    }
+
+    #[test]
+    fn an_id_of_a_model_may_name_a_gguf_file_or_a_quantisation() {
+        let id = model("no-such-owner/name@v1/q/b-Q4_0.gguf").unwrap();
+        assert_eq!((id.file.as_deref(), id.revision.as_deref()), (Some("q/b-Q4_0.gguf"), Some("v1")));
+        let part = model("no-such-owner/name:Q4_K_M").unwrap().part.unwrap();
+        assert_eq!((part.config.as_deref(), part.split), (Some("Q4_K_M"), None));
+        assert_eq!(model("no-such-owner/name:a:b"), None);
+        assert!(model("no-such-owner/name.gguf@main").is_some());
     }
 
     #[test]
@@ -253,6 +269,7 @@ mod tests {
         assert_eq!(model("a/b/c"), None, "three words");
         assert_eq!(model("a/b@v1/c"), None);
         assert_eq!(data("a/b.jsonl"), None);
+        assert_eq!(model("a/b.gguf"), None);
     }
 
     #[test]

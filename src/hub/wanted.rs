@@ -1,7 +1,7 @@
 //! Selects the files of a repository that are needed: `.bin` only without safetensors, one copy of the weights, no
 //! checkpoints.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde::Deserialize;
@@ -11,6 +11,7 @@ use super::id::{DataPart, Id, is_safe};
 use crate::bounds::JSON_FILE_BYTES;
 use crate::data::source;
 use crate::files;
+use crate::gguf::file;
 use crate::model::config::LlamaConfig;
 use crate::model::folder::COMPANIONS;
 use crate::model::loading::OutputPart;
@@ -50,6 +51,8 @@ const CONFIG: &str = "config.json";
 /// Heads in the original code's format, a pickle that can run code when Python reads it. Fetched only if there are no
 /// others.
 const PICKLED_HEADS: &str = "medusa_lm_head.pt";
+/// The quantisation of a GGUF file where an id names none, as in llama.cpp.
+const QUANTIZATION: &str = "Q4_K_M";
 /// The config of a data set that names none.
 const DEFAULT: &str = "default";
 
@@ -63,11 +66,17 @@ impl Wanted {
     /// The files to fetch first; [`Wanted::weights`] names the others.
     pub(super) fn choose(self, id: &Id, names: &[String]) -> Result<Vec<String>, HubError> {
         let chosen: Vec<String> = match self {
+            Self::Data(split) => return data(id, names, split),
+            Self::Backbone | Self::BackboneOutput(_) | Self::BackboneWithoutWeights if is_in_gguf(id, names) => {
+                return gguf(id, names);
+            }
+            _ if id.file.is_some() || id.part.is_some() => {
+                return Err(nothing(id, "heads in a folder: owner/name", vec![]));
+            }
             Self::Backbone | Self::BackboneOutput(_) | Self::BackboneWithoutWeights => {
                 names.iter().filter(|name| is_backbone_file(name)).cloned().collect()
             }
             Self::Heads => heads(names),
-            Self::Data(split) => return data(id, names, split),
         };
         let (expected, is_there) = match self {
             Self::Heads => {
@@ -80,11 +89,7 @@ impl Wanted {
             _ => ("config.json of a backbone", chosen.iter().any(|name| name == CONFIG)),
         };
         let holds = || names.iter().filter(|name| !name.starts_with('.')).cloned().collect();
-        if is_there {
-            Ok(chosen)
-        } else {
-            Err(HubError::NothingWanted { id: id.to_string(), expected: expected.into(), holds: holds() })
-        }
+        if is_there { Ok(chosen) } else { Err(nothing(id, expected, holds())) }
     }
 
     /// The index of sharded weights, which names the shards; where there is a single file, that is loaded.
@@ -113,8 +118,8 @@ impl Wanted {
 
     /// A backbone's weights: the index and its shards, or the single file. The index must be in `folder` by now.
     pub(super) fn weights(self, id: &Id, folder: &Path, names: &[String]) -> Result<Vec<String>, HubError> {
-        if !self.has_weights() {
-            return Ok(Vec::new());
+        if !self.has_weights() || is_in_gguf(id, names) {
+            return Ok(Vec::new()); // a GGUF file has all
         }
         if let Some(index) = self.index(names) {
             return shards(id, folder, index, names, &self.tensors(folder));
@@ -122,7 +127,7 @@ impl Wanted {
         if let Some([_, single]) = self.weight_files(names) {
             return Ok(vec![single.into()]);
         }
-        let other = |name: &&String| [".bin", ".pth", ".pt", ".gguf"].iter().any(|end| name.ends_with(end));
+        let other = |name: &&String| [".bin", ".pth", ".pt"].iter().any(|end| name.ends_with(end));
         match names.iter().find(other) {
             Some(found) => Err(HubError::NoReadableWeights { id: id.to_string(), found: found.clone() }),
             None => Err(HubError::NoFile { id: id.to_string(), file: WEIGHTS[0][1].into(), holds: names.to_vec() }),
@@ -132,6 +137,52 @@ impl Wanted {
 
 fn has(names: &[String], file: &str) -> bool {
     names.iter().any(|name| name == file)
+}
+
+fn nothing(id: &Id, expected: impl Into<String>, holds: Vec<String>) -> HubError {
+    HubError::NothingWanted { id: id.to_string(), expected: expected.into(), holds }
+}
+
+/// Whether a backbone is a GGUF file: the id names one, or the repository has no other weights.
+fn is_in_gguf(id: &Id, names: &[String]) -> bool {
+    let has_weights = WEIGHTS.iter().flatten().any(|file| has(names, file));
+    id.file.is_some() || id.part.is_some() || !has_weights && names.iter().any(|name| file::is_model(name))
+}
+
+/// The GGUF file, with all its shards, that an id names; where it names none, the only one, or that of [`QUANTIZATION`].
+fn gguf(id: &Id, names: &[String]) -> Result<Vec<String>, HubError> {
+    let mut models: BTreeMap<&str, Vec<&String>> = BTreeMap::new();
+    for name in names.iter().filter(|name| file::is_model(name)) {
+        let (model, _) = file::model_and_shard(name).expect("a GGUF file");
+        models.entry(model).or_default().push(name);
+    }
+    let quantization = id.part.as_ref().and_then(|part| part.config.as_deref());
+    let expected = match (&id.file, quantization) {
+        (Some(file), _) => {
+            models.retain(|_, files| files.contains(&file));
+            format!("GGUF file {file}")
+        }
+        (None, None) if models.len() == 1 => String::new(),
+        (None, quantization) => {
+            models.retain(|model, _| ends_with_word(model, quantization.unwrap_or(QUANTIZATION)));
+            let default = if quantization.is_none() { " (the default)" } else { "" };
+            format!(
+                "GGUF file of one model in {}{default}; name a file instead: {}/FILE.gguf",
+                quantization.unwrap_or(QUANTIZATION),
+                id.repo
+            )
+        }
+    };
+    match models.len() {
+        1 => Ok(models.into_values().flatten().cloned().collect()),
+        _ => Err(nothing(id, expected, names.iter().filter(|name| file::is_model(name)).cloned().collect())),
+    }
+}
+
+/// Whether a name's last word is this one, in any case: `a-Q4_0` ends with `q4_0`, and `a-IQ4_0` does not.
+fn ends_with_word(name: &str, word: &str) -> bool {
+    let (name, word) = (name.to_ascii_lowercase(), word.to_ascii_lowercase());
+    name.strip_suffix(&word).is_some_and(|begin| !begin.ends_with(|c: char| c.is_ascii_alphanumeric()))
 }
 
 fn is_backbone_file(name: &str) -> bool {
@@ -350,9 +401,32 @@ mod tests {
         let both = "config.json model.safetensors model-1.safetensors model.safetensors.index.json";
         assert_eq!(chosen(both).unwrap(), ["model.safetensors"], "as transformers");
         assert_eq!(chosen("config.json pytorch_model.bin training_args.bin").unwrap(), ["pytorch_model.bin"]);
-        let refused = chosen("config.json model.gguf");
-        assert!(matches!(refused, Err(HubError::NoReadableWeights { found, .. }) if found == "model.gguf"));
+        assert_eq!(chosen("config.json model.gguf").unwrap(), [""; 0], "it was chosen with the config");
         assert!(Wanted::BackboneWithoutWeights.weights(&id(), folder.path(), &all).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_gguf_file_is_chosen_by_name_or_quantisation_where_there_is_nothing_else() {
+        let chosen = |place: &str, all: &str| {
+            let id = id::model(place).unwrap();
+            Wanted::Backbone.choose(&id, &names(all)).map(|chosen| chosen.join(" ")).map_err(|error| error.to_string())
+        };
+        let all = "README.md config.json m-IQ4_K_M.gguf m-Q4_K_M-00001-of-00002.gguf m-Q4_K_M-00002-of-00002.gguf m-Q8_0.gguf mmproj-f16.gguf";
+        let shards = "m-Q4_K_M-00001-of-00002.gguf m-Q4_K_M-00002-of-00002.gguf";
+        assert_eq!(chosen("no-such-owner/name", all).unwrap(), shards);
+        assert_eq!(chosen("no-such-owner/name:q8_0", all).unwrap(), "m-Q8_0.gguf");
+        assert_eq!(chosen("no-such-owner/name/m-Q8_0.gguf", all).unwrap(), "m-Q8_0.gguf");
+        assert_eq!(chosen("no-such-owner/name", "q/a.gguf mmproj.gguf").unwrap(), "q/a.gguf", "the only one");
+        let error = chosen("no-such-owner/name:Q6_K", all).unwrap_err();
+        assert!(error.contains("GGUF file of one model in Q6_K") && error.contains("m-Q8_0.gguf"), "{error}");
+        assert!(chosen("no-such-owner/name/x.gguf", all).unwrap_err().contains("GGUF file x.gguf"));
+        assert!(
+            chosen("no-such-owner/name", "a-Q8_0.gguf a-Q6_K.gguf").unwrap_err().contains("in Q4_K_M (the default)")
+        );
+        let with_folder = "config.json model.safetensors m-Q4_K_M.gguf";
+        assert_eq!(chosen("no-such-owner/name", with_folder).unwrap(), "config.json");
+        assert_eq!(chosen("no-such-owner/name:Q4_K_M", with_folder).unwrap(), "m-Q4_K_M.gguf");
+        assert!(Wanted::Heads.choose(&id::model("no-such-owner/name:Q4_0").unwrap(), &names(all)).is_err());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! One decoder layer on libtorch: the block that a [`BlockSpec`] describes, built from a source of tensors.
 
 // H hidden
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::fused::pass;
 use crate::model::attention::{Attention, QueryKeyWeights};
@@ -9,8 +9,8 @@ use crate::model::block_spec::{Activation, BlockSpec, LinearSpec, MlpSpec, NormP
 use crate::model::linear::{Linear, LinearGroup};
 use crate::model::lora::Adapters;
 use crate::model::norm::{LayerNorms, norm, normed};
-use crate::model::stored::Quantizer;
-use crate::model::weights::WeightsError;
+use crate::model::stored::{QuantizedWeight, Quantizer};
+use crate::model::weights::{WeightFiles, WeightsError};
 
 /// Weights of a block.
 #[derive(Debug)]
@@ -25,15 +25,15 @@ pub(super) struct DecoderLayer {
 pub(super) type TensorSource<'s> = dyn FnMut(&str, &[i64]) -> Result<Tensor, WeightsError> + 's;
 
 impl DecoderLayer {
-    /// Layer `index`, its linear layers quantised where there is a quantizer.
+    /// Layer `index`.
     pub(super) fn build(
         block: &BlockSpec,
         index: usize,
-        quantizer: Option<&Quantizer>,
+        storage: &LinearStore,
         source: &mut TensorSource,
     ) -> Result<Self, WeightsError> {
         let table = block.linears();
-        let mut linear = |spec: &LinearSpec| build_linear(source, &names::in_layer(index, spec.part), spec, quantizer);
+        let mut linear = |spec: &LinearSpec| build_linear(source, &names::in_layer(index, spec.part), spec, storage);
         let qkv = LinearGroup::separate(table.qkv.iter().map(&mut linear).collect::<Result<_, _>>()?);
         let o = linear(&table.o)?;
         let gate_up = LinearGroup::separate(table.gate_up.iter().map(&mut linear).collect::<Result<_, _>>()?);
@@ -125,18 +125,34 @@ impl DecoderLayer {
     }
 }
 
-/// The linear layer of this name, its weight quantised where there is a quantizer.
+/// How the weights of linear layers are held in memory.
+pub(super) enum LinearStore<'f> {
+    /// Dense.
+    Dense,
+    /// Quantised when they are read.
+    Quantized(Quantizer),
+    /// In the blocks that the files have them in, for passes in this dtype; others are dense.
+    Blocks(&'f WeightFiles, Kind),
+}
+
+/// The linear layer of this name.
 pub(super) fn build_linear(
     source: &mut TensorSource,
     name: &str,
     spec: &LinearSpec,
-    quantizer: Option<&Quantizer>,
+    store: &LinearStore,
 ) -> Result<Linear, WeightsError> {
-    let weight = source(&format!("{name}.weight"), &spec.size)?;
+    let weight = format!("{name}.weight");
     let bias = spec.bias.then(|| source(&format!("{name}.bias"), &spec.size[..1])).transpose()?;
-    Ok(match quantizer {
-        Some(quantizer) => Linear::quantized(quantizer.quantize(&weight), bias),
-        None => Linear::dense(weight, bias),
+    if let LinearStore::Blocks(files, kind) = store
+        && let Some(blocks) = files.blocks(&weight, &spec.size)?
+    {
+        return Ok(Linear::quantized(QuantizedWeight::from_blocks(blocks, *kind), bias));
+    }
+    let weight = source(&weight, &spec.size)?;
+    Ok(match store {
+        LinearStore::Quantized(quantizer) => Linear::quantized(quantizer.quantize(&weight), bias),
+        LinearStore::Dense | LinearStore::Blocks(..) => Linear::dense(weight, bias),
     })
 }
 

@@ -9,7 +9,8 @@ use tch::Tensor;
 
 use crate::bounds::JSON_FILE_BYTES;
 use crate::dtype::Dtype;
-use crate::files::{self, FileError, failed, is_file, sync_folder, write_json, write_synced};
+use crate::files::{FileError, failed, is_file, sync_folder, write_json, write_synced};
+use crate::gguf;
 use crate::model::llama::Llama;
 use crate::model::weights::{Planned, WeightsError, save_model};
 
@@ -69,11 +70,10 @@ pub fn save_folder_with(
     additions: &Additions<'_>,
 ) -> Result<(), FolderError> {
     fs::create_dir_all(folder).map_err(failed("make", folder))?;
-    for entry in fs::read_dir(from).map_err(failed("read", from))? {
-        let path = entry.map_err(failed("read", from))?.path();
+    for path in gguf::folder::paths(from).map_err(failed("read", from))? {
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        if COMPANIONS.iter().any(|begin| name.starts_with(begin)) && is_file(&path)? {
-            let bytes = files::read(&path).map_err(failed("read", &path))?;
+        if COMPANIONS.iter().any(|begin| name.starts_with(begin)) && is_file(&gguf::folder::behind(path.clone()))? {
+            let bytes = gguf::folder::read(&path).map_err(failed("read", &path))?;
             let copy = folder.join(&name);
             write_synced(&copy, |out| out.write_all(&bytes)).map_err(failed("write", &copy))?;
         }
@@ -97,7 +97,7 @@ fn write_weights(folder: &Path, backbone: &Llama, additions: &Additions<'_>) -> 
 /// The base's config.json with what the new weights changed.
 fn write_config(folder: &Path, backbone: &Llama, from: &Path, more: &Map<String, Value>) -> Result<(), FileError> {
     let path = from.join("config.json");
-    let text = files::read_at_most(&path, JSON_FILE_BYTES).map_err(failed("read", &path))?;
+    let text = gguf::folder::read_at_most(&path, JSON_FILE_BYTES).map_err(failed("read", &path))?;
     let mut config: Value = serde_json::from_slice(&text).map_err(|e| failed("read", &path)(e.into()))?;
     config["tie_word_embeddings"] = backbone.config.tie_word_embeddings.into();
     let key = if config.get("dtype").is_some() { "dtype" } else { "torch_dtype" };

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::model::block_spec::names;
 use crate::model::config::{ConfigError, LlamaConfig};
-use crate::model::decoder_layer::{DecoderLayer, build_linear};
+use crate::model::decoder_layer::{DecoderLayer, LinearStore, build_linear};
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::peft::{self, PeftError};
@@ -56,7 +56,8 @@ impl OutputPart {
 /// The use that a backbone's weights are laid out for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// Whole rows: every product separate, over the mapped file where dtype and device allow.
+    /// Whole rows: every product separate, over the mapped file where dtype and device allow. On a CPU, weights in the blocks of a GGUF file
+    /// stay so; elsewhere, and for decoding, they are dequantised while they are loaded.
     Training,
     /// As [`Purpose::Training`], with float32 copies of all weights, which are trained and compute in this dtype.
     FineTuning(Kind),
@@ -118,7 +119,13 @@ impl Llama {
         let files = WeightFiles::open(folder)?;
         tensors::check(folder, &config, &files)?;
         tensors::check_tied(folder, &config, &files)?;
-        let embedding = files.stored(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size], stages.first())?;
+        let embedding = embedding(&files, &config, kind, stages.first())?;
+        let store = |device: Device| match quantization {
+            Some(quantization) => LinearStore::Quantized(Quantizer::new(quantization, device)),
+            None if device == Device::Cpu && purpose == Purpose::Training => LinearStore::Blocks(&files, kind),
+            None => LinearStore::Dense,
+        };
+        let stores: Vec<LinearStore> = stages.devices().map(store).collect();
         let mut source = |name: &str, shape: &[i64], device| {
             if quantization.is_some() {
                 files.release(); // what was read before is quantised by now
@@ -128,8 +135,13 @@ impl Llama {
                 _ => files.tensor(name, shape, kind, device),
             }
         };
-        let mut llama = Self::build(config, kind, stages, quantization, &mut source)?;
-        llama.lm_head_vh = files.mapped(llama.lm_head_name(), &[llama.config.vocab_size, llama.config.hidden_size])?;
+        let layers = config.num_hidden_layers;
+        let mut llama = Self::build_layers(layers, config, kind, stages, &stores, &mut source)?;
+        llama.quantization = quantization;
+        if !files.is_in_blocks(llama.lm_head_name()) {
+            let shape = [llama.config.vocab_size, llama.config.hidden_size];
+            llama.lm_head_vh = files.mapped(llama.lm_head_name(), &shape)?;
+        }
         let llama = llama.prepared_for(purpose);
         files.release(); // also what was read to be copied
         Ok(llama)
@@ -147,10 +159,11 @@ impl Llama {
         tensors::check_tied(folder, &config, &files)?;
         let mut source = |name: &str, shape: &[i64], device| match name {
             names::EMBED_TOKENS if !wanted.contains(&name) => Ok(absent(shape, kind, device)),
-            names::EMBED_TOKENS => files.stored(name, shape, device),
+            names::EMBED_TOKENS => embedding(&files, &config, kind, device),
             _ => files.tensor(name, shape, kind, device),
         };
-        let llama = Self::build_layers(0, config, kind, Stages::one(device), None, &mut source)?;
+        let llama =
+            Self::build_layers(0, config.clone(), kind, Stages::one(device), &[LinearStore::Dense], &mut source)?;
         files.release();
         Ok(llama)
     }
@@ -227,7 +240,7 @@ impl Llama {
             check(name, shape)?;
             Ok(zero.expand(shape, false))
         };
-        Self::build_layers(layers, config, Kind::Float, Stages::one(Device::Cpu), None, &mut source)
+        Self::build_layers(layers, config, Kind::Float, Stages::one(Device::Cpu), &[LinearStore::Dense], &mut source)
     }
 
     /// A backbone of seeded random weights: normal with deviation 0.02, norms 1.
@@ -243,43 +256,33 @@ impl Llama {
             let weight = if is_norm { Tensor::ones(shape, options) } else { generator.normal(shape, options) * 0.02 };
             Ok(weight.to_device(device))
         };
-        Self::build(config, kind, stages, None, &mut source).expect("this source has every tensor")
+        let (layers, stores) =
+            (config.num_hidden_layers, stages.devices().map(|_| LinearStore::Dense).collect::<Vec<_>>());
+        Self::build_layers(layers, config, kind, stages, &stores, &mut source).expect("this source has every tensor")
     }
 
-    fn build(
-        config: LlamaConfig,
-        kind: Kind,
-        stages: Stages,
-        quantization: Option<Quantization>,
-        source: &mut StagedSource,
-    ) -> Result<Self, WeightsError> {
-        Self::build_layers(config.num_hidden_layers, config, kind, stages, quantization, source)
-    }
-
-    /// The first `layers` decoder layers, and all that is beside them.
+    /// The first `layers` decoder layers, and all that is beside them; each stage has a store of its own.
     fn build_layers(
         layers: usize,
         config: LlamaConfig,
         kind: Kind,
         stages: Stages,
-        quantization: Option<Quantization>,
+        stores: &[LinearStore],
         source: &mut StagedSource,
     ) -> Result<Self, WeightsError> {
         let (h, v, [first, last]) = (config.hidden_size, config.vocab_size, [stages.first(), stages.last()]);
-        let quantizer = |device| quantization.map(|quantization| Quantizer::new(quantization, device));
-        let quantizers: Vec<Option<Quantizer>> = stages.devices().map(quantizer).collect();
         let embed_tokens_vh = source(names::EMBED_TOKENS, &[v, h], first)?;
         let mut on_last = |name: &str, shape: &[i64]| source(name, shape, last);
         let lm_head = match config.tie_word_embeddings {
             true => Linear::dense(embed_tokens_vh.to_device(last).to_kind(kind), None),
-            false => build_linear(&mut on_last, names::LM_HEAD, &config.lm_head(), None)?,
+            false => build_linear(&mut on_last, names::LM_HEAD, &config.lm_head(), &LinearStore::Dense)?,
         };
         let norm_h = on_last(names::NORM, &[h])?;
         let block = config.block();
         let layers = (0..layers).map(|index| {
             let stage = stages.layer_stage(index);
             let mut on_stage = |name: &str, shape: &[i64]| source(name, shape, stages.device(stage));
-            DecoderLayer::build(&block, index, quantizers[stage].as_ref(), &mut on_stage)
+            DecoderLayer::build(&block, index, &stores[stage], &mut on_stage)
         });
         Ok(Self {
             layers: layers.collect::<Result<_, _>>()?,
@@ -291,7 +294,7 @@ impl Llama {
             config,
             block,
             kind,
-            quantization,
+            quantization: None,
             stages,
             borders: StageBorders::default(),
             taps: Taps::default(),
@@ -314,6 +317,12 @@ impl Llama {
             Purpose::Batches => self.for_batches(),
         }
     }
+}
+
+/// The token embedding in the dtype of the file; of blocks, in `kind`.
+fn embedding(files: &WeightFiles, config: &LlamaConfig, kind: Kind, device: Device) -> Result<Tensor, WeightsError> {
+    let (name, shape) = (names::EMBED_TOKENS, [config.vocab_size, config.hidden_size]);
+    if files.is_in_blocks(name) { files.tensor(name, &shape, kind, device) } else { files.stored(name, &shape, device) }
 }
 
 /// In the place of a weight that is not loaded: NaN, so that whatever reads it shows.

@@ -11,7 +11,7 @@ use crate::model::attention::{Attention, RowMask};
 use crate::model::backward::{FEWEST_TOKENS, LARGEST_INPUT};
 use crate::model::block_spec::{BlockSpec, NormKind, names};
 use crate::model::config::LlamaConfig;
-use crate::model::decoder_layer::DecoderLayer;
+use crate::model::decoder_layer::{DecoderLayer, LinearStore};
 use crate::model::kv_cache::KvCache;
 use crate::model::linear::Linear;
 use crate::model::lora::Adapters;
@@ -79,7 +79,8 @@ impl PrefixLayer {
         let names = Self::tensors(backbone).into_iter().map(|(name, _)| name);
         let mut named: BTreeMap<String, Tensor> = names.zip(tensors).collect();
         let mut take = |name: &str| named.remove(&prefixed(name)).expect("as many tensors as the layer has");
-        let layer = DecoderLayer::build(&block, 0, None, &mut |name, _| Ok(take(name))).expect("every tensor is here");
+        let layer = DecoderLayer::build(&block, 0, &LinearStore::Dense, &mut |name, _| Ok(take(name)))
+            .expect("every tensor is here");
         Self { layer, norm_h: take(names::NORM), ropes: Ropes::new(&block.layers, kind, device), block, config, kind }
     }
 

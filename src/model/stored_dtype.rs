@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::bounds::JSON_FILE_BYTES;
 use crate::dtype::Dtype;
-use crate::files;
+use crate::gguf;
 use crate::model::block_spec::names;
 use crate::model::weights::{WeightFiles, WeightsError};
 
@@ -21,7 +21,7 @@ pub fn stored_dtype(folder: &Path) -> Result<Option<Dtype>, WeightsError> {
 
 fn from_config(folder: &Path) -> Option<Dtype> {
     let config: Value =
-        serde_json::from_slice(&files::read_at_most(&folder.join("config.json"), JSON_FILE_BYTES).ok()?).ok()?;
+        serde_json::from_slice(&gguf::folder::read_at_most(&folder.join("config.json"), JSON_FILE_BYTES).ok()?).ok()?;
     ["dtype", "torch_dtype"].iter().find_map(|key| config[key].as_str())?.parse().ok()
 }
 

@@ -16,15 +16,18 @@ use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use crate::files;
+use crate::model::stored::blocks::Blocks;
 use crate::model::weights::finite::{NonFinite, first_not_finite};
 pub use crate::model::weights::tensor_file::{Planned, dtype_of};
-use crate::model::weights::tensor_file::{StoredTensor, is_float};
+use crate::model::weights::tensor_file::{StoredTensor, StoredType, is_float};
 use crate::model::weights::weight_file::WeightFile;
 use crate::torch::bytes;
 
 mod bits;
+mod decoded;
 mod error;
 mod finite;
+mod gguf_file;
 mod listing;
 pub mod pickle;
 mod safetensors_file;
@@ -79,7 +82,13 @@ impl WeightFiles {
 
     fn from_listing(WeightListing { source, weight_map, paths }: WeightListing) -> Result<Self, WeightsError> {
         let Some(weight_map) = weight_map else { return Self::open_file(&source) };
-        let files = paths.iter().map(|shard| WeightFile::open(shard)).collect::<Result<Vec<_>, _>>()?;
+        let files = paths
+            .iter()
+            .map(|shard| WeightFile::open(shard))
+            .collect::<Result<Vec<_>, _>>()?
+            .into_iter()
+            .flatten()
+            .collect::<Vec<_>>();
         let path = |shard: &String| files::parent(&source).join(shard);
         let place =
             |shard: &String| paths.iter().position(|s| *s == path(shard)).expect("every shard was listed above");
@@ -96,9 +105,12 @@ impl WeightFiles {
         if path.extension().is_some_and(|extension| extension == "json") {
             return Self::from_listing(WeightListing::from_index(path.to_owned())?);
         }
-        let file = WeightFile::open(path)?;
-        let file_of = file.tensors.keys().map(|name| (name.clone(), 0)).collect();
-        Ok(Self { files: vec![file], file_of, source: path.into() })
+        let files = WeightFile::open(path)?;
+        let names = |(at, file): (usize, &WeightFile)| {
+            file.tensors.keys().map(move |name| (name.clone(), at)).collect::<Vec<_>>()
+        };
+        let file_of = files.iter().enumerate().flat_map(names).collect();
+        Ok(Self { files, file_of, source: path.into() })
     }
 
     /// Names of all tensors, sorted.
@@ -118,7 +130,10 @@ impl WeightFiles {
         let header = |name: &str| {
             let tensor = self.find(name).ok()?.1;
             let numel = tensor.shape.iter().product::<i64>().unsigned_abs() as usize; // its data may be more of its storage
-            let bytes = tensor.kind().map_or(tensor.data.len(), |kind| numel * kind.elt_size_in_bytes());
+            let bytes = match (tensor.dtype, tensor.kind()) {
+                (StoredType::Number(_), Some(kind)) => numel * kind.elt_size_in_bytes(),
+                _ => tensor.data.len(),
+            };
             let (dtype, shape) = (format!("{:?}", tensor.dtype), tensor.shape.clone());
             Some(TensorHeader { name: name.to_owned(), dtype, shape, bytes })
         };
@@ -165,6 +180,19 @@ impl WeightFiles {
         self.view(name, shape, None)
     }
 
+    /// The weight in the blocks of a GGUF file; `None` where it is stored as numbers.
+    ///
+    /// # Errors
+    /// As [`WeightFiles::mapped`].
+    pub fn blocks(&self, name: &str, shape: &[i64]) -> Result<Option<Blocks>, WeightsError> {
+        Ok(self.header(name, shape, None)?.0.blocks())
+    }
+
+    /// Whether a weight is in blocks.
+    pub fn is_in_blocks(&self, name: &str) -> bool {
+        self.find(name).is_ok_and(|(_, tensor)| matches!(tensor.dtype, StoredType::Blocks(_)))
+    }
+
     /// As [`WeightFiles::mapped`], of a dtype that is known; state has others than weights.
     ///
     /// # Errors
@@ -197,7 +225,11 @@ impl WeightFiles {
     }
 
     fn view(&self, name: &str, shape: &[i64], wanted: Option<Kind>) -> Result<Tensor, WeightsError> {
-        let (StoredTensor { data, strides, .. }, kind) = self.header(name, shape, wanted)?;
+        let (tensor, kind) = self.header(name, shape, wanted)?;
+        if !tensor.is_as_stored() {
+            return Ok(tensor.decoded(kind));
+        }
+        let StoredTensor { data, strides, .. } = tensor;
         if let Some(strides) = strides {
             let elements = (data.len() / kind.elt_size_in_bytes()) as i64;
             return Ok(Tensor::from_data_size(data, &[elements], kind).as_strided(shape, strides, 0).contiguous());
@@ -299,11 +331,12 @@ mod tests {
         let [matrix, empty] = [[2i64, 2], [0, 2]].map(|shape| Tensor::ones(shape, (Kind::Float, Device::Cpu)));
         save(&path, &[("matrix".into(), &matrix), ("empty".into(), &empty), ("other".into(), &empty)]).unwrap();
         let mut file = WeightFiles::open_file(&path).unwrap();
-        let &StoredTensor { dtype, data, .. } = file.find("matrix").unwrap().1;
+        let &StoredTensor { dtype, conversion, data, .. } = file.find("matrix").unwrap().1;
         let shape = vec![2, 2];
         for (name, strides) in [("again", None), ("transposed", Some(vec![1, 2]))] {
             file.file_of.insert(name.into(), 0);
-            file.files[0].tensors.insert(name.into(), StoredTensor { dtype, shape: shape.clone(), strides, data });
+            let stored = StoredTensor { dtype, conversion, shape: shape.clone(), strides, data };
+            file.files[0].tensors.insert(name.into(), stored);
         }
         assert!(file.same_memory("matrix", "again") && !file.same_memory("matrix", "transposed"));
         assert!(!file.same_memory("empty", "other") && !file.same_memory("absent", "absent"));

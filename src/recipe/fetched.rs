@@ -65,7 +65,7 @@ impl FetchedRecipe {
         text: &LocatedToml<'_>,
     ) -> Result<(), RecipeError> {
         if let Some(fetched) = hub.fetch_model(place, wanted).map_err(|error| at(text, BACKBONE, error))? {
-            self.local.backbone.path = fetched.folder.to_string_lossy().into_owned();
+            self.local.backbone.path = fetched.model().to_string_lossy().into_owned();
             self.snapshot = Some(fetched.origin);
         }
         Ok(())

@@ -12,6 +12,7 @@ use crate::data::{captured, source};
 use crate::draft::heads::{HEADS_FILE, HeadsConfig, import};
 use crate::dtype::Dtype;
 use crate::files;
+use crate::gguf;
 use crate::model::config::LlamaConfig;
 use crate::model::lora::modules_of;
 use crate::model::peft::ADAPTER_FILE;
@@ -30,8 +31,8 @@ impl Recipe {
             return None;
         }
         let (folder, place) = (Path::new(&self.backbone.path), findings.text().value(key));
-        if !folder.is_dir() {
-            let hint = "give a folder in Hugging Face layout, or an id of the Hub: owner/name or owner/name@revision";
+        if !folder.is_dir() && !gguf::file::is_gguf(folder) {
+            let hint = "give a folder in Hugging Face layout, a GGUF file, or an id of the Hub: owner/name or owner/name@revision";
             findings.add(place, Mistake::Missing { key, path: folder.to_owned(), hint });
             return None;
         }

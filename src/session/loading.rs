@@ -132,5 +132,9 @@ fn dtype_of_weights(own: Dtype, trained: Option<Dtype>, device: Device, reporter
 fn own_dtype(setup: &ModelSetup) -> Result<Dtype, SessionError> {
     let LlamaConfig { vocab_size, hidden_size, .. } = setup.backbone.config;
     let files = WeightFiles::open(&setup.backbone.folder)?;
-    Ok(Dtype::of(files.mapped(names::EMBED_TOKENS, &[vocab_size, hidden_size])?.kind()).by_default())
+    if files.is_in_blocks(names::EMBED_TOKENS) {
+        return Ok(Dtype::BFloat16);
+    }
+    files.check(names::EMBED_TOKENS, &[vocab_size, hidden_size])?;
+    Ok(files.kind(names::EMBED_TOKENS).map_or(Dtype::Float32, |kind| Dtype::of(kind).by_default()))
 }

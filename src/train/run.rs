@@ -16,6 +16,7 @@ use crate::files::checksums::{self, CHECKSUMS};
 use crate::files::{failed, remove_folder};
 use crate::formats::metrics::MetricsSplit;
 use crate::formats::run_folder::{BEST, FINAL};
+use crate::gguf;
 use crate::model::llama::Llama;
 use crate::model::loading::{LoadError, Purpose};
 use crate::model::weights::{WeightFiles, WeightsError};
@@ -155,7 +156,7 @@ impl TrainRun {
     /// What the run starts from must be as it was written, where there are checksums.
     fn verify_sources(&self) -> Result<(), TrainError> {
         let plan = &self.checked.plan;
-        let backbone = Path::new(&plan.backbone.path);
+        let backbone = gguf::folder::on_disk(Path::new(&plan.backbone.path));
         let start = plan.drafter.start()?.map(|start| start.folder);
         let folders = [Some(backbone), start.as_deref(), plan.trained.adapter_to_start_from().map(PathBuf::as_path)];
         Ok(folders.into_iter().flatten().try_for_each(|folder| checksums::verify(folder).map(drop))?)

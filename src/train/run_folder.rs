@@ -20,6 +20,7 @@ use crate::files::{
 use crate::formats::provenance::{HashedFile, Provenance};
 use crate::formats::run_folder::{BEST, FINAL, PROMPTS, PROVENANCE, RECIPE};
 use crate::formats::trained_prompts::{TrainedPrompts, prompt_hash};
+use crate::gguf::folder;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::torch::LIBTORCH_VERSION;
 use crate::train::checked::CheckedRun;
@@ -255,7 +256,7 @@ fn write(run: &Path, name: &str, text: &str) -> Result<(), TrainError> {
 fn backbone_files(plan: &TrainPlan) -> Result<Vec<PathBuf>, TrainError> {
     let folder = Path::new(&plan.backbone.path);
     let weights = if plan.snapshot.is_none() { plan.weight_files()? } else { Vec::new() };
-    Ok(["config.json", "special_tokens_map.json"].map(|name| folder.join(name)).into_iter().chain(weights).collect())
+    Ok(behind(["config.json", "special_tokens_map.json"].map(|name| folder.join(name)).into_iter().chain(weights)))
 }
 
 fn init_from_files(plan: &TrainPlan) -> Result<Vec<PathBuf>, TrainError> {
@@ -271,7 +272,18 @@ fn tokenizing_files(plan: &TrainPlan) -> Vec<PathBuf> {
     let backbone = Path::new(&plan.backbone.path);
     let own = tokenize::files_of(backbone).into_iter().chain([backbone.join("chat_template.jinja")]);
     let given = if let TemplateChoice::File(path) = &plan.data.chat_template { Some(path.clone()) } else { None };
-    own.chain(given).collect()
+    behind(own.chain(given))
+}
+
+/// The files that are read for these paths, each once.
+fn behind(paths: impl Iterator<Item = PathBuf>) -> Vec<PathBuf> {
+    let mut files: Vec<PathBuf> = vec![];
+    for path in paths.map(folder::behind) {
+        if !files.contains(&path) {
+            files.push(path);
+        }
+    }
+    files
 }
 
 /// Hashes the files that exist.

@@ -38,7 +38,7 @@ with --concurrency and --endpoint it is part of the time to first token.";
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES, group = ArgGroup::new("guesses").required(true).multiple(true).args(["heads", "drafter", "drafters", "concurrency", "endpoint"]))]
 pub struct BenchArgs {
-    /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
+    /// Backbone: a folder, a GGUF file or a Hugging Face Hub id (owner/name, owner/name@revision or owner/name:Q4_K_M).
     #[arg(long, value_name = "B", required_unless_present = "endpoint")]
     pub backbone: Option<PathBuf>,
     /// Heads: a folder such as a run's `final/`, or a Hub id.

@@ -31,7 +31,7 @@ const SELF_TALK_TURNS: usize = 4;
     after_help = "Example:\n  medusa distill --backbone B --prompts prompts.jsonl --out distilled \\\n    --max-new-tokens 500\n  medusa distill --endpoint http://127.0.0.1:8000 --model NAME --backbone B \\\n    --prompts prompts.jsonl --out distilled\n\nTrain on the output with [data] train = [\"distilled/*.parquet\"]; only the backbone's own tokens carry loss. --resume continues an interrupted run: the files are those of a run without interruption, with --endpoint as far as the server gives the same answers. Several machines can write to one folder with --shard 1/4, 2/4, …"
 )]
 pub struct DistillArgs {
-    /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision). With --endpoint only its tokenizer, chat template and
+    /// Backbone: a folder, a GGUF file or a Hugging Face Hub id (owner/name, owner/name@revision or owner/name:Q4_K_M). With --endpoint only its tokenizer, chat template and
     /// config are read; without it conversations have no tokens until training tokenises them.
     #[arg(long, value_name = "B", required_unless_present = "endpoint")]
     pub backbone: Option<PathBuf>,

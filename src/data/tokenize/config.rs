@@ -8,7 +8,8 @@ use tokenizers::AddedToken;
 
 use super::error::TokenizeError;
 use crate::bounds::JSON_FILE_BYTES;
-use crate::files::{self, failed};
+use crate::files::failed;
+use crate::gguf::folder;
 
 /// `bos_token` and its like, by name.
 #[derive(Debug, Clone, Default)]
@@ -222,7 +223,7 @@ impl TokenizerConfig {
 /// # Errors
 /// A file that cannot be read.
 pub(in crate::data) fn read_json(path: &Path) -> Result<Option<Value>, TokenizeError> {
-    let bytes = match files::read_at_most(path, JSON_FILE_BYTES) {
+    let bytes = match folder::read_at_most(path, JSON_FILE_BYTES) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         read => read.map_err(failed("read", path))?,
     };

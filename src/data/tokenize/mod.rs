@@ -21,6 +21,7 @@ use tokenizers::Encoding;
 
 use crate::bounds::TEXT_BYTES;
 use crate::files::{self, failed};
+use crate::gguf::folder;
 use config::TokenizerConfig;
 pub(super) use config::{SpecialTokens, read_json};
 pub use error::TokenizeError;
@@ -91,7 +92,7 @@ impl TextTokenizer {
     }
 
     fn from_json(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
-        let bytes = files::read(&path).map_err(failed("read", &path))?;
+        let bytes = folder::read(&path).map_err(failed("read", &path))?;
         let growth = growth::of(&path, &bytes)?;
         let JsonFile { pipeline, changed, splits_special } = JsonFile::parse(&bytes, &path, config)?;
         let mut sha256 = Sha256::new_with_prefix(&bytes);
@@ -352,7 +353,7 @@ impl TextStream<'_> {
 
 /// tokenizer.json, or else tokenizer.model; `None` for a folder without a tokenizer.
 fn vocabulary_file(folder: &Path) -> Option<PathBuf> {
-    FILES.map(|name| folder.join(name)).into_iter().find(|path| path.exists())
+    FILES.map(|name| folder.join(name)).into_iter().find(|path| folder::exists(path))
 }
 
 /// The files of a folder that decide how text becomes ids, those that are there or not.

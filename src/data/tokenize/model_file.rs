@@ -12,7 +12,8 @@ use super::error::TokenizeError;
 use super::pipeline::{Pipeline, TextNormalizer, TokenModel};
 use super::sentencepiece::{SentencePiece, SentencePieceFile, Spacing};
 use super::tiktoken;
-use crate::files::{self, failed};
+use crate::files::failed;
+use crate::gguf::folder;
 
 /// What is read of it.
 pub(super) struct ModelFile {
@@ -31,7 +32,7 @@ impl ModelFile {
     /// # Errors
     /// A file that is neither, or broken.
     pub(super) fn read(path: &Path, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
-        let bytes = files::read(path).map_err(failed("read", path))?;
+        let bytes = folder::read(path).map_err(failed("read", path))?;
         if tiktoken::is_tiktoken(&bytes) {
             return Self::from_tiktoken(bytes, path);
         }

@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 
 use super::error::ConfigError;
 use crate::bounds::JSON_FILE_BYTES;
-use crate::{files, json};
+use crate::gguf::folder;
+use crate::json;
 
 /// The architecture that `config.json` names.
 #[derive(Debug, Deserialize)]
@@ -175,7 +176,7 @@ pub(super) fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T
 }
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
-    files::read_at_most(path, JSON_FILE_BYTES).map_err(|source| ConfigError::Read { path: path.into(), source })
+    folder::read_at_most(path, JSON_FILE_BYTES).map_err(|source| ConfigError::Read { path: path.into(), source })
 }
 
 pub(super) fn parse_json<T: serde::de::DeserializeOwned>(path: &Path, text: &[u8]) -> Result<T, ConfigError> {

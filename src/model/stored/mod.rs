@@ -8,6 +8,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
+pub mod blocks;
 pub mod dense;
 pub mod format;
 pub mod int8;
@@ -18,6 +19,7 @@ use crate::fused;
 use crate::nvidia::launch::Launch;
 use crate::torch::rehearsal;
 
+use blocks::Blocks;
 use dense::Dense;
 use format::{Codes, Quantize, QuantizedFormat, StoredFormat};
 
@@ -74,6 +76,13 @@ impl Quantizer {
     pub fn quantize(&self, weight_oi: &Tensor) -> QuantizedWeight {
         let size = weight_oi.size().try_into().expect("a weight is [O, I]");
         QuantizedWeight { codes: self.0(weight_oi), size, kind: weight_oi.kind() }
+    }
+}
+
+impl QuantizedWeight {
+    /// Of a GGUF file, which stand for numbers of `kind` in a pass.
+    pub fn from_blocks(blocks: Blocks, kind: Kind) -> Self {
+        Self { size: blocks.size(), codes: Box::new(blocks), kind }
     }
 }
 

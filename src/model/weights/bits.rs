@@ -4,6 +4,7 @@ use half::{bf16, f16};
 use sha2::{Digest, Sha256};
 use tch::Kind;
 
+use super::tensor_file::StoredType;
 use super::{WeightFiles, WeightsError};
 use crate::files;
 
@@ -29,11 +30,11 @@ impl WeightFiles {
     pub fn same_bits(&self, one: &str, other: &str) -> Result<bool, WeightsError> {
         let ((one, kind), (other, other_kind)) =
             (self.header(one, &self.shape(one)?, None)?, self.header(other, &self.shape(other)?, None)?);
-        if kind != other_kind || one.shape != other.shape {
+        if kind != other_kind || one.dtype != other.dtype || one.shape != other.shape {
             return Ok(false);
         }
         Ok(match (&one.strides, &other.strides) {
-            (None, None) => one.data == other.data,
+            (None, None) => one.data == other.data && one.conversion == other.conversion,
             _ => one.elements(kind).eq(other.elements(kind)),
         })
     }
@@ -49,7 +50,17 @@ impl WeightFiles {
         for name in self.names() {
             let (tensor, kind) = self.header(name, &self.shape(name)?, None)?;
             all.update(format!("{name} {:?}\n", tensor.shape));
-            tensor.elements(kind).take(VALUES).for_each(|bytes| all.update(rounded(bytes, kind).to_le_bytes()));
+            match tensor.dtype {
+                StoredType::Blocks(_) => {
+                    tensor
+                        .first_numbers(VALUES)
+                        .iter()
+                        .for_each(|&number| all.update(bf16::from_f32(number).to_le_bytes()));
+                }
+                StoredType::Number(_) => {
+                    tensor.elements(kind).take(VALUES).for_each(|bytes| all.update(rounded(bytes, kind).to_le_bytes()));
+                }
+            }
         }
         Ok(files::hex(&all.finalize()))
     }
@@ -61,6 +72,9 @@ impl WeightFiles {
     pub fn is_zero(&self, name: &str) -> Result<bool, WeightsError> {
         const SIGN: u8 = 0x80; // in the last byte of a float
         let (tensor, kind) = self.header(name, &self.shape(name)?, None)?;
+        if let StoredType::Blocks(_) = tensor.dtype {
+            return Ok(tensor.first_numbers(usize::MAX / 2).iter().all(|number| *number == 0.0));
+        }
         let is_zero = |bytes: &[u8]| {
             bytes.split_last().is_none_or(|(last, rest)| last & !SIGN == 0 && rest.iter().all(|&byte| byte == 0))
         };
@@ -97,9 +111,10 @@ mod tests {
     /// The tensor under a further name, transposed in place.
     fn transpose(file: &mut WeightFiles, name: &str, again: &str) {
         let tensor = file.find(name).unwrap().1;
-        let (dtype, data, rows) = (tensor.dtype, tensor.data, tensor.shape[1]);
+        let (dtype, conversion, data, rows) = (tensor.dtype, tensor.conversion, tensor.data, tensor.shape[1]);
         let stored = super::super::StoredTensor {
             dtype,
+            conversion,
             data,
             shape: vec![rows, tensor.shape[0]],
             strides: Some(vec![1, rows]),

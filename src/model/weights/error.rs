@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use safetensors::SafeTensorError;
 
 use crate::files::FileError;
+use crate::gguf::file::GgufError;
 use crate::model::weights::torch_file::TorchFileError;
 
 /// Why weights cannot be used.
@@ -13,7 +14,7 @@ pub enum WeightsError {
     /// A file that cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("{} has neither model.safetensors nor model.safetensors.index.json, nor pytorch_model.bin or its index; weights in other formats must be converted to safetensors", folder.display())]
+    #[error("{} has neither model.safetensors nor model.safetensors.index.json, nor pytorch_model.bin or its index, nor a GGUF file; weights in other formats must be converted to safetensors", folder.display())]
     NoWeights { folder: PathBuf },
     /// The index is no JSON, or has no `weight_map`.
     #[error("{}: {source}", path.display())]
@@ -29,6 +30,8 @@ pub enum WeightsError {
     Damaged { path: PathBuf, reason: SafeTensorError, bytes: u64 },
     #[error(transparent)]
     Torch(Box<TorchFileError>),
+    #[error(transparent)]
+    Gguf(#[from] GgufError),
     /// A tensor that has to be there.
     #[error("{}: no tensor {name:?}", path.display())]
     MissingTensor {

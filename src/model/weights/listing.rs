@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::error::WeightsError;
+use super::gguf_file;
 use crate::bounds::JSON_FILE_BYTES;
 use crate::files::{self, failed, is_file};
+use crate::gguf::file::is_gguf;
 
 /// The weights file of a Hugging Face folder.
 pub const MODEL_FILE: &str = "model.safetensors";
@@ -64,6 +66,9 @@ impl WeightListing {
 
     /// Its shards may be absent.
     fn from_folder(folder: &Path) -> Result<Self, WeightsError> {
+        if is_gguf(folder) && !folder.is_dir() {
+            return Ok(Self { source: folder.into(), weight_map: None, paths: gguf_file::paths(folder)? });
+        }
         for (index, single) in [(MODEL_INDEX, MODEL_FILE), (TORCH_INDEX, TORCH_FILE)] {
             let [index, single] = [index, single].map(|name| folder.join(name));
             // Where both are there, transformers reads the single file.

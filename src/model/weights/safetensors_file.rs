@@ -6,8 +6,9 @@ use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 
 use super::error::WeightsError;
-use super::tensor_file::{MappedTensors, StoredTensor, map_file};
+use super::tensor_file::{MappedTensors, StoredTensor, StoredType, map_file};
 use crate::files::failed;
+use crate::gguf::names::Conversion;
 
 /// Maps a file and checks every tensor in it.
 ///
@@ -22,5 +23,6 @@ pub(super) fn open(path: &Path) -> Result<MappedTensors, WeightsError> {
 
 fn stored(view: &TensorView<'static>) -> StoredTensor {
     let shape = view.shape().iter().map(|&d| d as i64).collect();
-    StoredTensor { dtype: view.dtype(), shape, strides: None, data: view.data() }
+    let dtype = StoredType::Number(view.dtype());
+    StoredTensor { dtype, shape, strides: None, conversion: Conversion::Same, data: view.data() }
 }

@@ -5,10 +5,13 @@
 )]
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io;
 use std::path::Path;
 
 use crate::files::{self, WrongContent};
+use crate::gguf::names::Conversion;
+use crate::gguf::types::TensorType;
 use memmap2::Mmap;
 use safetensors::Dtype;
 use tch::{Kind, Tensor};
@@ -37,18 +40,28 @@ impl Planned {
 /// A tensor as it lies in its file.
 #[derive(Debug)]
 pub(super) struct StoredTensor {
-    pub(super) dtype: Dtype,
+    pub(super) dtype: StoredType,
     pub(super) shape: Vec<i64>,
     /// Where they are not those of a contiguous tensor.
     pub(super) strides: Option<Vec<i64>>,
+    /// How its numbers differ from those of the weight.
+    pub(super) conversion: Conversion,
     /// From its first element to its last.
     pub(super) data: &'static [u8],
 }
 
 impl StoredTensor {
-    /// `None`: one that we do not read.
+    /// `None`: one that we do not read. Blocks are float32 once they are dequantised.
     pub(super) fn kind(&self) -> Option<Kind> {
-        DTYPES.iter().find(|(dtype, ..)| *dtype == self.dtype).map(|(_, kind, _)| *kind)
+        match self.dtype {
+            StoredType::Number(of) => DTYPES.iter().find(|(dtype, ..)| *dtype == of).map(|(_, kind, _)| *kind),
+            StoredType::Blocks(_) => Some(Kind::Float),
+        }
+    }
+
+    /// Whether the weight lies in the file as it is.
+    pub(super) fn is_as_stored(&self) -> bool {
+        matches!(self.dtype, StoredType::Number(_)) && self.conversion == Conversion::Same
     }
 
     /// The bytes of each element, in the order of a contiguous tensor.
@@ -70,6 +83,23 @@ impl StoredTensor {
             })
             .sum();
         position as usize
+    }
+}
+
+/// What the elements of a stored tensor are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum StoredType {
+    Number(Dtype),
+    /// GGUF's.
+    Blocks(&'static TensorType),
+}
+
+impl fmt::Debug for StoredType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Number(dtype) => dtype.fmt(f),
+            Self::Blocks(kind) => kind.fmt(f),
+        }
     }
 }
 

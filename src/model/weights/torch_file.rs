@@ -11,8 +11,9 @@ use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use super::pickle::{PickleError, Pickled, StorageRef, TensorRef, Value};
-use super::tensor_file::{MappedTensors, Planned, StoredTensor, dtype_of, map_file, storage_of};
+use super::tensor_file::{MappedTensors, Planned, StoredTensor, StoredType, dtype_of, map_file, storage_of};
 use crate::files::{FileError, failed, write_atomic};
+use crate::gguf::names::Conversion;
 use crate::torch::bytes;
 
 /// Why such a file cannot be used.
@@ -142,7 +143,8 @@ impl StateDictReader<'_> {
             })?;
             let [start, end] = [window.start, window.end].map(|at| data.start + at * kind.elt_size_in_bytes());
             let (dtype, shape, data) = (dtype_of(kind), tensor.shape.clone(), &self.data[start..end]);
-            Ok((name.to_owned(), StoredTensor { dtype, shape, strides: unusual_strides(tensor), data }))
+            let (dtype, strides) = (StoredType::Number(dtype), unusual_strides(tensor));
+            Ok((name.to_owned(), StoredTensor { dtype, shape, strides, conversion: Conversion::Same, data }))
         };
         tensors.into_iter().map(place).collect()
     }

@@ -8,7 +8,8 @@ use memmap2::Mmap;
 
 use super::error::WeightsError;
 use super::tensor_file::{MappedTensors, StoredTensor};
-use super::{safetensors_file, torch_file};
+use super::{gguf_file, safetensors_file, torch_file};
+use crate::gguf::file::is_gguf;
 
 /// A mapped file, and which tensors lie where in it.
 #[derive(Debug)]
@@ -19,13 +20,17 @@ pub(super) struct WeightFile {
 }
 
 impl WeightFile {
-    /// Maps a file and checks every tensor in it.
+    /// Maps a file and checks every tensor in it; the shards of a GGUF file come with it.
     ///
     /// # Errors
     /// [`WeightsError`] for whatever is missing or damaged.
-    pub(super) fn open(path: &Path) -> Result<Self, WeightsError> {
+    pub(super) fn open(path: &Path) -> Result<Vec<Self>, WeightsError> {
+        if is_gguf(path) {
+            let shards = gguf_file::open(path)?.into_iter();
+            return Ok(shards.map(|(path, (map, tensors))| Self { path, map, tensors }).collect());
+        }
         let (map, tensors) = container(path)(path)?;
-        Ok(Self { path: path.into(), map, tensors })
+        Ok(vec![Self { path: path.into(), map, tensors }])
     }
 }
 

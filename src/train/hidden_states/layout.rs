@@ -14,7 +14,8 @@ use super::error::HiddenStatesError;
 use crate::data::IGNORE;
 use crate::data::cache::CacheError;
 use crate::data::pack::{PackedSequence, Sequences};
-use crate::files::{self, hex};
+use crate::files::hex;
+use crate::gguf;
 use crate::model::block_spec::LayerKinds;
 use crate::model::llama::Llama;
 use crate::model::weights;
@@ -151,7 +152,7 @@ pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
         let modified = metadata.modified()?.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         facts += &format!("{:?} {} bytes, {modified}\n", path.file_name(), metadata.len());
     }
-    Ok([facts.into_bytes(), files::read(&folder.join("config.json"))?].concat())
+    Ok([facts.into_bytes(), gguf::folder::read(&folder.join("config.json"))?].concat())
 }
 
 /// How the layers attend. The text is part of every key: it must stay what it is, whatever fields are called.

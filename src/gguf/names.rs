@@ -1,0 +1,132 @@
+//! Names of tensors, in GGUF's words and in transformers'.
+
+/// Of tensors outside the layers.
+const OUTER: [(&str, &str); 3] = [
+    ("token_embd.weight", "model.embed_tokens.weight"),
+    ("output_norm.weight", "model.norm.weight"),
+    ("output.weight", "lm_head.weight"),
+];
+
+/// Of the tensors of a layer, without `.weight` or `.bias`. The first row with a name counts.
+const IN_LAYER: [(&str, &str, UsedBy); 18] = [
+    ("attn_q", "self_attn.q_proj", UsedBy::All),
+    ("attn_k", "self_attn.k_proj", UsedBy::All),
+    ("attn_v", "self_attn.v_proj", UsedBy::All),
+    ("attn_qkv", "self_attn.qkv_proj", UsedBy::All),
+    ("attn_output", "self_attn.o_proj", UsedBy::All),
+    ("attn_q_norm", "self_attn.q_norm", UsedBy::All),
+    ("attn_k_norm", "self_attn.k_norm", UsedBy::All),
+    ("attn_norm", "input_layernorm", UsedBy::All),
+    ("post_attention_norm", "post_attention_layernorm", UsedBy::All),
+    ("ffn_norm", "pre_feedforward_layernorm", UsedBy::WithOutputNorms),
+    ("ffn_norm", "post_attention_layernorm", UsedBy::All),
+    ("post_ffw_norm", "post_feedforward_layernorm", UsedBy::All),
+    ("ffn_gate", "mlp.gate_proj", UsedBy::All),
+    ("ffn_up", "mlp.gate_up_proj", UsedBy::Fused),
+    ("ffn_up", "mlp.up_proj", UsedBy::All),
+    ("ffn_down", "mlp.down_proj", UsedBy::All),
+    // Copies of one tensor per layer, in files of older converters; the rotary divisors have no layer.
+    ("rope_freqs", "", UsedBy::None),
+    ("attn_rot_embd", "", UsedBy::None),
+];
+
+/// Which architectures a row is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum UsedBy {
+    All,
+    /// Gemma: a norm before and after each half of a layer.
+    WithOutputNorms,
+    /// Phi-3: gate and up in one.
+    Fused,
+    None,
+}
+
+impl UsedBy {
+    fn has(self, architecture: &str) -> bool {
+        match self {
+            Self::All => true,
+            Self::WithOutputNorms => architecture.starts_with("gemma"),
+            Self::Fused => architecture == "phi3",
+            Self::None => false,
+        }
+    }
+}
+
+/// Tensors that are part of the config.
+const CONFIG_TENSORS: [&str; 3] = ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
+
+/// The name in transformers; a tensor that has none keeps its own, and `None` is one that belongs to the config.
+pub(super) fn in_transformers(name: &str, architecture: &str) -> Option<String> {
+    if CONFIG_TENSORS.contains(&name) {
+        return None;
+    }
+    let outer = OUTER.iter().find(|(theirs, _)| *theirs == name).map(|(_, ours)| (*ours).to_owned());
+    Some(outer.or_else(|| in_layer(name, architecture)).unwrap_or_else(|| name.to_owned()))
+}
+
+fn in_layer(name: &str, architecture: &str) -> Option<String> {
+    let (layer, part) = name.strip_prefix("blk.")?.split_once('.')?;
+    let (part, end) = part.rsplit_once('.')?;
+    layer.parse::<u32>().ok()?;
+    let is_it = |(theirs, _, families): &&(&str, &str, UsedBy)| *theirs == part && families.has(architecture);
+    let (_, ours, _) = IN_LAYER.iter().find(is_it)?;
+    Some(format!("model.layers.{layer}.{ours}.{end}"))
+}
+
+/// How the numbers of a tensor differ from those of transformers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Conversion {
+    Same,
+    /// The rows of each of so many heads are interleaved: llama.cpp rotates neighbours, transformers halves.
+    Interleaved {
+        heads: i64,
+    },
+    /// One more than transformers' number.
+    PlusOne,
+}
+
+/// Architectures whose queries and keys are interleaved.
+const INTERLEAVED: [&str; 3] = ["llama", "granite", "smollm3"];
+
+/// The conversion of a tensor with this name in the file. `heads` are those of queries and of keys.
+pub(super) fn conversion(name: &str, architecture: &str, [query, key]: [i64; 2]) -> Conversion {
+    let part = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')).map(|(_, part)| part);
+    match part {
+        Some("attn_q.weight" | "attn_q.bias") if INTERLEAVED.contains(&architecture) => {
+            Conversion::Interleaved { heads: query }
+        }
+        Some("attn_k.weight" | "attn_k.bias") if INTERLEAVED.contains(&architecture) => {
+            Conversion::Interleaved { heads: key }
+        }
+        _ if architecture.starts_with("gemma") && name.ends_with("norm.weight") => Conversion::PlusOne,
+        _ => Conversion::Same,
+    }
+}
+
+/// Where row `row` of transformers' tensor is in the file, of `rows` in all.
+pub fn interleaved(row: i64, rows: i64, heads: i64) -> i64 {
+    let per_head = rows / heads;
+    let half = per_head / 2;
+    let (head, within) = (row / per_head, row % per_head);
+    head * per_head + 2 * (within % half) + within / half
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_a_head_come_apart_into_halves() {
+        let rows: Vec<i64> = (0..8).map(|row| interleaved(row, 8, 2)).collect();
+        assert_eq!(rows, [0, 2, 1, 3, 4, 6, 5, 7]);
+    }
+
+    #[test]
+    fn the_same_name_is_another_norm_where_a_layer_has_four() {
+        let norm = |architecture| in_transformers("blk.3.ffn_norm.weight", architecture).unwrap();
+        assert_eq!(norm("llama"), "model.layers.3.post_attention_layernorm.weight");
+        assert_eq!(norm("gemma2"), "model.layers.3.pre_feedforward_layernorm.weight");
+        assert_eq!(in_transformers("blk.x.ffn_norm.weight", "llama").unwrap(), "blk.x.ffn_norm.weight");
+        assert_eq!(in_transformers("rope_freqs.weight", "llama"), None);
+    }
+}

@@ -1,0 +1,132 @@
+//! The types of GGUF's tensors: plain numbers, and blocks of a few bits per weight with scales of their own (ggml's `ggml-common.h`).
+
+use std::fmt;
+
+use rayon::prelude::*;
+
+use super::dequantize::{self, Dequantize};
+
+/// How the elements of a tensor are stored: in blocks of `numbers` elements and `bytes` bytes.
+#[derive(Clone, Copy)]
+pub struct TensorType {
+    /// ggml's name, such as `Q4_K`.
+    pub name: &'static str,
+    id: u32,
+    /// Elements of a block.
+    pub numbers: usize,
+    /// Bytes of a block.
+    pub bytes: usize,
+    /// A block to its numbers.
+    dequantize: Dequantize,
+}
+
+impl TensorType {
+    /// Writes the numbers of whole blocks to `numbers`, in float32.
+    ///
+    /// # Panics
+    /// If the lengths are not those of the same number of blocks.
+    pub fn dequantize(&self, blocks: &[u8], numbers: &mut [f32]) {
+        let count = blocks.len() / self.bytes;
+        assert_eq!((blocks.len(), numbers.len()), (count * self.bytes, count * self.numbers), "whole blocks");
+        for (block, numbers) in blocks.chunks_exact(self.bytes).zip(numbers.chunks_exact_mut(self.numbers)) {
+            (self.dequantize)(block, numbers);
+        }
+    }
+
+    /// As [`TensorType::dequantize`], on all threads.
+    ///
+    /// # Panics
+    /// As [`TensorType::dequantize`].
+    pub fn dequantize_in_parallel(&self, blocks: &[u8], numbers: &mut [f32]) {
+        const NUMBERS: usize = 1 << 14; // of a thread's turn; a multiple of every block's
+        let bytes = NUMBERS / self.numbers * self.bytes;
+        (numbers.par_chunks_mut(NUMBERS).zip(blocks.par_chunks(bytes)))
+            .for_each(|(numbers, blocks)| self.dequantize(blocks, numbers));
+    }
+
+    /// Whether each number is stored by itself.
+    pub fn is_dense(&self) -> bool {
+        self.numbers == 1
+    }
+
+    /// By the number in the file.
+    pub fn find(id: u32) -> Option<&'static Self> {
+        TYPES.iter().find(|known| known.id == id)
+    }
+
+    /// By ggml's name.
+    pub fn named(name: &str) -> Option<&'static Self> {
+        TYPES.iter().find(|known| known.name == name)
+    }
+}
+
+impl fmt::Debug for TensorType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+impl PartialEq for TensorType {
+    fn eq(&self, other: &Self) -> bool {
+        self.id == other.id
+    }
+}
+
+impl Eq for TensorType {}
+
+const fn blocks(id: u32, name: &'static str, [numbers, bytes]: [usize; 2], dequantize: Dequantize) -> TensorType {
+    TensorType { name, id, numbers, bytes, dequantize }
+}
+
+/// Types that are read.
+pub static TYPES: [TensorType; 15] = [
+    blocks(0, "F32", [1, 4], dequantize::f32),
+    blocks(1, "F16", [1, 2], dequantize::f16),
+    blocks(30, "BF16", [1, 2], dequantize::bf16),
+    blocks(2, "Q4_0", [32, 18], dequantize::q4_0),
+    blocks(3, "Q4_1", [32, 20], dequantize::q4_1),
+    blocks(6, "Q5_0", [32, 22], dequantize::q5_0),
+    blocks(7, "Q5_1", [32, 24], dequantize::q5_1),
+    blocks(8, "Q8_0", [32, 34], dequantize::q8_0),
+    blocks(10, "Q2_K", [256, 84], dequantize::q2_k),
+    blocks(11, "Q3_K", [256, 110], dequantize::q3_k),
+    blocks(12, "Q4_K", [256, 144], dequantize::q4_k),
+    blocks(13, "Q5_K", [256, 176], dequantize::q5_k),
+    blocks(14, "Q6_K", [256, 210], dequantize::q6_k),
+    blocks(20, "IQ4_NL", [32, 18], dequantize::iq4_nl),
+    blocks(23, "IQ4_XS", [256, 136], dequantize::iq4_xs),
+];
+
+/// Types that are not read, so that an error can name them.
+const OTHERS: [(u32, &str); 19] = [
+    (9, "Q8_1"),
+    (15, "Q8_K"),
+    (16, "IQ2_XXS"),
+    (17, "IQ2_XS"),
+    (18, "IQ3_XXS"),
+    (19, "IQ1_S"),
+    (21, "IQ3_S"),
+    (22, "IQ2_S"),
+    (24, "I8"),
+    (25, "I16"),
+    (26, "I32"),
+    (27, "I64"),
+    (28, "F64"),
+    (29, "IQ1_M"),
+    (34, "TQ1_0"),
+    (35, "TQ2_0"),
+    (39, "MXFP4"),
+    (40, "NVFP4"),
+    (41, "Q1_0"),
+];
+
+/// What an error says of a type that is not read.
+pub(super) fn other_name(id: u32) -> String {
+    let known = OTHERS.iter().find(|(other, _)| *other == id);
+    known.map_or_else(|| format!("type {id}"), |(_, name)| (*name).to_owned())
+}
+
+/// The names of all types that are read.
+pub(super) fn names() -> String {
+    TYPES.each_ref().map(|known| known.name).join(", ")
+}

@@ -1,0 +1,54 @@
+//! Blocks of a few bits per weight as a GGUF file has them: a weight's codes are rows of blocks, dequantised for each product.
+
+// O outputs, I inputs, b bytes of a row
+use tch::{Device, Kind, Tensor};
+
+use super::format::{Codes, StoredFormat};
+use super::slices::{SLICE_ON_CPU, ranges};
+use crate::gguf::types::TensorType;
+use crate::torch::bytes;
+
+impl StoredFormat for TensorType {
+    fn bits(&self) -> u64 {
+        (8 * self.bytes / self.numbers) as u64
+    }
+
+    fn bytes(&self, [outputs, inputs]: [u64; 2]) -> u64 {
+        outputs * (inputs / self.numbers as u64) * self.bytes as u64
+    }
+}
+
+/// A weight `[O, I]` in blocks.
+#[derive(Debug)]
+pub struct Blocks {
+    pub kind: &'static TensorType,
+    /// `[O, b]`, uint8, on the CPU.
+    pub codes_ob: Tensor,
+}
+
+impl Blocks {
+    /// `[O, I]` as numbers.
+    pub fn size(&self) -> [i64; 2] {
+        let size = self.codes_ob.size();
+        [size[0], size[1] / self.kind.bytes as i64 * self.kind.numbers as i64]
+    }
+}
+
+impl Codes for Blocks {
+    fn tensors(&self) -> Vec<&Tensor> {
+        vec![&self.codes_ob]
+    }
+
+    fn dequantize(&self, size_oi: [i64; 2], kind: Kind) -> Tensor {
+        let rows_at_a_time = (SLICE_ON_CPU / size_oi[1]).max(1);
+        let weight_oi = Tensor::empty(size_oi, (kind, Device::Cpu));
+        for (row, rows) in ranges(size_oi[0], rows_at_a_time) {
+            let blocks = self.codes_ob.narrow(0, row, rows);
+            let numbers = bytes::filled(&[rows, size_oi[1]], |numbers| {
+                self.kind.dequantize_in_parallel(bytes::raw(&blocks), numbers);
+            });
+            weight_oi.narrow(0, row, rows).copy_(&numbers);
+        }
+        weight_oi
+    }
+}
