@@ -30,6 +30,8 @@ READERS = {
     "safetensors": ["src/model/weights.rs", "src/model/weights/tensor_file.rs", "src/model/weights/bits.rs", "src/model/weights/finite.rs"],
     "weights_index": ["src/model/weights/listing.rs"],
     "captured_states": ["src/formats/captured_states.rs"],
+    "gguf": ["src/gguf/config.rs", "src/gguf/file.rs", "src/gguf/folder.rs", "src/gguf/header.rs", "src/gguf/metadata.rs", "src/gguf/names.rs",
+             "src/gguf/vocabulary.rs", "src/model/weights/gguf_file.rs"],
     "torch_file": ["src/model/weights/torch_file.rs"],
     "pickle": ["src/model/weights/pickle.rs"],
     "peft": ["src/model/peft.rs"],

@@ -23,6 +23,7 @@ use serde_json::{Value, json};
 use zip::ZipArchive;
 
 use super::readers::checkpoint_files;
+use crate::gguf::damage::damaged_files;
 
 /// Seeds, each of a reader.
 #[derive(Default)]
@@ -329,6 +330,8 @@ fn weights(seeds: &mut Seeds) {
         json!({}),
     ];
     seeds.all("weights_index", maps.map(index));
+    seeds.all("gguf", damaged_files().map(|file| [b"h", &file[..]].concat()));
+    seeds.add("gguf", [b"\xff", &crate::gguf::llama().bytes()[..]].concat());
     for file in files("tests/fixtures/pickled", "pt") {
         seeds.add("torch_file", [b"r", &file[..]].concat());
         let Ok(mut archive) = ZipArchive::new(Cursor::new(&file)) else {

@@ -41,6 +41,7 @@ pub const READERS: &[Reader] = &[
     reader("config", recipes::config),
     reader("data_folder", rows::data_folder),
     reader("distill_folder", formats::distill_folder),
+    reader("gguf", weights::gguf),
     reader("heads", weights::heads),
     reader("heads_config", formats::heads_config),
     reader("hub", hub::hub),

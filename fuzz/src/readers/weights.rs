@@ -5,6 +5,8 @@ use std::fs;
 use std::io::{Cursor, Write};
 use std::path::Path;
 
+use medusa::data::chat_template::ChatTemplate;
+use medusa::data::tokenize::TextTokenizer;
 use medusa::draft::heads::import::HeadsFile;
 use medusa::formats::captured_states::{CapturedError, CapturedFile, StateSizes};
 use medusa::model::config::LlamaConfig;
@@ -59,6 +61,17 @@ pub(super) fn safetensors(input: &[u8]) {
     let (raw, rest) = choice(input);
     let bytes = if raw == 0xff { rest.to_vec() } else { safetensors_file(input) };
     weights(&file("safetensors", "model.safetensors", &bytes));
+}
+
+/// A GGUF file: behind a 0xff as it is, else with data behind its header. All that a backbone's folder says is read of it.
+pub(super) fn gguf(input: &[u8]) {
+    let (raw, header) = choice(input);
+    let data = if raw == 0xff { vec![] } else { vec![0x3c; MOST_DATA as usize] };
+    let path = file("gguf", "model.gguf", &[header, &data].concat());
+    weights(&path);
+    let _ = checked(&path, LlamaConfig::load_reporting(&path));
+    let _ = checked(&path, TextTokenizer::load(&path));
+    let _ = checked(&path, ChatTemplate::load(&path));
 }
 
 /// An index beside two shards; behind a `t`, one of torch.save's; without a byte, none.

@@ -1,0 +1,3 @@
+#![no_main]
+
+medusa_fuzz::target!("gguf");

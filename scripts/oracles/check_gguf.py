@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Compares a GGUF file here with transformers on its dequantised weights: token ids, the chat template, greedy tokens and log-probabilities.
+
+    cargo build --release && cargo build --release --example token_ids
+    python3 scripts/oracles/check_gguf.py MODEL.gguf [--lines N] [--prompts N] [--tokens N] [--programs FOLDER]
+                                                                     # needs torch, transformers, gguf
+
+Lines are those of check_tokenizers.py. Greedy tokens are float32's on both sides; a difference between two tokens whose logits are closer than
+1e-4 is a near-tie, which is counted."""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import torch
+import transformers
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "oracles"))
+NEAR = 1e-4
+PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time", "To make a cake, first", "In 1969, the", "The most important rule of",
+           "import numpy as np\n", "Dear Sir or Madam,", "A prime number is", "The human heart", "fn main() {", "Water boils at", "My favourite book",
+           "SELECT name FROM", "The theory of relativity", "Q: What is 12 times 12?\nA:", "The quick brown fox", "In the beginning", "Roses are red,",
+           "Monday, Tuesday,"]  # fmt: skip
+
+
+def compare_ids(options, tokenizer):
+    """Ids of each line, with what goes around a text."""
+    from check_tokenizers import lines
+
+    texts = lines(options.lines, tokenizer.all_special_tokens)
+    program = options.programs / "examples" / "token_ids"
+    written = "".join(json.dumps(text) + "\n" for text in texts)
+    out = subprocess.run([program, options.model], input=written, capture_output=True, text=True, check=True).stdout
+    pairs = [(json.loads(line)["around"], tokenizer(text).input_ids) for line, text in zip(out.splitlines(), texts, strict=True)]
+    wrong = [(text, *pair) for text, pair in zip(texts, pairs, strict=True) if pair[0] != pair[1]]
+    for text, ours, theirs in wrong[:3]:
+        print(f"  {text!r}: {ours} here, {theirs} there")
+    print(f"ids: {len(texts) - len(wrong)} of {len(texts)} lines equal")
+    return not wrong
+
+
+def generate(options, prompts, tokens):
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        file.write("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        file.flush()
+        command = [options.programs / "medusa", "generate", "--backbone", options.model, "--prompts", file.name, "--dtype", "float32",
+                   "--temperature", "0", "--max-new-tokens", str(tokens), "--logprobs", "5", "--json"]  # fmt: skip
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def compare_tokens(options, model, tokenizer):
+    equal, ties, largest = 0, 0, 0.0
+    for prompt, ours in zip(PROMPTS[: options.prompts], generate(options, PROMPTS[: options.prompts], options.tokens), strict=True):
+        before, new = tokenizer(prompt).input_ids, ours["new_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([before + new])).logits[0, len(before) - 1 : -1]
+        best = logits.argmax(-1).tolist()
+        probabilities = logits.log_softmax(-1)
+        for at, entry in enumerate(ours["logprobs"]):
+            chosen = entry["logprob"] if isinstance(entry, dict) else entry
+            largest = max(largest, abs(chosen - probabilities[at, new[at]].item()))
+        apart = [at for at in range(len(new)) if best[at] != new[at]]
+        near = [at for at in apart if (logits[at, best[at]] - logits[at, new[at]]).item() < NEAR]
+        equal += not apart
+        ties += bool(apart) and near == apart
+        if near != apart:
+            print(f"  {prompt!r}: token {apart[0]} is {new[apart[0]]} here, {best[apart[0]]} there")
+    print(f"greedy: {equal} of {options.prompts} prompts equal over {options.tokens} tokens, {ties} but for near-ties; log-probabilities within {largest:.1e}")
+    return equal + ties == options.prompts and largest < NEAR
+
+
+def compare_template(options, tokenizer):
+    if tokenizer.chat_template is None:
+        print("template: none")
+        return True
+    messages = [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Again."}]
+    theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        file.write(json.dumps({"messages": messages}) + "\n")
+        file.flush()
+        command = [options.programs / "medusa", "generate", "--backbone", options.model, "--prompts", file.name, "--max-new-tokens", "1", "--json"]
+        ours = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    same = ours["prompt_ids"] == tokenizer(theirs, add_special_tokens=False).input_ids if "prompt_ids" in ours else None
+    print(f"template: {'equal' if same else 'not compared' if same is None else 'DIFFERENT'}")
+    return same is not False
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=pathlib.Path)
+    parser.add_argument("--lines", type=int, default=20_000)
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--programs", type=pathlib.Path, default=ROOT / "target" / "release")
+    options = parser.parse_args()
+    named = dict(pretrained_model_name_or_path=options.model.parent, gguf_file=options.model.name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**named)
+    passed = [compare_ids(options, tokenizer), compare_template(options, tokenizer)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(**named, dtype=torch.float32).eval()
+    passed.append(compare_tokens(options, model, tokenizer))
+    sys.exit(not all(passed))
+
+
+if __name__ == "__main__":
+    main()
