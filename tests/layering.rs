@@ -36,7 +36,7 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("files", 620),
     ("formats", 1973),
     ("fused", 534),
-    ("gguf", 1449),
+    ("gguf", 1446),
     ("http", 551),
     ("hub", 1990),
     ("json", 67),

@@ -68,7 +68,7 @@ fn in_layer(name: &str, architecture: &str) -> Option<String> {
     let (layer, part) = name.strip_prefix("blk.")?.split_once('.')?;
     let (part, end) = part.rsplit_once('.')?;
     layer.parse::<u32>().ok()?;
-    let is_it = |(theirs, _, families): &&(&str, &str, UsedBy)| *theirs == part && families.has(architecture);
+    let is_it = |(theirs, _, used_by): &&(&str, &str, UsedBy)| *theirs == part && used_by.has(architecture);
     let (_, ours, _) = IN_LAYER.iter().find(is_it)?;
     Some(format!("model.layers.{layer}.{ours}.{end}"))
 }

@@ -53,11 +53,6 @@ impl TensorType {
     pub fn find(id: u32) -> Option<&'static Self> {
         TYPES.iter().find(|known| known.id == id)
     }
-
-    /// By ggml's name.
-    pub fn named(name: &str) -> Option<&'static Self> {
-        TYPES.iter().find(|known| known.name == name)
-    }
 }
 
 impl fmt::Debug for TensorType {
