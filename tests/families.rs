@@ -27,7 +27,7 @@ use super::backbone::{
 };
 
 /// What scripts/fixtures/make_family_fixtures.py makes.
-const FAMILIES: [&str; 20] = [
+pub(crate) const FAMILIES: [&str; 20] = [
     "qwen2",
     "qwen2_sliding_window",
     "qwen2_yarn",

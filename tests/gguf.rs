@@ -3,6 +3,7 @@
 
 mod builder;
 pub(crate) mod damage;
+mod export;
 
 use std::path::Path;
 

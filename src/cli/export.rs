@@ -2,14 +2,17 @@
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
-use clap::Args;
+use clap::builder::PossibleValue;
+use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use super::downloads::{self, HubArgument};
 use super::numbers::above_zero;
 use super::progress::Progress;
 use super::{CommonFlags, UsageError, print_json, print_line};
+use crate::export::gguf::{self, GgufRequest, GgufType};
 use crate::export::{self, ExportError, ExportFormat, ExportRequest, Exported};
 use crate::files::checksums;
 use crate::hub::{self, Wanted};
@@ -21,12 +24,16 @@ const EXAMPLE: &str = "Example:\n  medusa export --heads checkpoints/first --for
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLE)]
 pub struct ExportArgs {
-    /// Heads: a run's final/, any supported layout, or a Hub id.
+    /// Heads: a run's final/, any supported layout, or a Hub id. With --format gguf they are optional: the adapter that was
+    /// trained with them is merged into the backbone.
     #[arg(long, value_name = "PATH")]
-    pub heads: PathBuf,
+    pub heads: Option<PathBuf>,
     /// Layout to write.
     #[arg(long, value_enum, value_name = "FORMAT")]
-    pub format: ExportFormat,
+    pub format: Layout,
+    /// With --format gguf: how matrices are stored [default: as in the backbone; BF16 for a GGUF file in blocks].
+    #[arg(long, value_enum, value_name = "TYPE")]
+    pub gguf_type: Option<GgufType>,
     /// Output folder: a new or an empty one.
     #[arg(long, value_name = "FOLDER")]
     pub out: PathBuf,
@@ -58,16 +65,55 @@ struct Printed<'e> {
     exported: &'e Exported,
 }
 
-/// Writes the folder, reads it back, and prints its path.
+/// A layout of heads, or llama.cpp's file of a backbone.
+#[derive(Debug, Clone, Copy)]
+pub enum Layout {
+    Heads(ExportFormat),
+    Gguf,
+}
+
+impl ValueEnum for Layout {
+    fn value_variants<'a>() -> &'a [Self] {
+        static ALL: LazyLock<Vec<Layout>> = LazyLock::new(|| {
+            ExportFormat::value_variants().iter().copied().map(Layout::Heads).chain([Layout::Gguf]).collect()
+        });
+        &ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        match self {
+            Self::Heads(format) => format.to_possible_value(),
+            Self::Gguf => {
+                Some(PossibleValue::new("gguf").help("The backbone, adapters merged, without heads, for llama.cpp"))
+            }
+        }
+    }
+}
+
+/// Writes the folder, reads it back, and prints its path, or that of the GGUF file in it.
 ///
 /// # Errors
 /// A missing file, or parts that do not fit; nothing is left then.
 pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    match args.format {
+        Layout::Heads(format) => heads(args, format, common),
+        Layout::Gguf => backbone(args, common),
+    }
+}
+
+fn heads(args: &ExportArgs, format: ExportFormat, common: &CommonFlags) -> anyhow::Result<()> {
+    let name = format.name;
+    let given = args.heads.clone();
+    let heads =
+        given.ok_or_else(|| UsageError(format!("--format {name} needs --heads: the heads that are exported")))?;
+    if args.gguf_type.is_some() {
+        return Err(UsageError(format!("--gguf-type is for --format gguf; --format {name} has --dtype")).into());
+    }
     let mut request = ExportRequest {
-        heads: args.heads.clone(),
+        heads,
         backbone: args.backbone.clone(),
         backbone_name: None,
-        format: args.format,
+        format,
         out: args.out.clone(),
         dtype: common.dtype,
         medusa_num_heads: args.medusa_num_heads,
@@ -83,8 +129,55 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     exported.notices.iter().for_each(|notice| common.say(notice));
     common.say(checked(&exported));
     match common.json {
-        true => print_json(&Printed { out: &args.out, format: args.format.name, exported: &exported }),
+        true => print_json(&Printed { out: &args.out, format: name, exported: &exported }),
         false => print_line(args.out.display()),
+    }
+}
+
+/// Writes the backbone alone.
+fn backbone(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    refuse_flags_of_heads(args, common)?;
+    let mut request = GgufRequest {
+        backbone: args.backbone.clone(),
+        heads: args.heads.clone(),
+        out: args.out.clone(),
+        kind: args.gguf_type,
+    };
+    let mut base = gguf::backbone_needed(&request).map_err(as_usage)?;
+    if base.is_dir() {
+        checksums::verify(&base)?;
+    }
+    downloads::fetch(vec![HubArgument::Model(&mut base, Wanted::Backbone)], common)?;
+    request.backbone = Some(base);
+    let progress = Progress::waiting(format!("writing {}", args.out.display()), common);
+    let exported = gguf::export(&request).map_err(as_usage)?;
+    drop(progress);
+    exported.notices.iter().for_each(|notice| common.say(notice));
+    let tensors = counted(exported.tensors, "tensor");
+    common.say(format!("verified: {tensors}, matrices in {}, read back as written", exported.kind));
+    match common.json {
+        true => print_json(&exported),
+        false => print_line(exported.file.display()),
+    }
+}
+
+/// Flags that say something of the heads, of which the file has none.
+fn refuse_flags_of_heads(args: &ExportArgs, common: &CommonFlags) -> Result<(), UsageError> {
+    let given = [
+        ("--medusa-num-heads", args.medusa_num_heads.is_some()),
+        ("--pickle", args.pickle),
+        ("--calibration", args.calibration.is_some()),
+        ("--tree", args.tree.is_some()),
+        ("--bench", args.bench.is_some()),
+    ];
+    if common.dtype.is_some() {
+        return Err(UsageError("--format gguf has --gguf-type in place of --dtype".into()));
+    }
+    match given.iter().find(|(_, is_given)| *is_given) {
+        Some((flag, _)) => {
+            Err(UsageError(format!("{flag} does nothing with --format gguf: no heads are in the file; remove it")))
+        }
+        None => Ok(()),
     }
 }
 

@@ -152,7 +152,7 @@ impl Verb {
             Verb::Tree(args) => {
                 vec![args.heads.as_mut().map(HubArgument::heads), args.backbone.as_mut().map(HubArgument::backbone)]
             }
-            Verb::Export(args) => vec![Some(HubArgument::heads(&mut args.heads))], // the heads determine how much of the backbone is needed
+            Verb::Export(args) => vec![args.heads.as_mut().map(HubArgument::heads)], // the heads determine how much of the backbone is needed
             // Recipes fetch their own ids.
             Verb::Init(_) | Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Report(_) | Verb::Doctor(_) => {
                 Vec::new()

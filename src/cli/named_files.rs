@@ -65,7 +65,7 @@ impl Verb {
                 inputs
             }
             Verb::Export(args) => vec![
-                ("--heads", Some(&args.heads)),
+                ("--heads", args.heads.as_ref()),
                 ("--calibration", args.calibration.as_ref()),
                 ("--tree", args.tree.as_ref()),
                 ("--bench", args.bench.as_ref()),

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::data::chat_template::TemplateError;
+use crate::data::tokenize::TokenizeError;
 use crate::draft::error::DrafterError;
 use crate::draft::heads::HeadsShape;
 use crate::dtype::Dtype;
@@ -14,6 +15,17 @@ use crate::model::loading::LoadError;
 use crate::model::peft::{ADAPTER_CONFIG, PeftError};
 use crate::model::weights::WeightsError;
 use crate::model::weights::torch_file::TorchFileError;
+
+/// Why a backbone is no GGUF file.
+#[derive(Debug, thiserror::Error)]
+pub enum GgufExportError {
+    #[error("llama.cpp has no {what}: a GGUF file reads back as {read}; export it in another format")]
+    Config { what: String, read: String },
+    #[error("tensor {name}: llama.cpp has no such tensor in {architecture}")]
+    Tensor { name: String, architecture: String },
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizeError),
+}
 
 /// Why nothing was exported.
 #[derive(Debug, thiserror::Error)]
@@ -101,6 +113,8 @@ pub enum ExportError {
     Adapter(#[from] PeftError),
     #[error(transparent)]
     Prompts(#[from] FormatError),
+    #[error(transparent)]
+    Gguf(#[from] GgufExportError),
     #[error(transparent)]
     Heads(#[from] DrafterError),
     #[error(transparent)]

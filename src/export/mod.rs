@@ -20,6 +20,7 @@ mod companions;
 mod error;
 mod finite;
 mod format;
+pub mod gguf;
 mod recorded;
 mod request;
 mod trained;

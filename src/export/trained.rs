@@ -71,12 +71,7 @@ impl Trained {
         }
         let shape = HeadsShape { medusa_num_heads: asked, ..file.shape() };
         let folder = folder_of(&request.heads);
-        let adapter = is_file(&folder.join(ADAPTER_CONFIG))?.then(|| folder.to_owned());
-        let tuned = folder.join(run_folder::BACKBONE);
-        let tuned = is_folder(&tuned)?.then_some(tuned);
-        // A run's `final/` names the backbone that the heads were trained on; a fully trained backbone is in the same
-        // folder.
-        let base = request.backbone.clone().or_else(|| tuned.clone()).or_else(|| file.base().map(PathBuf::from));
+        let TrainedBackbone { base, adapter, tuned } = backbone_with(Some(&file), request.backbone.as_deref())?;
         let recorded = match &request.backbone {
             Some(_) => request.backbone_name.clone(),
             None => file.base().and_then(|name| backbone_of_run(folder, name)),
@@ -150,8 +145,8 @@ impl Trained {
         let written = asked.unwrap_or(Dtype::of(own).by_default());
         let kind = if format.holds_backbone() { written.kind() } else { own };
         let backbone = match &self.adapter {
-            Some(adapter) => Llama::load_merged(&base, adapter, kind, Device::Cpu, Purpose::Training, None)?,
-            None => Llama::load(&base, kind, Device::Cpu, Purpose::Training)?,
+            Some(adapter) => Llama::load_merged(&base, adapter, kind, Device::Cpu, Purpose::Saving, None)?,
+            None => Llama::load(&base, kind, Device::Cpu, Purpose::Saving)?,
         };
         if format.contents != FolderContents::Heads {
             finite_backbone(&backbone)?; // before the backbone is freed: adapters are merged into it
@@ -294,6 +289,29 @@ impl Trained {
     pub(super) fn served_by_id(&self) -> Option<String> {
         self.base_model.clone().filter(|_| self.tuned.is_none())
     }
+}
+
+/// The backbone of heads.
+pub(super) struct TrainedBackbone {
+    /// Its folder, or its name.
+    pub(super) base: Option<PathBuf>,
+    /// Folder of the adapter that was trained with the heads.
+    pub(super) adapter: Option<PathBuf>,
+    /// Folder of the whole backbone that was trained with the heads.
+    tuned: Option<PathBuf>,
+}
+
+/// The backbone of heads, unless the user names another. A run's `final/` names the backbone that the heads were trained on; a fully trained
+/// backbone is in the same folder.
+pub(super) fn backbone_with(heads: Option<&HeadsFile>, named: Option<&Path>) -> Result<TrainedBackbone, ExportError> {
+    let folder = heads.map(|heads| folder_of(heads.path()));
+    let beside = |name: &str| folder.map(|folder| folder.join(name));
+    let is_there = |path: PathBuf| is_folder(&path).map(|is_there| is_there.then_some(path));
+    let tuned = beside(run_folder::BACKBONE).map(is_there).transpose()?.flatten();
+    let config = beside(ADAPTER_CONFIG).map(|config| is_file(&config)).transpose()?;
+    let adapter = folder.filter(|_| config == Some(true)).map(Path::to_owned);
+    let by_heads = || tuned.clone().or_else(|| heads?.base().map(PathBuf::from));
+    Ok(TrainedBackbone { base: named.map(Path::to_owned).or_else(by_heads), adapter, tuned })
 }
 
 /// The last part of a path that only this machine has; other texts as they are.

@@ -12,5 +12,7 @@ pub mod folder;
 pub mod header;
 pub mod metadata;
 pub mod names;
+mod quantize;
 pub mod types;
-mod vocabulary;
+pub mod vocabulary;
+pub mod write;

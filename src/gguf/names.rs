@@ -73,6 +73,18 @@ fn in_layer(name: &str, architecture: &str) -> Option<String> {
     Some(format!("model.layers.{layer}.{ours}.{end}"))
 }
 
+/// The name in a GGUF file of a tensor of transformers.
+pub fn in_gguf(name: &str, architecture: &str) -> Option<String> {
+    let outer = OUTER.iter().find(|(_, ours)| *ours == name).map(|(theirs, _)| (*theirs).to_owned());
+    outer.or_else(|| {
+        let (layer, part) = name.strip_prefix("model.layers.")?.split_once('.')?;
+        let (part, end) = part.rsplit_once('.')?;
+        let is_it = |(_, ours, used_by): &&(&str, &str, UsedBy)| *ours == part && used_by.has(architecture);
+        let (theirs, ..) = IN_LAYER.iter().find(is_it)?;
+        Some(format!("blk.{layer}.{theirs}.{end}"))
+    })
+}
+
 /// How the numbers of a tensor differ from those of transformers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Conversion {
@@ -89,7 +101,7 @@ pub enum Conversion {
 const INTERLEAVED: [&str; 3] = ["llama", "granite", "smollm3"];
 
 /// The conversion of a tensor with this name in the file. `heads` are those of queries and of keys.
-pub(super) fn conversion(name: &str, architecture: &str, [query, key]: [i64; 2]) -> Conversion {
+pub fn conversion(name: &str, architecture: &str, [query, key]: [i64; 2]) -> Conversion {
     let part = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')).map(|(_, part)| part);
     match part {
         Some("attn_q.weight" | "attn_q.bias") if INTERLEAVED.contains(&architecture) => {
@@ -128,5 +140,18 @@ mod tests {
         assert_eq!(norm("gemma2"), "model.layers.3.pre_feedforward_layernorm.weight");
         assert_eq!(in_transformers("blk.x.ffn_norm.weight", "llama").unwrap(), "blk.x.ffn_norm.weight");
         assert_eq!(in_transformers("rope_freqs.weight", "llama"), None);
+    }
+
+    #[test]
+    fn every_name_has_a_way_back() {
+        for architecture in ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "smollm3"] {
+            let parts = IN_LAYER.iter().filter(|(_, ours, used_by)| !ours.is_empty() && used_by.has(architecture));
+            let in_layer = parts.map(|(theirs, ..)| format!("blk.7.{theirs}.weight"));
+            for name in in_layer.chain(OUTER.map(|(theirs, _)| theirs.to_owned())) {
+                let ours = in_transformers(&name, architecture).unwrap();
+                assert_eq!(in_gguf(&ours, architecture).as_deref(), Some(&*name), "{ours} of {architecture}");
+            }
+        }
+        assert_eq!(in_gguf("model.layers.3.mlp.router.weight", "llama"), None);
     }
 }

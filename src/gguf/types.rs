@@ -5,6 +5,10 @@ use std::fmt;
 use rayon::prelude::*;
 
 use super::dequantize::{self, Dequantize};
+use super::quantize::{self, Encode};
+
+/// Numbers of a thread's turn: a multiple of every block's.
+const TURN: usize = 1 << 14;
 
 /// How the elements of a tensor are stored: in blocks of `numbers` elements and `bytes` bytes.
 #[derive(Clone, Copy)]
@@ -38,15 +42,39 @@ impl TensorType {
     /// # Panics
     /// As [`TensorType::dequantize`].
     pub fn dequantize_in_parallel(&self, blocks: &[u8], numbers: &mut [f32]) {
-        const NUMBERS: usize = 1 << 14; // of a thread's turn; a multiple of every block's
-        let bytes = NUMBERS / self.numbers * self.bytes;
-        (numbers.par_chunks_mut(NUMBERS).zip(blocks.par_chunks(bytes)))
+        let bytes = TURN / self.numbers * self.bytes;
+        (numbers.par_chunks_mut(TURN).zip(blocks.par_chunks(bytes)))
             .for_each(|(numbers, blocks)| self.dequantize(blocks, numbers));
+    }
+
+    /// Appends numbers as blocks, made on all threads.
+    ///
+    /// # Panics
+    /// If they are no whole blocks, or of a type that is not [written](WRITTEN).
+    pub fn encode(&self, numbers: &[f32], blocks: &mut Vec<u8>) {
+        let (_, encode) = WRITTEN.iter().find(|(name, _)| *name == self.name).expect("a type that is written");
+        assert_eq!(numbers.len() % self.numbers, 0, "whole blocks");
+        let turn = |numbers: &[f32]| {
+            let mut blocks = Vec::with_capacity(numbers.len() / self.numbers * self.bytes);
+            numbers.chunks_exact(self.numbers).for_each(|numbers| encode(numbers, &mut blocks));
+            blocks
+        };
+        numbers.par_chunks(TURN).map(turn).collect::<Vec<_>>().iter().for_each(|turn| blocks.extend(turn));
     }
 
     /// Whether each number is stored by itself.
     pub fn is_dense(&self) -> bool {
         self.numbers == 1
+    }
+
+    /// The number in the file.
+    pub(super) fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// By ggml's name.
+    pub fn named(name: &str) -> Option<&'static Self> {
+        TYPES.iter().find(|known| known.name == name)
     }
 
     /// By the number in the file.
@@ -91,6 +119,10 @@ pub static TYPES: [TensorType; 15] = [
     blocks(20, "IQ4_NL", [32, 18], dequantize::iq4_nl),
     blocks(23, "IQ4_XS", [256, 136], dequantize::iq4_xs),
 ];
+
+/// Types that are written.
+pub const WRITTEN: [(&str, Encode); 4] =
+    [("F32", quantize::f32), ("F16", quantize::f16), ("BF16", quantize::bf16), ("Q8_0", quantize::q8_0)];
 
 /// Types that are not read, so that an error can name them.
 const OTHERS: [(u32, &str); 19] = [

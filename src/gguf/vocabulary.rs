@@ -104,12 +104,42 @@ const ENDS: [&str; 9] = [
 const END_KEYS: [&str; 3] = ["eos_token_id", "eot_token_id", "eom_token_id"];
 
 /// A token's type in `tokenizer.ggml.token_type`; SentencePiece's numbers.
-const UNKNOWN: i64 = 2;
-const CONTROL: i64 = 3;
-const USER_DEFINED: i64 = 4;
-const BYTE: i64 = 6;
+pub const NORMAL: i64 = 1;
+pub const UNKNOWN: i64 = 2;
+pub const CONTROL: i64 = 3;
+pub const USER_DEFINED: i64 = 4;
+pub const UNUSED: i64 = 5;
+pub const BYTE: i64 = 6;
 
-fn key(name: &str) -> String {
+/// The `tokenizer.ggml.pre` of a tokenizer.json of byte-level BPE, if llama.cpp has one that splits texts as it does.
+pub fn pre_tokenizer_name(tokenizer: &Value) -> Option<&'static str> {
+    let composes = tokenizer["normalizer"]["type"] == "NFC";
+    let ignores_merges = tokenizer["model"]["ignore_merges"] == true;
+    let mut written = tokenizer["pre_tokenizer"].clone();
+    without_offsets(&mut written);
+    let is_it = |known: &&PreTokenizer| {
+        let mut words = words(known.words);
+        without_offsets(&mut words);
+        (known.composes, known.ignores_merges) == (composes, ignores_merges) && words == written
+    };
+    let other_normalizer = !composes && !tokenizer["normalizer"].is_null();
+    PRE_TOKENIZERS.iter().find(is_it).filter(|_| !other_normalizer).map(|known| known.names[0])
+}
+
+/// Drops what decides about places in the text alone.
+fn without_offsets(pre_tokenizer: &mut Value) {
+    match pre_tokenizer {
+        Value::Object(keys) => {
+            keys.remove("trim_offsets");
+            keys.values_mut().for_each(without_offsets);
+        }
+        Value::Array(values) => values.iter_mut().for_each(without_offsets),
+        _ => {}
+    }
+}
+
+/// A key of the tokenizer.
+pub fn key(name: &str) -> String {
     format!("tokenizer.ggml.{name}")
 }
 

@@ -85,6 +85,11 @@ pub fn save_folder_with(
 
 fn write_weights(folder: &Path, backbone: &Llama, additions: &Additions<'_>) -> Result<(), WeightsError> {
     let weights = backbone.weights();
+    assert_eq!(
+        weights.len(),
+        backbone.config.tensors().len(),
+        "a backbone that was loaded for saving has every weight as numbers"
+    );
     let own =
         weights.iter().map(|(name, tensor)| Planned { kind: backbone.kind(), ..Planned::of(name.clone(), tensor) });
     let planned: Vec<Planned> = own.chain(additions.planned.iter().cloned()).collect();

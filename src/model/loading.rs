@@ -59,6 +59,8 @@ pub enum Purpose {
     /// Whole rows: every product separate, over the mapped file where dtype and device allow. On a CPU, weights in the blocks of a GGUF file
     /// stay so; elsewhere, and for decoding, they are dequantised while they are loaded.
     Training,
+    /// As [`Purpose::Training`], with every weight as numbers.
+    Saving,
     /// As [`Purpose::Training`], with float32 copies of all weights, which are trained and compute in this dtype.
     FineTuning(Kind),
     /// A few tokens at a time: q, k, v and gate, up merged, and laid out for the CPU's own kernels.
@@ -199,7 +201,8 @@ impl Llama {
         purpose: Purpose,
         quantization: Option<Quantization>,
     ) -> Result<Self, LoadError> {
-        Self::load_quantized(folder, kind, device, Purpose::Training, quantization)?.with_adapter(adapter, purpose)
+        let first = if purpose == Purpose::Saving { purpose } else { Purpose::Training };
+        Self::load_quantized(folder, kind, device, first, quantization)?.with_adapter(adapter, purpose)
     }
 
     /// A backbone for training with the adapter of a PEFT folder merged into its weights, as [`Llama::load_merged`] does.
@@ -311,7 +314,7 @@ impl Llama {
 
     fn prepared_for(self, purpose: Purpose) -> Self {
         match purpose {
-            Purpose::Training => self,
+            Purpose::Training | Purpose::Saving => self,
             Purpose::FineTuning(kind) => self.for_fine_tuning(kind),
             Purpose::Decoding => self.for_decoding(),
             Purpose::Batches => self.for_batches(),

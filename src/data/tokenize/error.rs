@@ -40,6 +40,9 @@ pub enum TokenizeError {
         /// tokenizer.json's token with `id`.
         holder: Option<String>,
     },
+    /// A tokenizer that llama.cpp does not have.
+    #[error("{}: cannot be written to a GGUF file: {why}", path.display())]
+    NotInGguf { path: PathBuf, why: &'static str },
     /// A tokenizer.json that the tokenizers crate refuses.
     #[error("{}: the tokenizers library cannot load it", path.display())]
     Unusable { path: PathBuf, source: tokenizers::Error },

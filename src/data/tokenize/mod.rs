@@ -4,6 +4,7 @@
 mod config;
 pub mod config_keys;
 mod error;
+mod gguf_keys;
 mod growth;
 mod json_file;
 mod model_file;

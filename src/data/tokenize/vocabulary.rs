@@ -45,7 +45,7 @@ impl TextTokenizer {
         }
     }
 
-    fn by_id(&self) -> BTreeMap<u32, String> {
+    pub(super) fn by_id(&self) -> BTreeMap<u32, String> {
         self.tokenizer.get_vocab(true).into_iter().map(|(token, id)| (id, token)).collect()
     }
 }

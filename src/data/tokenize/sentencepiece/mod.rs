@@ -162,6 +162,12 @@ impl SentencePiece {
         self.pieces.all.iter().map(|piece| piece.text.clone()).zip(0..).collect()
     }
 
+    /// Score and kind of each piece, in the numbers of the file; `None` unless pieces are joined by their scores.
+    pub(super) fn scored(&self) -> Option<impl Iterator<Item = (f32, i64)>> {
+        let is_bpe = matches!(self.algorithm, Algorithm::Bpe);
+        is_bpe.then(|| self.pieces.all.iter().map(|piece| (piece.score, piece.kind as i64)))
+    }
+
     pub(super) fn size(&self) -> usize {
         self.pieces.all.len()
     }

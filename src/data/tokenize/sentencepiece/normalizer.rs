@@ -50,6 +50,20 @@ impl Normalizer for SpaceNormalizer {
 }
 
 impl SpaceNormalizer {
+    /// Whether characters become others.
+    pub(in crate::data::tokenize) fn replaces_characters(&self) -> bool {
+        self.charsmap.is_some()
+    }
+
+    /// Whether a space goes before the first word.
+    pub(in crate::data::tokenize) fn adds_prefix(&self) -> bool {
+        self.dummy_prefix != DummyPrefix::Never
+    }
+
+    pub(in crate::data::tokenize) fn removes_spaces(&self) -> bool {
+        self.remove_extra_whitespaces
+    }
+
     fn rewrite(&self, text: &str, at_start: bool) -> Rewritten {
         let mut new = Rewritten::default();
         let whole = self.dummy_prefix != DummyPrefix::Start || at_start;

@@ -24,7 +24,7 @@ pub(super) struct PieceProto {
 /// `ModelProto.SentencePiece.Type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PieceKind {
-    Normal,
+    Normal = 1,
     Unknown,
     Control,
     UserDefined,

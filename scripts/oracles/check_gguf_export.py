@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Loads what `medusa export --format gguf` writes in llama.cpp and compares token ids and greedy text.
+
+    cargo build --release && cargo build --release --example token_ids
+    python3 scripts/oracles/check_gguf_export.py FILE.gguf [--lines N] [--prompts N] [--tokens N] [--programs FOLDER]
+                                                          # needs llama-cpp-python and what check_gguf.py needs
+
+Both programs decode the same file in float32's KV cache; a difference is a near-tie where llama.cpp's own logits of the two tokens are closer
+than 0.05, which is what its products of quantised activations differ by."""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+
+import llama_cpp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import check_gguf
+
+NEAR = 0.05
+
+
+def compare_ids(options, model):
+    """As check_gguf.py does with transformers. llama.cpp ends a text at its first NUL, so lines with one are left out."""
+    from check_tokenizers import lines
+
+    texts = [text for text in lines(options.lines, []) if "\0" not in text]
+    program = options.programs / "examples" / "token_ids"
+    written = "".join(json.dumps(text) + "\n" for text in texts)
+    out = subprocess.run([program, options.model], input=written, capture_output=True, text=True, check=True).stdout
+    theirs = [model.tokenize(text.encode("utf-8", "surrogatepass"), add_bos=True, special=True) for text in texts]
+    ours = [json.loads(line)["around"] for line in out.splitlines()]
+    wrong = [(text, *pair) for text, *pair in zip(texts, ours, theirs, strict=True) if pair[0] != pair[1]]
+    for text, mine, other in wrong[:3]:
+        print(f"  {text!r}: {mine} here, {other} in llama.cpp")
+    print(f"ids: {len(texts) - len(wrong)} of {len(texts)} lines equal")
+    return not wrong
+
+
+def greedy(model, ids, tokens, expected):
+    """The first place where llama.cpp's greedy token is another, and by how much its logit is larger."""
+    model.reset()
+    model.eval(ids)
+    for at, token in enumerate(expected[:tokens]):
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(model._ctx.ctx), shape=(model.n_vocab(),))
+        best = int(logits.argmax())
+        if best != token:
+            return at, float(logits[best] - logits[token])
+        model.eval([token])
+    return None
+
+
+def compare_text(options, model):
+    prompts = check_gguf.PROMPTS[: options.prompts]
+    equal, ties = 0, 0
+    for prompt, ours in zip(prompts, check_gguf.generate(options, prompts, options.tokens), strict=True):
+        ids = model.tokenize(prompt.encode(), add_bos=True, special=True)
+        difference = greedy(model, ids, options.tokens, ours["new_ids"])
+        equal += difference is None
+        if difference is not None:
+            at, margin = difference
+            ties += margin < NEAR
+            print(f"  {prompt!r}: differs at token {at}, where llama.cpp's logits are {margin:.4f} apart")
+    print(f"greedy: {equal} of {len(prompts)} prompts equal for {options.tokens} tokens, {ties} others from a near-tie on")
+    return equal + ties == len(prompts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=pathlib.Path)
+    parser.add_argument("--lines", type=int, default=2000)
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--programs", type=pathlib.Path, default=check_gguf.ROOT / "target" / "release")
+    options = parser.parse_args()
+    model = llama_cpp.Llama(str(options.model), n_ctx=512, verbose=False, logits_all=False, type_k=0, type_v=0)
+    same = compare_ids(options, model) if options.lines else True
+    same = compare_text(options, model) and same
+    sys.exit(not same)
+
+
+if __name__ == "__main__":
+    main()
