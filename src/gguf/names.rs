@@ -17,7 +17,7 @@ const IN_LAYER: [(&str, &str, UsedBy); 18] = [
     ("attn_q_norm", "self_attn.q_norm", UsedBy::All),
     ("attn_k_norm", "self_attn.k_norm", UsedBy::All),
     ("attn_norm", "input_layernorm", UsedBy::All),
-    ("post_attention_norm", "post_attention_layernorm", UsedBy::All),
+    ("post_attention_norm", "post_attention_layernorm", UsedBy::WithOutputNorms),
     ("ffn_norm", "pre_feedforward_layernorm", UsedBy::WithOutputNorms),
     ("ffn_norm", "post_attention_layernorm", UsedBy::All),
     ("post_ffw_norm", "post_feedforward_layernorm", UsedBy::All),
@@ -34,7 +34,7 @@ const IN_LAYER: [(&str, &str, UsedBy); 18] = [
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum UsedBy {
     All,
-    /// Gemma: a norm before and after each half of a layer.
+    /// Gemma and OLMo 2: a norm after each half of a layer.
     WithOutputNorms,
     /// Phi-3: gate and up in one.
     Fused,
@@ -45,7 +45,7 @@ impl UsedBy {
     fn has(self, architecture: &str) -> bool {
         match self {
             Self::All => true,
-            Self::WithOutputNorms => architecture.starts_with("gemma"),
+            Self::WithOutputNorms => architecture.starts_with("gemma") || architecture == "olmo2",
             Self::Fused => architecture == "phi3",
             Self::None => false,
         }
@@ -147,11 +147,19 @@ mod tests {
         for architecture in ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "smollm3"] {
             let parts = IN_LAYER.iter().filter(|(_, ours, used_by)| !ours.is_empty() && used_by.has(architecture));
             let in_layer = parts.map(|(theirs, ..)| format!("blk.7.{theirs}.weight"));
+            let has_no_norm_before = |name: &String| architecture == "olmo2" && name.ends_with("ffn_norm.weight");
+            let in_layer = in_layer.filter(|name| !has_no_norm_before(name));
             for name in in_layer.chain(OUTER.map(|(theirs, _)| theirs.to_owned())) {
                 let ours = in_transformers(&name, architecture).unwrap();
                 assert_eq!(in_gguf(&ours, architecture).as_deref(), Some(&*name), "{ours} of {architecture}");
             }
         }
         assert_eq!(in_gguf("model.layers.3.mlp.router.weight", "llama"), None);
+        let norm = "model.layers.0.post_attention_layernorm.weight";
+        assert_eq!(
+            in_gguf(norm, "llama").as_deref(),
+            Some("blk.0.ffn_norm.weight"),
+            "the reader takes another name, too; llama.cpp does not"
+        );
     }
 }

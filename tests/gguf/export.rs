@@ -7,6 +7,7 @@ use base64::engine::general_purpose::STANDARD;
 use medusa::data::tokenize::TextTokenizer;
 use medusa::export::gguf::{GgufRequest, GgufType, export};
 use medusa::files::write_atomic;
+use medusa::gguf::file::GgufFile;
 use medusa::gguf::metadata::MetaValue;
 use medusa::gguf::types::TensorType;
 use medusa::model::loading::Purpose;
@@ -53,6 +54,24 @@ fn scale_queries_as_gemma(path: &Path) {
     }
 }
 
+/// The norms of the first layer, which differ between architectures though the weights have the same names in transformers.
+fn names_of_layer(file: &Path) -> Vec<String> {
+    let file = GgufFile::open(file).expect("a GGUF file");
+    let tensors = file.shards()[0].1.tensors.keys();
+    tensors.filter_map(|name| Some(name.strip_prefix("blk.0.")?.strip_suffix("norm.weight")?.to_owned())).collect()
+}
+
+/// As llama.cpp's loaders of the architectures have them.
+fn llama_cpp_names(fixture: &str) -> Vec<&'static str> {
+    match fixture.split('_').next().unwrap_or_default() {
+        "gemma2" => vec!["attn_", "ffn_", "post_attention_", "post_ffw_"],
+        "gemma3" => vec!["attn_k_", "attn_", "attn_q_", "ffn_", "post_attention_", "post_ffw_"],
+        "olmo2" => vec!["attn_k_", "attn_q_", "post_attention_", "post_ffw_"],
+        "qwen3" => vec!["attn_k_", "attn_", "attn_q_", "ffn_"],
+        _ => vec!["attn_", "ffn_"],
+    }
+}
+
 fn sliding_window(folder: &Path) -> Option<i64> {
     medusa::model::config::LlamaConfig::load(folder).expect("a config").sliding_window
 }
@@ -72,6 +91,7 @@ fn the_file_of_every_family_computes_what_its_folder_does() {
             continue;
         }
         let written = written.unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!(names_of_layer(&written.file), llama_cpp_names(name), "{name}");
         if let Some(window) = sliding_window(folder.path()).filter(|_| !written.notices.is_empty()) {
             assert!(written.notices[0].contains(&format!("texts of more than {window} tokens")), "{name}");
             continue;
