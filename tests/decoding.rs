@@ -487,6 +487,22 @@ fn what_the_template_does_not_read_of_a_conversation_is_reported() {
 }
 
 #[test]
+fn a_message_is_rendered_as_a_conversation_of_one_turn_is() {
+    let world = World::new();
+    world.lines("p.jsonl", &[json!({"messages": [{"role": "user", "content": "a"}]})]);
+    write_atomic(&world.path("t.jinja"), |out| out.write_all(b"{% for m in messages %}{{ m.content }}b{% endfor %}"))
+        .expect("a file");
+    let more = ["--max-new-tokens", "3", "--chat-template", "t.jinja"];
+    let of_file = world.json(&[&PLAIN[..], &more].concat()).remove(0);
+    let without_file: Vec<&str> =
+        PLAIN.iter().copied().filter(|part| !["--prompts", "p.jsonl"].contains(part)).collect();
+    let message = world.json(&[&without_file[..], &more, &["--message", "a"]].concat()).remove(0);
+    assert_eq!((&message["prompt_ids"], &message["new_ids"]), (&of_file["prompt_ids"], &of_file["new_ids"]));
+    let both = world.complaint(&[&without_file[..], &["--message", "a", "--prompt", "a"]].concat(), 2);
+    assert!(both.contains("cannot be used with"), "{both}");
+}
+
+#[test]
 fn a_turn_that_does_not_fit_ends_its_conversation() {
     let world = World::new();
     let turns = json!({"turns": ["a", "b".repeat(CONTEXT)], "question_id": 81, "category": "writing"});

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use medusa::data::Watch;
 use medusa::data::chat_template::TemplateChoice;
+use medusa::draft::heads::layout::HeadsArchitecture;
 use medusa::recipe::starter::{StarterMachine, StarterRecipe, StarterRecipeError, StarterStage};
 use medusa::recipe::{Recipe, WrittenRecipe};
 use medusa::torch::shared_gpus::SharedGpus;
@@ -124,6 +125,32 @@ fn quotes_few_rows_and_bad_rows() {
 }
 
 #[test]
+fn heads_are_sequential_unless_a_server_shall_load_them() {
+    let small = SmallRun::new();
+    let recipe = |more: &[&str]| {
+        let ended = small.medusa(&[&INIT[..], more].concat()).succeeded();
+        assert!(ended.stderr.contains("below 200000 heads guess badly"), "{}", ended.stderr);
+        small.read("first.toml")
+    };
+    let hydra = recipe(&[]);
+    for line in ["architecture = \"hydra\" ", "shared_w2 = true "] {
+        assert!(hydra.contains(line), "{line} in\n{hydra}");
+    }
+    assert!(!hydra.contains("draft_vocab_size"), "the vocabulary is small: {hydra}");
+    assert!(recipe(&["--drafter", "hydra++"]).contains("architecture = \"hydra++\" "));
+    let medusa = recipe(&["--drafter", "medusa"]);
+    assert!(!medusa.contains("architecture") && !medusa.contains("shared_w2"), "{medusa}");
+}
+
+#[test]
+fn of_a_large_vocabulary_the_frequent_tokens_are_guessed() {
+    let small = SmallRun::with_sizes(32, 10_000);
+    small.medusa(&INIT).succeeded();
+    let recipe = small.read("first.toml");
+    assert!(recipe.contains("draft_vocab_size = 4096 "), "{recipe}");
+}
+
+#[test]
 fn adapters_rows_to_evaluate_on_and_json() {
     let small = SmallRun::new();
     let rows = small.read("rows.jsonl").repeat(5);
@@ -224,6 +251,7 @@ fn less_memory_makes_smaller_runs() {
         columns: None,
         chat_template: TemplateChoice::default(),
         stage: StarterStage::Medusa2,
+        heads: HeadsArchitecture::Hydra,
         train_command: "medusa-train first.toml".into(),
     };
     let file = Path::new("first.toml");

@@ -68,10 +68,16 @@ impl SmallRun {
     }
 
     pub(crate) fn with_hidden_size(hidden_size: i64) -> Self {
+        Self::with_sizes(hidden_size, 48)
+    }
+
+    pub(crate) fn with_sizes(hidden_size: i64, vocab_size: i64) -> Self {
         let small = Self { folder: tempfile::tempdir().expect("a temporary folder") };
         fs::create_dir(small.path("backbone")).expect("a folder");
-        let of_size = format!("\"hidden_size\": {hidden_size},");
-        small.write("backbone/config.json", CONFIG.replace("\"hidden_size\": 32,", &of_size));
+        let [of_size, of_vocabulary] =
+            [("hidden_size", hidden_size), ("vocab_size", vocab_size)].map(|(key, size)| format!("\"{key}\": {size},"));
+        let config = CONFIG.replace("\"hidden_size\": 32,", &of_size).replace("\"vocab_size\": 48,", &of_vocabulary);
+        small.write("backbone/config.json", config);
         let config = LlamaConfig::load(&small.path("backbone")).expect("a config");
         let backbone = Llama::random(config, Kind::Float, Device::Cpu, 7);
         small.save_backbone(&backbone.weights());

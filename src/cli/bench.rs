@@ -188,7 +188,7 @@ fn load(
     rows: &Rows,
     common: &CommonFlags,
 ) -> anyhow::Result<(Vec<Prompt>, Decoder, Vec<DrafterFacts>)> {
-    let prompts = prompts::read(None, Some(&args.prompts), common)?;
+    let prompts = prompts::read(&args.prompts, common)?;
     let setup = backbone::setup(args, rows, common)?;
     setting::check_contexts(args, &setup)?;
     setup.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()))?;

@@ -269,7 +269,7 @@ fn answers_to_file(
     file: &Path,
     common: &CommonFlags,
 ) -> anyhow::Result<MeasuredRows> {
-    let prompts = prompts::read(None, Some(file), common)?;
+    let prompts = prompts::read(file, common)?;
     model.setup.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()))?;
     let template = model.setup.template.as_ref();
     let count = |trained: &_| trained_on::count_prompts(trained, &prompts, model.folder(), template);

@@ -22,6 +22,7 @@ use super::progress::Counter;
 use super::prompts::{self, EndedEarly, FitFlags, each_turn};
 use super::served::ServedFlags;
 use super::{CommonFlags, UsageError, print_json, print_line, write_out};
+use crate::data::conversation::ChatInput;
 use crate::data::prompts::{Prompt, PromptInput};
 use crate::data::tokenize::narrow;
 use crate::decode::DecodeLoop;
@@ -39,7 +40,7 @@ use crate::session::opened::OpenedBackbone;
 #[derive(Debug, Args)]
 #[command(
     group = ArgGroup::new("input").required(true),
-    after_help = "Example:\n  medusa generate --backbone B --prompt \"Once upon a time\"\n  medusa generate --backbone B --heads checkpoints/first --tree tree.json \\\n    --prompts prompts.jsonl\n\nfinish_reason is \"eos\", \"length\" (--max-new-tokens or a full context) or \"stop\" (--stop)."
+    after_help = "Example:\n  medusa generate --backbone B --message \"Explain beam search.\"\n  medusa generate --backbone B --heads checkpoints/first --tree tree.json \\\n    --prompts prompts.jsonl\n\nfinish_reason is \"eos\", \"length\" (--max-new-tokens or a full context) or \"stop\" (--stop)."
 )]
 pub struct GenerateArgs {
     /// Backbone: a folder, a GGUF file or a Hugging Face Hub id (owner/name, owner/name@revision or owner/name:Q4_K_M).
@@ -52,6 +53,9 @@ pub struct GenerateArgs {
     /// head's best guess].
     #[arg(long, value_name = "T")]
     pub tree: Option<PathBuf>,
+    /// A user's message to a chat model, rendered by the chat template.
+    #[arg(long, value_name = "S", group = "input")]
+    pub message: Option<String>,
     /// Prompt as raw text: no chat template, only BOS is added.
     #[arg(long, value_name = "S", group = "input")]
     pub prompt: Option<String>,
@@ -80,8 +84,8 @@ pub struct GenerateArgs {
 }
 
 /// What `--prompt` does on a model that has a chat template.
-const RAW_PROMPT: &str = "--prompt is continued as raw text, without the chat template; `medusa chat`, and \"messages\" in the file of \
-     --prompts, apply it";
+const RAW_PROMPT: &str = "--prompt is continued as raw text, without the chat template; --message, `medusa chat`, and \"messages\" in the \
+     file of --prompts apply it";
 
 /// Columns of the line above an answer.
 const HEADING: usize = 79;
@@ -109,7 +113,7 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if args.num_samples > NonZeroU32::MIN && !args.decoding.draws(plan.is_some()) {
         common.say("--num-samples: the samples of a prompt are equal, because no token is drawn at random");
     }
-    let prompts = prompts::read(args.prompt.as_ref(), args.prompts.as_deref(), common)?;
+    let prompts = given_prompts(args, common)?;
     let backbone = OpenedBackbone::open(&args.backbone)?;
     let heads = deciding_heads(plan.as_ref(), args.heads.as_deref())?;
     let setup = args.served.options().resolve(backbone, heads, common)?;
@@ -138,6 +142,19 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
     ended_early.report(common);
     Ok(())
+}
+
+fn given_prompts(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<Vec<Prompt>> {
+    let input = match (&args.message, &args.prompt, &args.prompts) {
+        (Some(text), ..) => PromptInput::Chat(ChatInput::user(text)),
+        (None, Some(text), _) => PromptInput::Text(text.clone()),
+        (None, None, Some(path)) => return prompts::read(path, common),
+        (None, None, None) => {
+            let missing = "nothing to decode: give --message TEXT, --prompt TEXT or --prompts FILE";
+            return Err(UsageError(missing.into()).into());
+        }
+    };
+    Ok(vec![Prompt::new(input)])
 }
 
 /// Progress through `--prompts`, unless the answers show it: what a pipe's reader prints would end up in the bar.

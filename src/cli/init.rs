@@ -14,6 +14,7 @@ use super::served::chat_template;
 use super::{CommonFlags, UsageError, outputs, print_json, print_line};
 use crate::data::chat_template::TemplateChoice;
 use crate::data::column_names::ColumnNames;
+use crate::draft::heads::layout::HeadsArchitecture;
 use crate::files::{Claim, write_atomic};
 use crate::formats::run_folder::{CALIBRATION, FINAL, LATENCY, TREE};
 use crate::hub::id;
@@ -59,6 +60,10 @@ pub struct InitArgs {
     /// What to train: heads (medusa1), or heads and adapters of the backbone (medusa2).
     #[arg(long, value_enum, value_name = "STAGE", default_value = "medusa1")]
     pub stage: StageName,
+    /// What guesses: Hydra heads, which read the guesses before theirs; they guess better, and vLLM and text-generation-inference do not load
+    /// them. Or Medusa heads.
+    #[arg(long, value_enum, value_name = "HEADS", default_value = "hydra")]
+    pub drafter: HeadsName,
     /// Chat template for conversations: "tokenizer" (the backbone's own), a built-in name (vicuna, zephyr, llama-2, llama-3, chatml,
     /// mistral) or a .jinja file.
     #[arg(long, value_name = "TEMPLATE", default_value = "tokenizer", value_parser = chat_template)]
@@ -73,6 +78,15 @@ pub struct InitArgs {
 pub enum StageName {
     Medusa1,
     Medusa2,
+}
+
+/// `--drafter`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum HeadsName {
+    Medusa,
+    Hydra,
+    #[value(name = "hydra++")]
+    HydraPlusPlus,
 }
 
 /// Reads the rows, writes the recipe and prints what comes next.
@@ -90,6 +104,11 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
         stage: match args.stage {
             StageName::Medusa1 => StarterStage::Medusa1,
             StageName::Medusa2 => StarterStage::Medusa2,
+        },
+        heads: match args.drafter {
+            HeadsName::Medusa => HeadsArchitecture::Medusa,
+            HeadsName::Hydra => HeadsArchitecture::Hydra,
+            HeadsName::HydraPlusPlus => HeadsArchitecture::HydraPlusPlus,
         },
         train_command: train_command(args, common),
     };
@@ -113,7 +132,7 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
         mebibytes(fitted.peak_bytes),
         machine.name
     ));
-    if let Some(note) = fitted.dtype_note {
+    for note in fitted.dtype_note.into_iter().chain(fitted.few_tokens_note) {
         common.say(note);
     }
     for others in checked.reports().map(|report| &report.counts.others).filter(|others| !others.not_read.is_empty()) {

@@ -8,7 +8,7 @@ use anyhow::Context;
 use clap::Args;
 use rayon::prelude::*;
 
-use super::{CommonFlags, UsageError};
+use super::CommonFlags;
 use crate::data::OtherKeys;
 use crate::data::chat_template::ChatTemplate;
 use crate::data::conversation::{ChatInput, Message};
@@ -40,16 +40,12 @@ pub(super) struct TooLong {
 /// A prompt that fits, and its index in its file.
 pub(super) type IndexedPrompt = (usize, Prompt);
 
-/// The prompts of `--prompts` (`-` is stdin) or `--prompt`.
+/// The prompts of `--prompts` (`-` is stdin).
 ///
 /// # Errors
 /// An invalid prompt file.
-pub(super) fn read(prompt: Option<&String>, file: Option<&Path>, common: &CommonFlags) -> anyhow::Result<Vec<Prompt>> {
-    match (prompt, file) {
-        (Some(text), _) => Ok(vec![Prompt::new(PromptInput::Text(text.clone()))]),
-        (None, Some(path)) => Ok(open(path, common)?.prompts()?),
-        (None, None) => Err(UsageError("nothing to decode: give --prompt TEXT or --prompts FILE".into()).into()),
-    }
+pub(super) fn read(file: &Path, common: &CommonFlags) -> anyhow::Result<Vec<Prompt>> {
+    Ok(open(file, common)?.prompts()?)
 }
 
 /// Reads `--prompts`. A user who types them learns how to end them.

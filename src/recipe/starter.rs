@@ -7,18 +7,29 @@ use tch::Device;
 use toml::Value;
 
 use super::{Recipe, RecipeError, Stage};
+use crate::data::DataError;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::column_names::ColumnNames;
+use crate::draft::heads::layout::HeadsArchitecture;
 use crate::model::lora::LoraConfig;
 use crate::model::stored_dtype::stored_dtype;
 use crate::torch::memory;
 use crate::train::checked::CheckedRun;
 
+/// Hydra heads guess the most frequent tokens that are together this part of the labels: the others are rare, and their rows of W2 take most of
+/// the heads' time.
+const GUESSED_LABELS: f64 = 0.99;
+/// Few rows have few tokens, and other texts have others.
+const FEWEST_GUESSED: usize = 4096;
 /// Most tokens of a forward pass: more are hardly faster.
 const TOKENS_OF_A_PASS: usize = 8192;
 /// Aims: optimizer steps of an epoch and of a run, evaluations of a run, and rows to evaluate on.
 const STEPS_OF_AN_EPOCH: usize = 100;
 const STEPS_OF_A_RUN: usize = 200;
+/// Aim: tokens that a run trains on, all its epochs together.
+const TOKENS_OF_A_RUN: usize = 2_000_000;
+/// Fewer tokens make heads that guess badly.
+const FEW_TOKENS: usize = 200_000;
 const EVALUATIONS: usize = 10;
 const VALIDATION_ROWS: f64 = 100.0;
 /// Most sequences of an optimizer step (the paper's), passes over the rows, and steps of the warm-up (the paper's).
@@ -57,6 +68,8 @@ pub struct StarterRecipe {
     pub columns: Option<ColumnNames>,
     pub chat_template: TemplateChoice,
     pub stage: StarterStage,
+    /// The kind of heads.
+    pub heads: HeadsArchitecture,
     /// The command that trains it, as a shell reads it.
     pub train_command: String,
 }
@@ -78,6 +91,8 @@ pub struct FittedRecipe {
     pub peak_bytes: u64,
     /// Why it does not compute in the dtype of the weights, if so.
     pub dtype_note: Option<String>,
+    /// How good its heads may become, if there are too few rows.
+    pub few_tokens_note: Option<String>,
 }
 
 /// Why there is no recipe.
@@ -85,6 +100,8 @@ pub struct FittedRecipe {
 pub enum StarterRecipeError {
     #[error(transparent)]
     Recipe(#[from] RecipeError),
+    #[error(transparent)]
+    Rows(#[from] DataError),
     /// Not even the smallest run fits.
     #[error(
         "the smallest run of {stage} on this backbone needs {:.1} GiB, and {name} has {:.1} GiB free; close other programs, use a machine \
@@ -154,6 +171,9 @@ impl StarterRecipe {
         if let Some(columns) = &self.columns {
             let _ = writeln!(text, "columns = {}", columns.to_toml()); // as above
         }
+        if self.heads != HeadsArchitecture::Medusa {
+            let _ = write!(text, "\n[heads]\narchitecture = {}\nshared_w2 = true\n", quoted(self.heads.name())); // as above
+        }
         text
     }
 
@@ -171,7 +191,9 @@ impl StarterRecipe {
     ) -> Result<FittedRecipe, StarterRecipeError> {
         let rows = checked.train_report.counts.whole_rows();
         let validation_fraction = if self.validation.is_empty() { held_out(rows) } else { None };
-        let length = RunLength::of(checked.sequence_counts().0, validation_fraction.unwrap_or(0.0));
+        let tokens = checked.train_report.counts.tokens_with_loss;
+        let length = RunLength::of(checked.sequence_counts().0, validation_fraction.unwrap_or(0.0), tokens);
+        let guessed = checked.draft_vocabulary_with(GUESSED_LABELS, FEWEST_GUESSED)?;
         // However short the rows are, all packed sequences but one are longer than half of `max_length`: two shorter ones would be one.
         let largest = (TOKENS_OF_A_PASS / shortest.data.max_length.get()).max(1);
         let micro_batches: Vec<usize> = (0..=length.batch.ilog2()).rev().map(|power| 1 << power).collect();
@@ -180,14 +202,17 @@ impl StarterRecipe {
         let mut smallest = u64::MAX;
         for savings in self.stage.ladder() {
             for &micro_batch in micro_batches.iter().filter(|&&micro_batch| micro_batch <= largest) {
-                let text =
-                    self.text(shortest, &Choice { savings, micro_batch, length, validation_fraction, slow }, machine);
+                let text = self.text(
+                    shortest,
+                    &Choice { savings, micro_batch, length, validation_fraction, slow, guessed },
+                    machine,
+                );
                 let plan = Recipe::parse(file, &text)?.plan(machine.device);
                 let peak_bytes = checked.memory_of(&plan).peak_on(machine.device);
                 smallest = smallest.min(peak_bytes);
                 if machine.free_bytes.is_none_or(|free_bytes| memory::holds(free_bytes, peak_bytes)) {
                     let dtype_note = slow.map(|slow| format!("dtype = \"{}\": {slow}", shortest.backbone.dtype));
-                    return Ok(FittedRecipe { text, peak_bytes, dtype_note });
+                    return Ok(FittedRecipe { text, peak_bytes, dtype_note, few_tokens_note: few_tokens_note(tokens) });
                 }
             }
         }
@@ -307,6 +332,17 @@ struct Choice {
     validation_fraction: Option<f64>,
     /// Why it does not compute in the dtype of the weights, if so.
     slow: Option<&'static str>,
+    /// How many tokens heads with one W2 guess, if not all.
+    guessed: Option<usize>,
+}
+
+fn few_tokens_note(tokens: usize) -> Option<String> {
+    (tokens < FEW_TOKENS).then(|| {
+        format!(
+            "the rows have {tokens} tokens to train on; below {FEW_TOKENS} heads guess badly: let the backbone answer more prompts \
+             (medusa distill)"
+        )
+    })
 }
 
 fn heads_lines(shortest: &Recipe, choice: &Choice) -> Vec<Line> {
@@ -314,6 +350,15 @@ fn heads_lines(shortest: &Recipe, choice: &Choice) -> Vec<Line> {
         (format!("medusa_num_heads = {}", shortest.heads.medusa_num_heads), "tokens guessed beyond the next one"),
         (format!("medusa_num_layers = {}", shortest.heads.medusa_num_layers), ""),
     ];
+    if shortest.heads.architecture != HeadsArchitecture::Medusa {
+        let name = quoted(shortest.heads.architecture.name());
+        lines.insert(0, (format!("architecture = {name}"), "heads that read the guesses before theirs"));
+    }
+    if shortest.heads.shared_w2 && !choice.savings.shared_lm_head {
+        lines.push(("shared_w2 = true".into(), "one projection to the vocabulary for all"));
+        let size = |size| (format!("draft_vocab_size = {size}"), "the most frequent tokens");
+        lines.extend(choice.guessed.map(size));
+    }
     if choice.savings.shared_lm_head {
         lines.push(("shared_lm_head = true".into(), "no projections of their own, to fit"));
     }
@@ -347,12 +392,13 @@ fn held_out(rows: usize) -> Option<f64> {
 }
 
 impl RunLength {
-    /// `held_out`: the part that is not trained on.
-    fn of(sequences: usize, held_out: f64) -> Self {
+    /// `held_out`: the part that is not trained on. `tokens`: the targets of all rows.
+    fn of(sequences: usize, held_out: f64, tokens: usize) -> Self {
         let training = (sequences as f64 * (1.0 - held_out)).ceil() as usize;
         let batch = 1 << (training / STEPS_OF_AN_EPOCH).clamp(1, LARGEST_BATCH).ilog2();
         let steps_per_epoch = training.div_ceil(batch).max(1);
-        let epochs = STEPS_OF_A_RUN.div_ceil(steps_per_epoch).clamp(2, MOST_EPOCHS);
+        let by_tokens = TOKENS_OF_A_RUN.div_ceil(tokens.max(1));
+        let epochs = STEPS_OF_A_RUN.div_ceil(steps_per_epoch).max(by_tokens).clamp(2, MOST_EPOCHS);
         let steps = epochs * steps_per_epoch;
         let tenth = steps.div_ceil(EVALUATIONS);
         Self {
@@ -379,17 +425,22 @@ mod tests {
 
     #[test]
     fn batches_and_epochs_follow_the_number_of_sequences() {
-        let length = |rows, sequences| {
+        let length = |rows, sequences, tokens| {
             let part = held_out(rows);
             let RunLength { batch, epochs, has_long_warmup, eval_every, save_every } =
-                RunLength::of(sequences, part.unwrap_or(0.0));
+                RunLength::of(sequences, part.unwrap_or(0.0), tokens);
             (batch, epochs, has_long_warmup, eval_every, save_every, part)
         };
-        assert_eq!(length(1_000_000, 1_000_000), (64, 2, true, 3125, 200, Some(0.0001)));
-        assert_eq!(length(60_000, 20_000), (64, 2, true, 63, 63, Some(0.002)));
-        assert_eq!(length(2_000, 450), (4, 2, false, 22, 22, Some(0.05)));
-        assert_eq!(length(100, 30), (1, 8, false, 22, 22, Some(0.1)));
-        assert_eq!(length(3, 1), (1, 20, false, 2, 2, None));
+        assert_eq!(length(1_000_000, 1_000_000, 250_000_000), (64, 2, true, 3125, 200, Some(0.0001)));
+        assert_eq!(length(60_000, 20_000, 15_000_000), (64, 2, true, 63, 63, Some(0.002)));
+        assert_eq!(length(2_000, 450, 1_000_000), (4, 2, false, 22, 22, Some(0.05)));
+        assert_eq!(
+            length(2_000, 225, 450_000),
+            (2, 5, true, 54, 54, Some(0.05)),
+            "so many epochs as reach the aimed tokens"
+        );
+        assert_eq!(length(100, 30, 500_000), (1, 8, false, 22, 22, Some(0.1)));
+        assert_eq!(length(3, 1, 500), (1, 20, false, 2, 2, None));
     }
 
     #[test]

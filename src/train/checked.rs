@@ -37,7 +37,7 @@ use crate::model::stages::Stages;
 use crate::model::taps::Taps;
 use crate::torch::{device_name, flash_attention, guard};
 use crate::train::device_room::{self, DeviceRoom, MemorySaving};
-use crate::train::draft_vocabulary::DraftVocabulary;
+use crate::train::draft_vocabulary::{DraftVocabulary, smallest_with};
 use crate::train::error::TrainError;
 use crate::train::finished::RunProgress;
 use crate::train::hidden_states::{self, CapturedRows, CapturedSplits};
@@ -216,6 +216,17 @@ impl CheckedRun {
             cached: train.hidden_state_cache.is_some(),
             loaded: plan.output_part(),
         }
+    }
+
+    /// A size for `heads.draft_vocab_size` of at least `fewest`, with which this fraction of the training labels can be guessed, a power of two;
+    /// `None` if it is more than half of the backbone's vocabulary.
+    ///
+    /// # Errors
+    /// A damaged token cache.
+    pub fn draft_vocabulary_with(&self, fraction: f64, fewest: usize) -> Result<Option<usize>, DataError> {
+        let all = usize::try_from(self.config.vocab_size).unwrap_or_default();
+        let size = smallest_with(self.train.sequences().store(), all, fraction)?.max(fewest);
+        Ok(Some(size).filter(|size| 2 * size <= all))
     }
 
     /// Numbers of training and validation sequences.
