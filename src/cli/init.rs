@@ -60,8 +60,8 @@ pub struct InitArgs {
     /// What to train: heads (medusa1), or heads and adapters of the backbone (medusa2).
     #[arg(long, value_enum, value_name = "STAGE", default_value = "medusa1")]
     pub stage: StageName,
-    /// What guesses: Hydra heads, which read the guesses before theirs; they guess better, and vLLM and text-generation-inference do not load
-    /// them. Or Medusa heads.
+    /// What guesses: Hydra heads, which read the guesses before theirs; they guess better, and no other server loads
+    /// them. Or Medusa heads, which vLLM loads.
     #[arg(long, value_enum, value_name = "HEADS", default_value = "hydra")]
     pub drafter: HeadsName,
     /// Chat template for conversations: "tokenizer" (the backbone's own), a built-in name (vicuna, zephyr, llama-2, llama-3, chatml,

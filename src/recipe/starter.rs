@@ -16,7 +16,7 @@ use crate::model::stored_dtype::stored_dtype;
 use crate::torch::memory;
 use crate::train::checked::CheckedRun;
 
-/// Hydra heads guess the most frequent tokens that are together this part of the labels: the others are rare, and their rows of W2 take most of
+/// Heads guess the most frequent tokens that are together this part of the labels: the others are rare, and their rows of W2 take most of
 /// the heads' time.
 const GUESSED_LABELS: f64 = 0.99;
 /// Few rows have few tokens, and other texts have others.
@@ -27,7 +27,9 @@ const TOKENS_OF_A_PASS: usize = 8192;
 const STEPS_OF_AN_EPOCH: usize = 100;
 const STEPS_OF_A_RUN: usize = 200;
 /// Aim: tokens that a run trains on, all its epochs together.
-const TOKENS_OF_A_RUN: usize = 2_000_000;
+const TOKENS_OF_A_RUN: usize = 1_000_000;
+/// Most passes over the rows for that aim: more of few rows are learnt by heart.
+const MOST_EPOCHS_BY_TOKENS: usize = 10;
 /// Fewer tokens make heads that guess badly.
 const FEW_TOKENS: usize = 200_000;
 const EVALUATIONS: usize = 10;
@@ -332,7 +334,7 @@ struct Choice {
     validation_fraction: Option<f64>,
     /// Why it does not compute in the dtype of the weights, if so.
     slow: Option<&'static str>,
-    /// How many tokens heads with one W2 guess, if not all.
+    /// How many tokens heads with a W2 guess, if not all.
     guessed: Option<usize>,
 }
 
@@ -356,6 +358,8 @@ fn heads_lines(shortest: &Recipe, choice: &Choice) -> Vec<Line> {
     }
     if shortest.heads.shared_w2 && !choice.savings.shared_lm_head {
         lines.push(("shared_w2 = true".into(), "one projection to the vocabulary for all"));
+    }
+    if !choice.savings.shared_lm_head {
         let size = |size| (format!("draft_vocab_size = {size}"), "the most frequent tokens");
         lines.extend(choice.guessed.map(size));
     }
@@ -397,7 +401,7 @@ impl RunLength {
         let training = (sequences as f64 * (1.0 - held_out)).ceil() as usize;
         let batch = 1 << (training / STEPS_OF_AN_EPOCH).clamp(1, LARGEST_BATCH).ilog2();
         let steps_per_epoch = training.div_ceil(batch).max(1);
-        let by_tokens = TOKENS_OF_A_RUN.div_ceil(tokens.max(1));
+        let by_tokens = TOKENS_OF_A_RUN.div_ceil(tokens.max(1)).min(MOST_EPOCHS_BY_TOKENS);
         let epochs = STEPS_OF_A_RUN.div_ceil(steps_per_epoch).max(by_tokens).clamp(2, MOST_EPOCHS);
         let steps = epochs * steps_per_epoch;
         let tenth = steps.div_ceil(EVALUATIONS);
@@ -435,8 +439,8 @@ mod tests {
         assert_eq!(length(60_000, 20_000, 15_000_000), (64, 2, true, 63, 63, Some(0.002)));
         assert_eq!(length(2_000, 450, 1_000_000), (4, 2, false, 22, 22, Some(0.05)));
         assert_eq!(
-            length(2_000, 225, 450_000),
-            (2, 5, true, 54, 54, Some(0.05)),
+            length(2_000, 225, 300_000),
+            (2, 4, true, 43, 43, Some(0.05)),
             "so many epochs as reach the aimed tokens"
         );
         assert_eq!(length(100, 30, 500_000), (1, 8, false, 22, 22, Some(0.1)));
