@@ -15,6 +15,7 @@ use crate::draft::heads::HeadsConfig;
 use crate::draft::loss::LossConfig;
 use crate::files::FileError;
 use crate::formats::run_folder::RECIPE;
+use crate::gguf::file::GgufError;
 use crate::hub::HubError;
 use crate::model::BackboneConfig;
 use crate::numbers::Positive;
@@ -75,6 +76,9 @@ pub enum RecipeError {
     /// A Hub repository that the recipe names cannot be fetched.
     #[error("{place}: {key}: {error}\n{}", place.snippet())]
     Hub { place: Box<RecipeSpan>, key: &'static str, error: Box<HubError> },
+    /// A folder with several GGUF files.
+    #[error("backbone.path: {0}")]
+    Gguf(#[from] Box<GgufError>),
     #[error("{0}")]
     Wrong(Mistakes),
 }

@@ -24,7 +24,7 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("bin", 6),
     ("bounds", 46),
     ("calibrate", 277),
-    ("cli", 9227),
+    ("cli", 9232),
     ("cpu", 1643),
     ("data", 9575),
     ("decode", 2262),
@@ -49,12 +49,12 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("nvidia", 1484),
     ("panics", 46),
     ("plural", 10),
-    ("recipe", 1734),
+    ("recipe", 1745),
     ("report", 1418),
     ("serve", 2263),
     ("session", 1656),
     ("torch", 2685),
-    ("train", 5608),
+    ("train", 5601),
     ("tree", 1602),
 ];
 

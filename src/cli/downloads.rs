@@ -73,12 +73,17 @@ pub(super) fn find_gguf(places: Vec<HubArgument<'_>>, common: &CommonFlags) -> a
         if let Some(found) = gguf::file::in_folder(path)? {
             *path = found;
         }
-        let beside = if gguf::file::is_gguf(path) { gguf::folder::beside(path) } else { vec![] };
-        for file in beside {
-            common.say(format_args!("{}: used in the place of what {} says", file.display(), path.display()));
-        }
+        report_beside(path, common);
     }
     Ok(())
+}
+
+/// Reports the files beside a GGUF file that are read in its place.
+pub(super) fn report_beside(backbone: &Path, common: &CommonFlags) {
+    let beside = if gguf::file::is_gguf(backbone) { gguf::folder::beside(backbone) } else { vec![] };
+    for file in beside {
+        common.say(format_args!("{}: used in the place of what {} says", file.display(), backbone.display()));
+    }
 }
 
 /// Runs `work` with a connection to the Hub and progress of its transfers.

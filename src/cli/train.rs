@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-use super::downloads::observed;
+use super::downloads::{observed, report_beside};
 use super::reading::watched;
 use super::signals::set_last_words;
 use super::{CommonFlags, Interrupted, UsageError, interrupted_to_save, print_json, print_line, print_text};
@@ -254,7 +254,9 @@ fn load(loaded: &LoadedRecipe, place: &RunPlace, args: &TrainArgs, common: &Comm
     same_run::check_micro_batches(&plan.train, plan.world_size)?;
     let heads = plan.drafter.init_from().map(Path::to_owned);
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
-    OpenedBackbone::open(Path::new(&checked.plan.backbone.path))?.report_keys_without_effect(common)?;
+    let backbone = Path::new(&checked.plan.backbone.path);
+    report_beside(backbone, common);
+    OpenedBackbone::open(backbone)?.report_keys_without_effect(common)?;
     if let Some(heads) = heads {
         let (notices, quantization) = (HeadsFile::open(&heads)?.notices()?, checked.plan.backbone.quantization);
         let is_same = |notice: &Notice| matches!((notice, quantization), (Notice::Quantized { quantization, .. }, Some(ours)) if *quantization == ours.to_string());

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use super::located::LocatedToml;
 use super::{Recipe, RecipeError};
 use crate::formats::provenance::{HubSnapshot, HubSource};
+use crate::gguf;
 use crate::hub::{DataSplit, Hub, HubError, Observer, Wanted, id};
 use crate::train::plan::output_part;
 
@@ -32,6 +33,10 @@ impl FetchedRecipe {
             fetched.fetch_backbone(&hub, Path::new(&recipe.backbone.path), Wanted::BackboneWithoutWeights, text)?;
             fetched.fetch_data(&hub, text)?;
             fetched.fetch_starts(&hub, text)?;
+        }
+        let in_folder = gguf::file::in_folder(Path::new(&fetched.local.backbone.path)).map_err(Box::new)?;
+        if let Some(file) = in_folder {
+            fetched.local.backbone.path = file.to_string_lossy().into_owned();
         }
         Ok(fetched)
     }

@@ -191,6 +191,13 @@ fn what_was_trained_is_merged_and_the_file_is_a_backbone_for_every_export() {
     export("merged", &from_blocks).succeeded();
     let files = WeightFiles::open(&small.path("of-blocks")).unwrap();
     assert!(files.contains("model.layers.0.self_attn.q_proj.weight"), "a weight in blocks is written, too");
+
+    small.write_tokenizer(48);
+    small.write("blocks/tokenizer.json", small.read("backbone/tokenizer.json"));
+    small.edit("recipe.toml", "path = \"backbone\"", "path = \"blocks\"");
+    let checked = small.train(&["--check"]).succeeded().stderr;
+    let said = "blocks/tokenizer.json: used in the place of what blocks/backbone-Q8_0.gguf says";
+    assert!(checked.contains(said), "a recipe may name the folder: {checked}");
 }
 
 #[test]
