@@ -116,6 +116,7 @@ pub(crate) fn one_packed_row<'w>(
         config,
         element: 2,
         quantization,
+        blocks: None,
         trained: trained.layers(),
         recompute: !trained.is_frozen(),
         rows: 1,

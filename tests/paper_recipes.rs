@@ -234,6 +234,7 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         config,
         element: recipe.backbone.dtype.kind().elt_size_in_bytes() as u64,
         quantization: recipe.backbone.quantization,
+        blocks: None,
         trained: trained.layers(),
         recompute: recipe.train.recompute,
         rows: recipe.train.micro_batch_size.get() as u64,

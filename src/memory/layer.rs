@@ -20,6 +20,8 @@ pub struct LayerPass<'w> {
     pub element: u64,
     /// Quantization of its linear layers.
     pub quantization: Option<Quantization>,
+    /// Bytes of all its linear layers in the blocks of a GGUF file, if they stay there.
+    pub blocks: Option<u64>,
     pub trained: TrainedLayers<'w>,
     /// Keep only the inputs of decoder layers for the backward pass.
     pub recompute: bool,
@@ -172,11 +174,16 @@ impl LayerPass<'_> {
         kept
     }
 
+    /// Whether each product dequantises its weight.
+    fn dequantizes(&self) -> bool {
+        self.quantization.is_some() || self.blocks.is_some()
+    }
+
     /// Weights that a layer creates for its products and keeps for the backward pass: dequantized, or cast from master
     /// weights.
     fn casts(&self) -> u64 {
         let cast = self.element < F32;
-        let is_copied = self.quantization.is_some() || (self.trained == TrainedLayers::Whole && cast);
+        let is_copied = self.dequantizes() || (self.trained == TrainedLayers::Whole && cast);
         let weights = if is_copied { in_linears(self.config) } else { 0 };
         let adapters = self.trained.lora().filter(|_| cast).map_or(0, |lora| self.adapters(lora).iter().sum());
         (weights + adapters) * self.element
@@ -187,7 +194,7 @@ impl LayerPass<'_> {
         let passing = self.passing() + self.capped_masks() + self.masks();
         let trained: u64 = match self.trained {
             TrainedLayers::Frozen => {
-                let dequantised = if self.quantization.is_some() { largest_linear(self.config) } else { 0 };
+                let dequantised = if self.dequantizes() { largest_linear(self.config) } else { 0 };
                 return passing + dequantised * self.element;
             }
             TrainedLayers::Adapters(lora) => self.adapters(lora).iter().sum(),

@@ -25,16 +25,19 @@ use crate::draft::planned::{PlannedDrafter, Teachers};
 use crate::formats::best::BestBy;
 use crate::formats::run_folder::FINAL;
 use crate::formats::trained_prompts::prompt_hash;
-use crate::memory::layer::LayerPass;
+use crate::gguf;
+use crate::memory::layer::{LayerPass, TrainedLayers};
 use crate::memory::plan::{MemoryPlan, WorldPlan};
 use crate::memory::stages::{StageMemory, balanced};
 use crate::memory::weights::StageShape;
 use crate::model::config::LlamaConfig;
 use crate::model::device_map::DeviceMap;
 use crate::model::llama::Llama;
+use crate::model::loading::LoadError;
 use crate::model::peft;
 use crate::model::stages::Stages;
 use crate::model::taps::Taps;
+use crate::model::weights::{TensorHeader, WeightFiles};
 use crate::torch::{device_name, flash_attention, guard};
 use crate::train::device_room::{self, DeviceRoom, MemorySaving};
 use crate::train::draft_vocabulary::{DraftVocabulary, smallest_with};
@@ -59,6 +62,8 @@ pub struct CheckedRun {
     pub(super) validation: Option<Loader>,
     /// Whether the backbone's folder has weights, whose headers were then checked.
     pub has_weights: bool,
+    /// Of the linear layers, if the backbone's file has them in blocks.
+    block_bytes: Option<u64>,
     pub train_report: LoadReport,
     pub validation_report: Option<LoadReport>,
     /// As [`Split::is_by_prompt`].
@@ -86,7 +91,7 @@ impl CheckedRun {
     pub fn load(plan: TrainPlan, watch: Watch) -> Result<Self, TrainError> {
         let folder = Path::new(&plan.backbone.path);
         let (outline, has_weights) = guard("checking the backbone", || outline(&plan))??;
-        let config = outline.config;
+        let (config, block_bytes) = (outline.config, block_bytes(folder)?);
         let tokenizer = load_tokenizer(folder, config.vocab_size)?;
         let cache = data::cache::TokenCache::for_user();
         let template = ChatTemplate::choose(&plan.data.chat_template, folder).map_err(DataError::from)?;
@@ -128,6 +133,7 @@ impl CheckedRun {
             train,
             validation,
             has_weights,
+            block_bytes,
             train_report,
             validation_report,
             split_by_prompt: rows.split_by_prompt,
@@ -197,6 +203,9 @@ impl CheckedRun {
             config: &self.config,
             element: backbone.dtype.kind().elt_size_in_bytes() as u64,
             quantization: backbone.quantization,
+            blocks: self.block_bytes.filter(|_| {
+                *device == Device::Cpu && backbone.quantization.is_none() && trained.layers() != TrainedLayers::Whole
+            }),
             trained: trained.layers(),
             recompute: train.recompute,
             rows: train.micro_batch_size.get().min(sequences.len()) as u64,
@@ -299,6 +308,18 @@ fn total_steps(plan: &TrainPlan, steps_per_epoch: usize) -> Result<usize, TrainE
         return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
     }
     Ok(total_steps)
+}
+
+/// Bytes of the decoder's linear layers in a GGUF file; `None` if none is in blocks.
+fn block_bytes(folder: &Path) -> Result<Option<u64>, TrainError> {
+    if !gguf::file::is_gguf(folder) {
+        return Ok(None);
+    }
+    let files = WeightFiles::open(folder).map_err(LoadError::from)?;
+    let is_linear = |header: &TensorHeader| header.shape.len() == 2 && header.name.starts_with("model.layers.");
+    let linears: Vec<TensorHeader> = files.tensors().into_iter().filter(is_linear).collect();
+    let in_blocks = linears.iter().any(|linear| files.is_in_blocks(&linear.name));
+    Ok(in_blocks.then(|| linears.iter().map(|linear| linear.bytes as u64).sum()))
 }
 
 /// The backbone's config and tensor names without its weights, with the adapter that it starts from.

@@ -125,7 +125,12 @@ impl<'w> Workload<'w> {
             return group;
         }
         let dense = Dense(element);
-        let weight_bytes = self.stage.weight_bytes(config, stored_format(quantization, &dense), element);
+        let in_numbers = self.stage.weight_bytes(config, stored_format(quantization, &dense), element);
+        let in_blocks = |bytes: u64| {
+            let share = bytes * self.stage.layers as u64 / config.num_hidden_layers.max(1) as u64;
+            in_numbers - self.stage.in_linears(config) * element + share
+        };
+        let weight_bytes = self.pass.blocks.map_or(in_numbers, in_blocks);
         MemoryGroup::frozen(parameters, weight_bytes)
     }
 

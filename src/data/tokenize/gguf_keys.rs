@@ -17,7 +17,7 @@ const NAMED: [(&str, &str); 3] =
     [("bos_token_id", "bos_token"), ("unknown_token_id", "unk_token"), ("padding_token_id", "pad_token")];
 /// `tokenizer.ggml.model` of pieces with scores.
 const PIECES: &str = "llama";
-/// GgufKeys for tokens that end a text.
+/// Keys for tokens that end a text.
 const ENDS: [&str; 3] = ["eos_token_id", "eot_token_id", "eom_token_id"];
 
 /// A token of the list.
@@ -187,7 +187,9 @@ fn adds_prefix(json: &Value) -> Option<bool> {
     match splitter["type"].as_str() {
         _ if !known => None,
         None => Some(prefixed),
-        Some("Metaspace") if splitter["split"] != true => Some(splitter["prepend_scheme"] != "never"),
+        Some("Metaspace") if splitter["split"] != true => {
+            Some(splitter["prepend_scheme"] != "never" && splitter["add_prefix_space"] != false)
+        }
         Some("Split") if splitter["pattern"]["String"] == " " => Some(prefixed), // no space is left to split at
         Some(_) => None,
     }

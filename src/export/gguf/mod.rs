@@ -16,14 +16,16 @@ use super::error::{ExportError, GgufExportError};
 use super::finite::finite_backbone;
 use super::recorded;
 use super::trained::backbone_with;
+use super::write::copy;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::tokenize::TextTokenizer;
 use crate::draft::heads::import::HeadsFile;
-use crate::files::{ClaimError, NewFolder, checksums, is_taken, write_synced};
+use crate::files::{ClaimError, NewFolder, checksums, failed, is_taken, write_synced};
+use crate::gguf::folder::on_disk;
 use crate::gguf::metadata::MetaValue;
 use crate::gguf::names::{Conversion, conversion, in_gguf, interleaved};
 use crate::gguf::types::TensorType;
-use crate::gguf::write::{self, PlannedTensor};
+use crate::gguf::write::{PlannedTensor, write};
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -118,7 +120,7 @@ pub fn export(request: &GgufRequest) -> Result<GgufExported, ExportError> {
     let base = backbone_needed(request)?;
     let heads = request.heads.as_deref().map(HeadsFile::open).transpose()?;
     let own = WeightFiles::open(&base)?;
-    let stored = own.kind(names::EMBED_TOKENS).filter(|_| !own.is_in_blocks(names::EMBED_TOKENS));
+    let stored = own.kind(names::EMBED_TOKENS).filter(|_| !own.names().iter().any(|name| own.is_in_blocks(name)));
     let adapter = backbone_with(heads.as_ref(), request.backbone.as_deref())?.adapter;
     let backbone = load(&base, adapter.as_deref(), stored)?;
     let kind = request.kind.unwrap_or(match stored {
@@ -133,6 +135,7 @@ pub fn export(request: &GgufRequest) -> Result<GgufExported, ExportError> {
     let path = folder.partial().join(&file);
     let tensors = source.write(&path, &metadata)?;
     source.check(&path)?;
+    copy_licence(&base, folder.partial())?;
     let bytes = std::fs::metadata(&path).map_err(io)?.len();
     checksums::seal(folder.partial(), &[])?;
     folder.commit_as_new().map_err(|source| match source.kind() {
@@ -147,6 +150,18 @@ pub fn export(request: &GgufRequest) -> Result<GgufExported, ExportError> {
         );
     }
     Ok(GgufExported { file: request.out.join(file), kind: kind.tensor_type().name, tensors, bytes, notices })
+}
+
+/// Copies the files that say what may be done with the weights.
+fn copy_licence(base: &Path, folder: &Path) -> Result<(), ExportError> {
+    let beside = on_disk(base);
+    let entries = std::fs::read_dir(beside).map_err(failed("read", beside))?;
+    for name in entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()) {
+        if ["LICENSE", "NOTICE"].iter().any(|begin| name.starts_with(begin)) {
+            copy(&beside.join(&name), &folder.join(&name))?;
+        }
+    }
+    Ok(())
 }
 
 /// The backbone in the dtype that it is stored in; in float32 where that is none of torch's, or an adapter is merged.
@@ -220,7 +235,7 @@ impl WrittenBackbone<'_> {
             }
             None => divisors[at - weights.len()].1.iter().try_for_each(|number| out.write_all(&number.to_le_bytes())),
         };
-        write_synced(path, |out| write::write(out, metadata, &planned, &mut fill))
+        write_synced(path, |out| write(out, metadata, &planned, &mut fill))
             .map_err(|source| ExportError::Io { path: path.into(), source })?;
         Ok(planned.len())
     }
