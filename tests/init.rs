@@ -133,7 +133,8 @@ fn heads_are_sequential_unless_a_server_shall_load_them() {
         small.read("first.toml")
     };
     let hydra = recipe(&[]);
-    for line in ["architecture = \"hydra\" ", "shared_w2 = true "] {
+    let states = "hidden_state_cache = \"checkpoints/hidden_states\" ";
+    for line in ["architecture = \"hydra\" ", "shared_w2 = true ", states] {
         assert!(hydra.contains(line), "{line} in\n{hydra}");
     }
     assert!(!hydra.contains("draft_vocab_size"), "the vocabulary is small: {hydra}");

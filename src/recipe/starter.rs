@@ -40,6 +40,10 @@ const MOST_EPOCHS: usize = 20;
 const LONGEST_WARMUP: usize = 40;
 /// The part of a shorter run that is warm-up.
 const WARMUP: f64 = 0.1;
+/// Hidden states of so many bytes are kept on disk: every epoch but the first then does without the backbone.
+const MOST_HIDDEN_STATES: u64 = 4 << 30;
+/// Their folder, beside the run's.
+const HIDDEN_STATES: &str = "hidden_states";
 /// Most optimizer steps between checkpoints (the default).
 const SAVE_EVERY: usize = 200;
 /// LoRA's dropout (the paper's).
@@ -201,12 +205,14 @@ impl StarterRecipe {
         let micro_batches: Vec<usize> = (0..=length.batch.ilog2()).rev().map(|power| 1 << power).collect();
         let stored = stored_dtype(Path::new(&checked.plan.backbone.path)).ok().flatten();
         let slow = stored.filter(|stored| *stored != shortest.backbone.dtype).map(|_| FLOAT16);
+        let state_bytes = checked.state_bytes(shortest.backbone.dtype.kind());
+        let keeps_states = self.stage == StarterStage::Medusa1 && state_bytes <= MOST_HIDDEN_STATES;
         let mut smallest = u64::MAX;
         for savings in self.stage.ladder() {
             for &micro_batch in micro_batches.iter().filter(|&&micro_batch| micro_batch <= largest) {
                 let text = self.text(
                     shortest,
-                    &Choice { savings, micro_batch, length, validation_fraction, slow, guessed },
+                    &Choice { savings, micro_batch, length, validation_fraction, slow, guessed, keeps_states },
                     machine,
                 );
                 let plan = Recipe::parse(file, &text)?.plan(machine.device);
@@ -316,6 +322,11 @@ impl StarterRecipe {
         if validation_fraction.is_some() || !self.validation.is_empty() {
             lines.push((format!("eval_every = {}", length.eval_every), "and between evaluations"));
         }
+        if choice.keeps_states {
+            let folder = shortest.train.output_dir.with_file_name(HIDDEN_STATES);
+            let folder = quoted(&folder.to_string_lossy());
+            lines.push((format!("hidden_state_cache = {folder}"), "skips the backbone later"));
+        }
         if savings.recompute {
             lines.push(("recompute = true".into(), "slower, and fits into the memory"));
         }
@@ -336,6 +347,8 @@ struct Choice {
     slow: Option<&'static str>,
     /// How many tokens heads with a W2 guess, if not all.
     guessed: Option<usize>,
+    /// The hidden states are cached.
+    keeps_states: bool,
 }
 
 fn few_tokens_note(tokens: usize) -> Option<String> {

@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 
-use tch::Device;
+use tch::{Device, Kind};
 
 use crate::data::cache::CacheError;
 use crate::data::captured::CapturedSet;
@@ -236,6 +236,12 @@ impl CheckedRun {
         let all = usize::try_from(self.config.vocab_size).unwrap_or_default();
         let size = smallest_with(self.train.sequences().store(), all, fraction)?.max(fewest);
         Ok(Some(size).filter(|size| 2 * size <= all))
+    }
+
+    /// About how many bytes the hidden states of the training rows have.
+    pub fn state_bytes(&self, kind: Kind) -> u64 {
+        let width = self.drafter.taps().width(self.config.hidden_size).unsigned_abs();
+        self.train_report.counts.tokens as u64 * width * kind.elt_size_in_bytes() as u64
     }
 
     /// Numbers of training and validation sequences.
