@@ -161,17 +161,45 @@ fn adapters_rows_to_evaluate_on_and_json() {
     arguments.extend(["--stage", "medusa2", "--json"]);
     let written: Value = serde_json::from_str(&small.medusa(&arguments).succeeded().stdout).expect("JSON");
     assert!(written["peak_bytes"].as_u64() > Some(0) && written["steps"].as_u64() >= Some(150), "{written}");
-    let next = written["next"][2].as_str().expect("a command");
-    assert!(!next.contains("--data"), "{next}");
+    let next = |at: usize| written["next"][at].as_str().expect("a command").to_owned();
+    assert_eq!((&*next(0), &*next(1)), ("medusa-train first_heads.toml", "medusa-train first.toml --check"));
+    assert!(!next(3).contains("--data"), "{}", next(3));
+    assert!(small.read("first_heads.toml").contains("[stage.medusa1]"), "heads are trained first");
     let recipe = small.read("first.toml");
     for line in ["[stage.medusa2.lora]\n", "validation_fraction = 0.1 ", "eval_every = ", "medusa_lr_multiplier = 4.0 "]
     {
         assert!(recipe.contains(line), "{line} in\n{recipe}");
     }
-    small.edit("first.toml", "epochs = ", "max_steps = 1 # ");
+    assert!(recipe.contains("[heads]\ninit_from = \"checkpoints/first_heads/final\" "), "{recipe}");
+    assert!(!recipe.contains("self_distillation"), "nobody says that the backbone wrote the rows: {recipe}");
+    for file in ["first_heads.toml", "first.toml"] {
+        small.edit(file, "epochs = ", "max_steps = 1 # ");
+    }
     let train = env!("CARGO_BIN_EXE_medusa-train");
-    let ended: Ended = small.program(train, &["first.toml"]).output().expect("it starts").into();
-    ended.succeeded();
+    for file in ["first_heads.toml", "first.toml"] {
+        let ended: Ended = small.program(train, &[file]).output().expect("it starts").into();
+        ended.succeeded();
+    }
+}
+
+#[test]
+fn rows_that_the_backbone_wrote_are_distilled_from() {
+    let small = SmallRun::new();
+    small.write_tokenizer(48);
+    let prompts: String = (0..30).map(|id| format!("{{\"prompt_ids\": [3, {id}]}}\n")).collect();
+    small.write("prompts.jsonl", prompts);
+    let distill =
+        ["distill", "--backbone", "backbone", "--prompts", "prompts.jsonl", "--out", "own", "--max-new-tokens", "8"];
+    small.medusa(&distill).succeeded();
+    let mut arguments = INIT.to_vec();
+    arguments[4] = "own/*.parquet";
+    arguments.extend(["--stage", "medusa2"]);
+    let written = small.medusa(&arguments).succeeded();
+    assert!(written.stderr.contains("this backbone wrote the rows"), "{}", written.stderr);
+    let recipe = small.read("first.toml");
+    for line in ["self_distillation = true ", "learning_rate = 0.0001 "] {
+        assert!(recipe.contains(line), "{line} in\n{recipe}");
+    }
 }
 
 #[test]
@@ -252,6 +280,7 @@ fn less_memory_makes_smaller_runs() {
         columns: None,
         chat_template: TemplateChoice::default(),
         stage: StarterStage::Medusa2,
+        self_distillation: false,
         heads: HeadsArchitecture::Hydra,
         train_command: "medusa-train first.toml".into(),
     };

@@ -20,13 +20,14 @@ use crate::formats::run_folder::{CALIBRATION, FINAL, LATENCY, TREE};
 use crate::hub::id;
 use crate::nvidia::device::Gpu;
 use crate::plural::{counted, gibibytes, mebibytes};
-use crate::recipe::starter::{StarterMachine, StarterRecipe, StarterStage};
+use crate::recipe::starter::{self, FittedRecipe, StarterMachine, StarterRecipe, StarterStage};
 use crate::recipe::{LoadedRecipe, Recipe, RecipeError, WrittenRecipe};
 use crate::report::shell::quoted;
 use crate::session::opened::OpenedBackbone;
 use crate::torch::shared_gpus::SharedGpus;
 use crate::torch::{DeviceChoice, device_name, memory};
 use crate::train::checked::CheckedRun;
+use crate::train::own_answers::wrote_rows;
 use crate::train::plan::TrainPlan;
 use crate::train::run_folder::check_output_dir;
 
@@ -57,7 +58,7 @@ pub struct InitArgs {
     /// Skip and count malformed rows; the printed commands do the same.
     #[arg(long)]
     pub skip_bad_rows: bool,
-    /// What to train: heads (medusa1), or heads and adapters of the backbone (medusa2).
+    /// What to train: heads (medusa1), or first heads and then heads and adapters of the backbone (medusa2: two recipes).
     #[arg(long, value_enum, value_name = "STAGE", default_value = "medusa1")]
     pub stage: StageName,
     /// What guesses: Hydra heads, which read the guesses before theirs; they guess better, and no other server loads
@@ -89,64 +90,124 @@ pub enum HeadsName {
     HydraPlusPlus,
 }
 
-/// Reads the rows, writes the recipe and prints what comes next.
+/// Reads the rows, writes the recipe, for Medusa-2 also that of the heads which it starts from, and prints what comes next.
 ///
 /// # Errors
 /// An error in the backbone or the data, or a machine that is too small.
 pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let _claim = check_arguments(args, common)?;
-    let starter = StarterRecipe {
-        backbone: args.backbone.clone(),
-        data: args.data.clone(),
-        validation: args.validation.clone(),
-        columns: args.columns.clone(),
-        chat_template: args.chat_template.clone(),
-        stage: match args.stage {
-            StageName::Medusa1 => StarterStage::Medusa1,
-            StageName::Medusa2 => StarterStage::Medusa2,
-        },
-        heads: match args.drafter {
-            HeadsName::Medusa => HeadsArchitecture::Medusa,
-            HeadsName::Hydra => HeadsArchitecture::Hydra,
-            HeadsName::HydraPlusPlus => HeadsArchitecture::HydraPlusPlus,
-        },
-        train_command: train_command(args, common),
-    };
-    check_run_folder(&args.out, &starter)?;
+    let out_of_heads = (args.stage == StageName::Medusa2).then(|| of_heads(&args.out));
+    let _claims = check_arguments(args, out_of_heads.as_deref(), common)?;
     let machine = machine(common)?;
-    let (shortest, checked) = checked(args, starter.shortest(), machine.device, common)?;
-    let fitted = starter.fitted(&args.out, &shortest.recipe, &checked, &machine)?;
-    drop(checked);
-    let (recipe, checked) = self::checked(args, fitted.text.clone(), machine.device, common)?; // as --check reads it
-    write_atomic(&args.out, |out| out.write_all(fitted.text.as_bytes()))
-        .with_context(|| format!("cannot write {}", args.out.display()))?;
-    let next = next_commands(args, common, &recipe.recipe.train.output_dir, &checked);
+    let plan = |out: &Path, stage| PlannedRecipe::new(args, out, stage, &machine, common);
+    let heads = out_of_heads.as_deref().map(|out| plan(out, StarterStage::Medusa1)).transpose()?;
+    let stage = if heads.is_some() { StarterStage::Medusa2 } else { StarterStage::Medusa1 };
+    let planned = plan(&args.out, stage)?;
+    let text = match &heads {
+        Some(heads) => starter::from_heads(&planned.fitted.text, &heads.run.join(FINAL)),
+        None => planned.fitted.text.clone(),
+    };
+    heads.iter().try_for_each(|heads| write(&heads.out, &heads.fitted.text))?;
+    write(&args.out, &text)?;
+    let next = next_commands(args, common, heads.as_ref(), &planned);
     if common.json {
-        return print_json(&json!({"recipe": args.out, "steps": checked.total_steps, "peak_bytes": fitted.peak_bytes,
-            "free_bytes": machine.free_bytes, "device": device_name(machine.device), "next": next}));
+        return print_json(
+            &json!({"recipe": args.out, "heads_recipe": out_of_heads, "steps": planned.checked.total_steps,
+            "peak_bytes": planned.fitted.peak_bytes, "free_bytes": machine.free_bytes, "device": device_name(machine.device),
+            "next": next}),
+        );
     }
-    let (out, steps) = (args.out.display(), counted(checked.total_steps, "optimizer step"));
-    let free = machine.free_bytes.map_or_else(String::new, |free| format!(" of {} free", gibibytes(free)));
-    common.say(format_args!(
-        "wrote {out}: {steps}; planned peak {}{free} on {}",
-        mebibytes(fitted.peak_bytes),
-        machine.name
-    ));
-    for note in fitted.dtype_note.into_iter().chain(fitted.few_tokens_note) {
-        common.say(note);
-    }
-    for others in checked.reports().map(|report| &report.counts.others).filter(|others| !others.not_read.is_empty()) {
-        common.say(format_args!("not read: {others}"));
-    }
+    heads.iter().for_each(|heads| heads.report(&machine, common));
+    planned.report(&machine, common);
     common.say("\nnext:");
     print_line(next.iter().map(|command| wrapped(command)).collect::<Vec<_>>().join("\n"))?;
     common.say("\nbench and generate read prompts.jsonl: replace its prompt by your own");
-    if checked.held_out().is_none() {
+    if planned.checked.held_out().is_none() {
         common.say(
             "too few rows to hold any out, so calibrate measures on the training data; give others by --validation",
         );
     }
     Ok(())
+}
+
+/// The recipe of the heads that a recipe of Medusa-2 starts from.
+fn of_heads(out: &Path) -> PathBuf {
+    out.with_file_name(format!("{}_heads.toml", out.file_stem().unwrap_or_default().to_string_lossy()))
+}
+
+fn write(out: &Path, text: &str) -> anyhow::Result<()> {
+    write_atomic(out, |file| file.write_all(text.as_bytes())).with_context(|| format!("cannot write {}", out.display()))
+}
+
+/// A recipe that was checked as `--check` would.
+struct PlannedRecipe {
+    out: PathBuf,
+    /// The folder of its run.
+    run: PathBuf,
+    fitted: FittedRecipe,
+    checked: CheckedRun,
+    /// The backbone wrote its rows, and Medusa-2 learns from the backbone.
+    distils: bool,
+}
+
+impl PlannedRecipe {
+    fn new(
+        args: &InitArgs,
+        out: &Path,
+        stage: StarterStage,
+        machine: &StarterMachine,
+        common: &CommonFlags,
+    ) -> anyhow::Result<Self> {
+        let mut starter = starter(args, out, stage, common);
+        check_run_folder(out, &starter)?;
+        let read = |text| checked(args, out, text, machine.device, common);
+        let (mut shortest, mut rows) = read(starter.shortest())?;
+        if stage == StarterStage::Medusa2 && wrote_rows(&rows)? {
+            starter.self_distillation = true;
+            (shortest, rows) = read(starter.shortest())?;
+        }
+        let fitted = starter.fitted(out, &shortest.recipe, &rows, machine)?;
+        drop(rows);
+        let (recipe, checked) = read(fitted.text.clone())?;
+        let (run, distils) = (recipe.recipe.train.output_dir, starter.self_distillation);
+        Ok(Self { out: out.into(), run, fitted, checked, distils })
+    }
+
+    fn report(&self, machine: &StarterMachine, common: &CommonFlags) {
+        let (out, steps) = (self.out.display(), counted(self.checked.total_steps, "optimizer step"));
+        let free = machine.free_bytes.map_or_else(String::new, |free| format!(" of {} free", gibibytes(free)));
+        let (peak, name) = (mebibytes(self.fitted.peak_bytes), &machine.name);
+        common.say(format_args!("wrote {out}: {steps}; planned peak {peak}{free} on {name}"));
+        for note in self.fitted.dtype_note.iter().chain(&self.fitted.few_tokens_note) {
+            common.say(note);
+        }
+        if self.distils {
+            common.say(
+                "self_distillation = true: this backbone wrote the rows, so the adapters learn to keep what it says",
+            );
+        }
+        let reports = self.checked.reports().map(|report| &report.counts.others);
+        for others in reports.filter(|others| !others.not_read.is_empty()) {
+            common.say(format_args!("not read: {others}"));
+        }
+    }
+}
+
+fn starter(args: &InitArgs, out: &Path, stage: StarterStage, common: &CommonFlags) -> StarterRecipe {
+    StarterRecipe {
+        backbone: args.backbone.clone(),
+        data: args.data.clone(),
+        validation: args.validation.clone(),
+        columns: args.columns.clone(),
+        chat_template: args.chat_template.clone(),
+        stage,
+        self_distillation: false,
+        heads: match args.drafter {
+            HeadsName::Medusa => HeadsArchitecture::Medusa,
+            HeadsName::Hydra => HeadsArchitecture::Hydra,
+            HeadsName::HydraPlusPlus => HeadsArchitecture::HydraPlusPlus,
+        },
+        train_command: train_command(args, out, common),
+    }
 }
 
 /// A command in lines of at most 80 columns where its flags allow it, as a shell reads them.
@@ -165,15 +226,19 @@ fn wrapped(command: &str) -> String {
     lines
 }
 
-/// Refuses what cannot become a recipe, before any download, and claims the recipe's file.
-fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<Claim> {
+/// Refuses what cannot become a recipe, before any download, and claims the recipes' files: `--out`, and one more.
+fn check_arguments(args: &InitArgs, more: Option<&Path>, common: &CommonFlags) -> anyhow::Result<Vec<Claim>> {
     if args.out.to_string_lossy().contains(char::is_control) {
         return Err(
             UsageError(format!("--out {:?}: a file name without control characters is expected", args.out)).into()
         );
     }
-    outputs::check_is_no_data("--out", &args.out, &[args.data.as_slice(), &args.validation].concat())?;
-    let claim = outputs::claim("--out", &args.out, common)?;
+    let data = [args.data.as_slice(), &args.validation].concat();
+    let claim = |out| {
+        outputs::check_is_no_data("--out", out, &data)?;
+        outputs::claim("--out", out, common)
+    };
+    let claims = [Some(args.out.as_path()), more].into_iter().flatten().map(claim).collect::<anyhow::Result<_>>()?;
     if id::model(&args.backbone).is_none() {
         OpenedBackbone::open(Path::new(&args.backbone))?;
     }
@@ -185,7 +250,7 @@ fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<Clai
             Err(UsageError(format!("--chat-template {path} does not exist; give a .jinja file or a built-in name"))
                 .into())
         }
-        _ => Ok(claim),
+        _ => Ok(claims),
     }
 }
 
@@ -218,11 +283,12 @@ fn machine(common: &CommonFlags) -> anyhow::Result<StarterMachine> {
 /// Reads a recipe's text and its rows.
 fn checked(
     args: &InitArgs,
+    out: &Path,
     text: String,
     device: Device,
     common: &CommonFlags,
 ) -> anyhow::Result<(LoadedRecipe, CheckedRun)> {
-    let written = WrittenRecipe::parse(&args.out, text)?;
+    let written = WrittenRecipe::parse(out, text)?;
     let loaded = observed(common, |watch| written.fetch(device, SharedGpus::alone(device), watch)).map_err(as_flag)?;
     let plan = TrainPlan { skip_bad_rows: args.skip_bad_rows, ..loaded.plan(device) };
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
@@ -242,9 +308,9 @@ fn as_flag(error: RecipeError) -> anyhow::Error {
 }
 
 /// `medusa-train` with the recipe and the flags that were typed.
-fn train_command(args: &InitArgs, common: &CommonFlags) -> String {
+fn train_command(args: &InitArgs, out: &Path, common: &CommonFlags) -> String {
     let skip = if args.skip_bad_rows { " --skip-bad-rows" } else { "" };
-    format!("medusa-train {}{}{skip}", quoted(&args.out.to_string_lossy()), machine_flags(common))
+    format!("medusa-train {}{}{skip}", quoted(&out.to_string_lossy()), machine_flags(common))
 }
 
 /// `--device` and `--threads`, if they were typed: the recipe fits the machine with them.
@@ -258,19 +324,25 @@ fn machine_flags(common: &CommonFlags) -> String {
 }
 
 /// The commands from the recipe to text, one a line.
-fn next_commands(args: &InitArgs, common: &CommonFlags, run: &Path, checked: &CheckedRun) -> Vec<String> {
-    let (backbone, train, flags) = (quoted(&args.backbone), train_command(args, common), machine_flags(common));
-    let file = |name: &str| quoted(&run.join(name).to_string_lossy());
+fn next_commands(
+    args: &InitArgs,
+    common: &CommonFlags,
+    heads_first: Option<&PlannedRecipe>,
+    planned: &PlannedRecipe,
+) -> Vec<String> {
+    let train = |planned: &PlannedRecipe| train_command(args, &planned.out, common);
+    let (backbone, flags) = (quoted(&args.backbone), machine_flags(common));
+    let file = |name: &str| quoted(&planned.run.join(name).to_string_lossy());
     let [heads, calibration, latency, tree, prompts] = [FINAL, CALIBRATION, LATENCY, TREE, PROMPTS].map(file);
-    let data = match checked.held_out() {
+    let data = match planned.checked.held_out() {
         Some(_) => String::new(), // calibrate finds them by the run
         None => training_data(args),
     };
-    let prompt = if checked.train_report.has_conversations { CHAT_PROMPT } else { TEXT_PROMPT };
+    let prompt = if planned.checked.train_report.has_conversations { CHAT_PROMPT } else { TEXT_PROMPT };
     let decode = format!("--backbone {backbone} --heads {heads} --tree {tree}{flags}");
-    vec![
-        format!("{train} --check"),
-        train,
+    let (first, train) = (heads_first.map(train), train(planned));
+    let training = first.into_iter().chain([format!("{train} --check"), train]);
+    let after = [
         format!("medusa calibrate --backbone {backbone} --heads {heads}{data} --out {calibration}{flags}"),
         format!(
             "medusa tree --calibration {calibration} --latency {latency} --backbone {backbone} --heads {heads} --out {tree}{flags}"
@@ -278,7 +350,8 @@ fn next_commands(args: &InitArgs, common: &CommonFlags, run: &Path, checked: &Ch
         format!("echo '{prompt}' \\\n    > {prompts}"),
         format!("medusa generate {decode} --prompts {prompts}"),
         format!("medusa bench {decode} --prompts {prompts}"),
-    ]
+    ];
+    training.chain(after).collect()
 }
 
 /// Flags of `medusa calibrate` for the rows of training.

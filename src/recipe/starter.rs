@@ -74,6 +74,8 @@ pub struct StarterRecipe {
     pub columns: Option<ColumnNames>,
     pub chat_template: TemplateChoice,
     pub stage: StarterStage,
+    /// Medusa-2 learns from the backbone without adapters.
+    pub self_distillation: bool,
     /// The kind of heads.
     pub heads: HeadsArchitecture,
     /// The command that trains it, as a shell reads it.
@@ -166,6 +168,9 @@ impl StarterRecipe {
     pub fn shortest(&self) -> String {
         let stage = match self.stage {
             StarterStage::Medusa1 => "[stage.medusa1]",
+            StarterStage::Medusa2 if self.self_distillation => {
+                "[stage.medusa2]\nself_distillation = true\n[stage.medusa2.lora]"
+            }
             StarterStage::Medusa2 => "[stage.medusa2.lora]",
         };
         let (path, train, template) = (quoted(&self.backbone), list(&self.data), self.template());
@@ -251,7 +256,9 @@ impl StarterRecipe {
             Stage::Medusa1(_) => table("stage.medusa1", &[]),
             Stage::Medusa2(config) => {
                 let coefficient = format!("medusa_heads_coefficient = {:?}", config.medusa_heads_coefficient.get());
-                table("stage.medusa2", &[(coefficient, "λ0, the weight of the heads' loss")]);
+                let distils = ("self_distillation = true".into(), "keep what the backbone says");
+                let lines = [(coefficient, "λ0, the weight of the heads' loss"), distils];
+                table("stage.medusa2", &lines[..1 + usize::from(config.self_distillation)]);
                 config.lora.iter().for_each(|lora| table("stage.medusa2.lora", &lora_lines(lora)));
             }
         }
@@ -332,6 +339,12 @@ impl StarterRecipe {
         }
         lines
     }
+}
+
+/// The text of a recipe whose training starts from these heads.
+pub fn from_heads(text: &str, heads: &Path) -> String {
+    let start = format!("[heads]\ninit_from = {} # train them first\n", quoted(&heads.to_string_lossy()));
+    text.replacen("[heads]\n", &start, 1)
 }
 
 /// A line of a recipe and its comment.

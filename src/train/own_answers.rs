@@ -103,6 +103,15 @@ impl MeasuredTexts {
     }
 }
 
+/// Whether the backbone of a run wrote its training rows.
+///
+/// # Errors
+/// As [`MeasuredTexts::of`].
+pub fn wrote_rows(checked: &CheckedRun) -> Result<bool, TrainError> {
+    let files = checked.train_report.files.iter().map(|file| file.path.as_path());
+    are_answers(files, Path::new(&checked.plan.backbone.path))
+}
+
 /// Whether the backbone in `folder` wrote the rows of all files, as the `distill.json`s beside them say.
 fn are_answers<'p>(files: impl Iterator<Item = &'p Path>, folder: &Path) -> Result<bool, TrainError> {
     let places: BTreeSet<&Path> = files.map(parent).collect();
