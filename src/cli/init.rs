@@ -95,11 +95,11 @@ pub enum HeadsName {
 /// # Errors
 /// An error in the backbone or the data, or a machine that is too small.
 pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let out_of_heads = (args.stage == StageName::Medusa2).then(|| of_heads(&args.out));
-    let _claims = check_arguments(args, out_of_heads.as_deref(), common)?;
+    let heads_out = (args.stage == StageName::Medusa2).then(|| heads_recipe(&args.out));
+    let _claims = check_arguments(args, heads_out.as_deref(), common)?;
     let machine = machine(common)?;
     let plan = |out: &Path, stage| PlannedRecipe::new(args, out, stage, &machine, common);
-    let heads = out_of_heads.as_deref().map(|out| plan(out, StarterStage::Medusa1)).transpose()?;
+    let heads = heads_out.as_deref().map(|out| plan(out, StarterStage::Medusa1)).transpose()?;
     let stage = if heads.is_some() { StarterStage::Medusa2 } else { StarterStage::Medusa1 };
     let planned = plan(&args.out, stage)?;
     let text = match &heads {
@@ -111,7 +111,7 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let next = next_commands(args, common, heads.as_ref(), &planned);
     if common.json {
         return print_json(
-            &json!({"recipe": args.out, "heads_recipe": out_of_heads, "steps": planned.checked.total_steps,
+            &json!({"recipe": args.out, "heads_recipe": heads_out, "steps": planned.checked.total_steps,
             "peak_bytes": planned.fitted.peak_bytes, "free_bytes": machine.free_bytes, "device": device_name(machine.device),
             "next": next}),
         );
@@ -130,7 +130,7 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
 }
 
 /// The recipe of the heads that a recipe of Medusa-2 starts from.
-fn of_heads(out: &Path) -> PathBuf {
+fn heads_recipe(out: &Path) -> PathBuf {
     out.with_file_name(format!("{}_heads.toml", out.file_stem().unwrap_or_default().to_string_lossy()))
 }
 
