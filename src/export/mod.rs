@@ -6,13 +6,12 @@
 //! `peft` loads the backbone to test its adapter before anything is written, and frees both.
 
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::draft::heads::HeadsShape;
 use crate::draft::heads::import::notices::Notice;
 use crate::dtype::Dtype;
-use crate::files::{ClaimError, NewFolder, checksums, is_taken};
+use crate::files::checksums;
 
 mod card;
 mod check;
@@ -21,6 +20,7 @@ mod error;
 mod finite;
 mod format;
 pub mod gguf;
+mod new_folder;
 mod recorded;
 mod request;
 mod trained;
@@ -57,14 +57,7 @@ pub struct Exported {
 /// # Errors
 /// [`ExportError`]; nothing is left then.
 pub fn export(request: &ExportRequest) -> Result<Exported, ExportError> {
-    if is_taken(&request.out) {
-        return Err(ExportError::Exists { path: request.out.clone() });
-    }
-    let io = |source| ExportError::Io { path: request.out.clone(), source };
-    let folder = NewFolder::claim(&request.out).map_err(|error| match error {
-        ClaimError::Io(source) => io(source),
-        ClaimError::Held(holder) => ExportError::InUse { path: request.out.clone(), holder },
-    })?;
+    let folder = new_folder::claim(&request.out)?;
     let mut trained = Trained::open(request)?;
     let companions = Companions::find(request, &trained)?;
     let mut notices = notices(request, &trained)?;
@@ -74,11 +67,8 @@ pub fn export(request: &ExportRequest) -> Result<Exported, ExportError> {
     companions.write(folder.partial(), &trained)?;
     card::write(folder.partial(), &trained, &companions)?;
     checksums::seal(folder.partial(), &[card::FILE])?;
-    let files = file_names(folder.partial()).map_err(io)?;
-    folder.commit_as_new().map_err(|source| match source.kind() {
-        io::ErrorKind::AlreadyExists => ExportError::Exists { path: request.out.clone() },
-        _ => io(source),
-    })?;
+    let files = file_names(folder.partial()).map_err(|source| ExportError::Io { path: request.out.clone(), source })?;
+    new_folder::commit(folder, &request.out)?;
     Ok(Exported {
         shape: trained.written_shape(),
         dtype: trained.dtype,

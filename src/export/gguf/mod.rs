@@ -6,7 +6,7 @@
 
 mod config;
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
@@ -14,13 +14,14 @@ use tch::{Device, Kind, Tensor};
 
 use super::error::{ExportError, GgufExportError};
 use super::finite::finite_backbone;
+use super::new_folder;
 use super::recorded;
 use super::trained::backbone_with;
 use super::write::copy;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::tokenize::TextTokenizer;
 use crate::draft::heads::import::HeadsFile;
-use crate::files::{ClaimError, NewFolder, checksums, failed, is_taken, write_synced};
+use crate::files::{checksums, failed, write_synced};
 use crate::gguf::folder::on_disk;
 use crate::gguf::metadata::MetaValue;
 use crate::gguf::names::{Conversion, conversion, in_gguf, interleaved};
@@ -109,14 +110,7 @@ pub fn backbone_needed(request: &GgufRequest) -> Result<PathBuf, ExportError> {
 /// # Errors
 /// [`ExportError`]; nothing is left then.
 pub fn export(request: &GgufRequest) -> Result<GgufExported, ExportError> {
-    if is_taken(&request.out) {
-        return Err(ExportError::Exists { path: request.out.clone() });
-    }
-    let io = |source| ExportError::Io { path: request.out.clone(), source };
-    let folder = NewFolder::claim(&request.out).map_err(|error| match error {
-        ClaimError::Io(source) => io(source),
-        ClaimError::Held(holder) => ExportError::InUse { path: request.out.clone(), holder },
-    })?;
+    let folder = new_folder::claim(&request.out)?;
     let base = backbone_needed(request)?;
     let heads = request.heads.as_deref().map(HeadsFile::open).transpose()?;
     let own = WeightFiles::open(&base)?;
@@ -136,12 +130,9 @@ pub fn export(request: &GgufRequest) -> Result<GgufExported, ExportError> {
     let tensors = source.write(&path, &metadata)?;
     source.check(&path)?;
     copy_licence(&base, folder.partial())?;
-    let bytes = std::fs::metadata(&path).map_err(io)?.len();
+    let bytes = std::fs::metadata(&path).map_err(failed("read", &path))?.len();
     checksums::seal(folder.partial(), &[])?;
-    folder.commit_as_new().map_err(|source| match source.kind() {
-        io::ErrorKind::AlreadyExists => ExportError::Exists { path: request.out.clone() },
-        _ => io(source),
-    })?;
+    new_folder::commit(folder, &request.out)?;
     let mut notices: Vec<String> = config::notice(&backbone.config).into_iter().collect();
     if heads.is_some() {
         notices.push(
