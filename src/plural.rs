@@ -1,4 +1,4 @@
-//! Numbers of things and of bytes in messages.
+//! Numbers of things, of bytes and of seconds in messages.
 
 /// "1 row", "2 rows".
 pub fn counted(number: usize, thing: &str) -> String {
@@ -14,4 +14,14 @@ pub fn mebibytes(bytes: u64) -> String {
 /// Bytes in GiB.
 pub fn gibibytes(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+}
+
+/// Seconds in at most two units.
+pub fn duration(seconds: f64) -> String {
+    let whole = seconds.round() as u64; // negative and NaN are 0
+    match whole {
+        0..60 => format!("{whole} s"),
+        60..3600 => format!("{} min {} s", whole / 60, whole % 60),
+        _ => format!("{} h {} min", whole / 3600, whole % 3600 / 60),
+    }
 }

@@ -26,6 +26,7 @@ use crate::train::schedule::ScheduleConfig;
 
 mod checks;
 mod defaults;
+pub mod expectation;
 mod fetched;
 mod file_defaults;
 mod loaded;

@@ -760,8 +760,11 @@ fn published_rows_and_prompts_are_read() {
     let folder = published("models/tokenizer-mistral-v1-32000");
     let tokenizer = TextTokenizer::load(&folder).unwrap();
     let template = ChatTemplate::load(&folder).unwrap();
-    for (file, count) in [("mt_bench", 80), ("vicuna_bench", 80), ("messages_1k", 1000)] {
-        let prompts = prompts::read(&published(&format!("data/{file}.jsonl"))).unwrap();
+    let chat = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/chat");
+    let files =
+        [chat.join("mt_bench.jsonl"), published("data/vicuna_bench.jsonl"), published("data/messages_1k.jsonl")];
+    for (file, count) in files.iter().zip([80, 80, 1000]) {
+        let prompts = prompts::read(file).unwrap();
         assert_eq!(prompts.len(), count);
         for prompt in &prompts {
             let ids = prompts::to_ids(&prompt.input, &tokenizer, template.as_ref()).unwrap();

@@ -21,7 +21,6 @@ use tch::{Device, Kind, Tensor};
 use crate::data::BYTE_VOCABULARY;
 use crate::decoding::World;
 use crate::program::on_the_cpu;
-use crate::published::published;
 use crate::small_run::without_checksum;
 
 const CONTEXT: usize = 160;
@@ -540,9 +539,9 @@ fn a_turn_that_is_read_again_as_other_tokens_carries_no_wrong_loss() {
 
 #[test]
 fn all_user_turns_of_published_conversations_are_asked() {
-    let folder = published("data");
-    let counts = |name: &str| {
-        let file = prompts::PromptFile::open(&folder.join(name));
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let counts = |file: &str| {
+        let file = prompts::PromptFile::open(&root.join(file));
         let dialogues = file.and_then(|file| file.dialogues()).expect("readable prompts");
         let turns = |dialogue: &prompts::Dialogue| match &dialogue.questions {
             prompts::Questions::Turns { user, .. } => user.len(),
@@ -550,10 +549,10 @@ fn all_user_turns_of_published_conversations_are_asked() {
         };
         (dialogues.len(), dialogues.iter().map(turns).sum::<usize>())
     };
-    assert_eq!(counts("sharegpt_500.json"), (500, 1000));
-    assert_eq!(counts("sharegpt_toolcall_300.json"), (300, 746));
-    assert_eq!(counts("messages_1k.jsonl"), (1000, 1100));
-    assert_eq!(counts("mt_bench.jsonl"), (80, 160));
+    assert_eq!(counts("tests/fixtures/data/sharegpt_500.json"), (500, 1000));
+    assert_eq!(counts("tests/fixtures/data/sharegpt_toolcall_300.json"), (300, 746));
+    assert_eq!(counts("tests/fixtures/data/messages_1k.jsonl"), (1000, 1100));
+    assert_eq!(counts("data/chat/mt_bench.jsonl"), (80, 160));
 }
 
 #[test]

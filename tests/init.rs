@@ -26,7 +26,7 @@ fn the_recipe_trains_and_its_heads_decode_by_the_next_commands() {
         .medusa(&[&INIT[..], &["--validation", "rows to evaluate on.jsonl", "--device", "cpu"]].concat())
         .succeeded();
     assert!(
-        written.stderr.contains("wrote first.toml: ") && written.stderr.contains("planned peak"),
+        ["wrote first.toml: ", "planned peak", "expected: about "].iter().all(|said| written.stderr.contains(said)),
         "{}",
         written.stderr
     );
@@ -313,4 +313,42 @@ fn less_memory_makes_smaller_runs() {
     }
     assert!(matches!(too_large, StarterRecipeError::TooLarge { .. }), "{too_large}");
     assert!(too_large.to_string().contains("or --stage medusa1"), "{too_large}");
+}
+
+#[test]
+fn the_arithmetic_of_a_run_is_that_of_its_products() {
+    let small = SmallRun::new();
+    let run = |changed: &[(&str, &str)]| {
+        let mut recipe = small.read("recipe.toml");
+        for (from, to) in [
+            ("\"backbone\"", "backbone"),
+            ("\"rows.jsonl\"", "rows.jsonl"),
+            ("\"validation.jsonl\"", "validation.jsonl"),
+        ] {
+            recipe = recipe.replace(from, &format!("{:?}", small.path(to)));
+        }
+        recipe = changed.iter().fold(recipe, |recipe, (from, to)| recipe.replace(from, to));
+        let written = WrittenRecipe::parse(Path::new("recipe.toml"), recipe).expect("a recipe");
+        let loaded = written.fetch(Device::Cpu, SharedGpus::alone(Device::Cpu), &|_| ()).expect("local files");
+        CheckedRun::load(loaded.plan(Device::Cpu), Watch::default()).expect("rows")
+    };
+    // Of the backbone: q and o, k and v, and the three layers of the MLP; of each head: a ResBlock with a bias, and its output.
+    let (layers, lm_head, heads) = (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32, 48 * 32, 2 * (32 * 33 + 48 * 32));
+    let frozen = run(&[]);
+    let counts = &frozen.train_report.counts;
+    let (tokens, labels) = (8 * counts.tokens, 8 * counts.tokens_with_loss);
+    assert_eq!(frozen.tokens(), tokens);
+    let work = |checked: &CheckedRun| checked.multiply_adds().round() as usize;
+    assert_eq!(work(&frozen), tokens * layers + labels * 3 * heads);
+    let cached = run(&[("epochs = 8", "epochs = 8\nhidden_state_cache = \"states\"")]);
+    assert_eq!(work(&cached), tokens / 8 * layers + labels * 3 * heads, "one epoch needs the backbone");
+    let soft = run(&[("[data]", "[loss]\ntargets = \"backbone\"\n[data]")]);
+    assert_eq!(work(&soft), work(&frozen) + labels * lm_head);
+    let full = run(&[("[stage.medusa1]", "[stage.medusa2]"), ("epochs = 8", "epochs = 8\nrecompute = true")]);
+    assert_eq!(work(&full), tokens * 4 * layers + labels * 3 * (lm_head + heads));
+    let adapters = [(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48), (48, 32)];
+    let adapters: usize = adapters.iter().map(|(outputs, inputs)| 4 * (outputs + inputs)).sum();
+    let lora = "[stage.medusa2]\nself_distillation = true\n[stage.medusa2.lora]\nrank = 4";
+    let lora = run(&[("[stage.medusa1]", lora)]);
+    assert_eq!(work(&lora), tokens * (3 * layers + 3 * adapters) + labels * 3 * (lm_head + heads));
 }

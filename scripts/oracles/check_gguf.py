@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares a GGUF file here with transformers on its dequantised weights: token ids, the chat template, greedy tokens and log-probabilities.
+"""Compares a GGUF file here with transformers on its dequantised weights: token ids, the chat template, hidden states, greedy tokens and log-probabilities.
 
     cargo build --release && cargo build --release --example token_ids
     python3 scripts/oracles/check_gguf.py MODEL.gguf [--lines N] [--prompts N] [--tokens N] [--programs FOLDER]
@@ -35,7 +35,7 @@ def compare_ids(options, tokenizer):
     program = options.programs / "examples" / "token_ids"
     written = "".join(json.dumps(text) + "\n" for text in texts)
     out = subprocess.run([program, options.model], input=written, capture_output=True, text=True, check=True).stdout
-    pairs = [(json.loads(line)["around"], tokenizer(text).input_ids) for line, text in zip(out.splitlines(), texts, strict=True)]
+    pairs = [(json.loads(line)["around"], tokenizer(text).input_ids) for line, text in zip(out.rstrip("\n").split("\n"), texts, strict=True)]
     wrong = [(text, *pair) for text, pair in zip(texts, pairs, strict=True) if pair[0] != pair[1]]
     for text, ours, theirs in wrong[:3]:
         print(f"  {text!r}: {ours} here, {theirs} there")
@@ -50,7 +50,7 @@ def generate(options, prompts, tokens):
         command = [options.programs / "medusa", "generate", "--backbone", options.model, "--prompts", file.name, "--dtype", "float32",
                    "--temperature", "0", "--max-new-tokens", str(tokens), "--logprobs", "5", "--json"]  # fmt: skip
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [json.loads(line) for line in out.splitlines()]
+    return [json.loads(line) for line in out.rstrip("\n").split("\n")]
 
 
 def compare_tokens(options, model, tokenizer):
@@ -72,6 +72,29 @@ def compare_tokens(options, model, tokenizer):
             print(f"  {prompt!r}: token {apart[0]} is {new[apart[0]]} here, {best[apart[0]]} there")
     print(f"greedy: {equal} of {options.prompts} prompts equal over {options.tokens} tokens, {ties} but for near-ties; log-probabilities within {largest:.1e}")
     return equal + ties == options.prompts and largest < NEAR
+
+
+def compare_hidden_states(options, model, tokenizer):
+    """Those that training caches: one head reads all positions but the last two of a row."""
+    rows = [tokenizer(prompt + " " + PROMPTS[at - 1]).input_ids for at, prompt in enumerate(PROMPTS[: options.prompts])]
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
+        (folder / "run.toml").write_text(
+            f"backbone = {{ path = {json.dumps(str(options.model.resolve()))}, dtype = \"float32\" }}\n"
+            "heads = { medusa_num_heads = 1, shared_lm_head = true }\nstage.medusa1 = {}\n"
+            "data = { train = [\"rows.jsonl\"], packing = false, shuffle = false }\n"
+            "train = { epochs = 1, gradient_accumulation_steps = 1, hidden_state_cache = \"states\" }\n"
+        )
+        subprocess.run([options.programs / "medusa-train", "run.toml"], cwd=folder, capture_output=True, text=True, check=True)
+        (file,) = (folder / "states").iterdir()
+        read = sum(len(ids) - 2 for ids in rows) * model.config.hidden_size
+        ours = torch.frombuffer(bytearray(file.read_bytes()[: 4 * read]), dtype=torch.float32).view(-1, model.config.hidden_size)
+    with torch.no_grad():
+        theirs = torch.cat([model.model(torch.tensor([ids])).last_hidden_state[0, :-2] for ids in rows])
+    apart = ((ours - theirs).abs() / theirs.abs().clamp(min=1)).max().item()
+    print(f"hidden states: {len(ours)} positions of {model.config.hidden_size} values within {apart:.1e} (relative above 1), largest {theirs.abs().max():.0f}")
+    return apart < NEAR
 
 
 def compare_template(options, tokenizer):
@@ -102,6 +125,7 @@ def main():
     tokenizer = transformers.AutoTokenizer.from_pretrained(**named)
     passed = [compare_ids(options, tokenizer), compare_template(options, tokenizer)]
     model = transformers.AutoModelForCausalLM.from_pretrained(**named, dtype=torch.float32).eval()
+    passed.append(compare_hidden_states(options, model, tokenizer))
     passed.append(compare_tokens(options, model, tokenizer))
     sys.exit(not all(passed))
 

@@ -32,7 +32,7 @@ def compare_ids(options, model):
     written = "".join(json.dumps(text) + "\n" for text in texts)
     out = subprocess.run([program, options.model], input=written, capture_output=True, text=True, check=True).stdout
     theirs = [model.tokenize(text.encode("utf-8", "surrogatepass"), add_bos=True, special=True) for text in texts]
-    ours = [json.loads(line)["around"] for line in out.splitlines()]
+    ours = [json.loads(line)["around"] for line in out.rstrip("\n").split("\n")]
     wrong = [(text, *pair) for text, *pair in zip(texts, ours, theirs, strict=True) if pair[0] != pair[1]]
     for text, mine, other in wrong[:3]:
         print(f"  {text!r}: {mine} here, {other} in llama.cpp")

@@ -20,6 +20,7 @@ use crate::formats::run_folder::{CALIBRATION, FINAL, LATENCY, TREE};
 use crate::hub::id;
 use crate::nvidia::device::Gpu;
 use crate::plural::{counted, gibibytes, mebibytes};
+use crate::recipe::expectation::Expectation;
 use crate::recipe::starter::{self, FittedRecipe, StarterMachine, StarterRecipe, StarterStage};
 use crate::recipe::{LoadedRecipe, Recipe, RecipeError, WrittenRecipe};
 use crate::report::shell::quoted;
@@ -112,6 +113,7 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if common.json {
         return print_json(
             &json!({"recipe": args.out, "heads_recipe": heads_out, "steps": planned.checked.total_steps,
+            "expected_seconds": planned.expectation.seconds, "expected_tokens_per_step": planned.expectation.tokens_per_step,
             "peak_bytes": planned.fitted.peak_bytes, "free_bytes": machine.free_bytes, "device": device_name(machine.device),
             "next": next}),
         );
@@ -145,6 +147,7 @@ struct PlannedRecipe {
     run: PathBuf,
     fitted: FittedRecipe,
     checked: CheckedRun,
+    expectation: Expectation,
     /// The backbone wrote its rows, and Medusa-2 learns from the backbone.
     distils: bool,
 }
@@ -168,8 +171,9 @@ impl PlannedRecipe {
         let fitted = starter.fitted(out, &shortest.recipe, &rows, machine)?;
         drop(rows);
         let (recipe, checked) = read(fitted.text.clone())?;
+        let expectation = Expectation::of(&checked, starter.heads, machine.device)?;
         let (run, distils) = (recipe.recipe.train.output_dir, starter.self_distillation);
-        Ok(Self { out: out.into(), run, fitted, checked, distils })
+        Ok(Self { out: out.into(), run, fitted, checked, expectation, distils })
     }
 
     fn report(&self, machine: &StarterMachine, common: &CommonFlags) {
@@ -177,6 +181,7 @@ impl PlannedRecipe {
         let free = machine.free_bytes.map_or_else(String::new, |free| format!(" of {} free", gibibytes(free)));
         let (peak, name) = (mebibytes(self.fitted.peak_bytes), &machine.name);
         common.say(format_args!("wrote {out}: {steps}; planned peak {peak}{free} on {name}"));
+        common.say(format_args!("expected: {}", self.expectation));
         for note in self.fitted.dtype_note.iter().chain(&self.fitted.few_tokens_note) {
             common.say(note);
         }

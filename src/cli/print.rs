@@ -1,4 +1,4 @@
-//! Prints results to stdout, and formats bytes and durations.
+//! Prints results to stdout, as text that a terminal shows.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -32,16 +32,6 @@ pub(super) fn shortened(text: String) -> String {
     match text.char_indices().nth_back(KEPT - 1) {
         Some((to, _)) if to > from => format!("{} … {}", &text[..from], &text[to..]),
         _ => text,
-    }
-}
-
-/// Seconds in at most two units, for people who wait.
-pub(super) fn duration(seconds: f64) -> String {
-    let whole = seconds.round() as u64; // negative and NaN are 0
-    match whole {
-        0..60 => format!("{whole} s"),
-        60..3600 => format!("{} min {} s", whole / 60, whole % 60),
-        _ => format!("{} h {} min", whole / 3600, whole % 3600 / 60),
     }
 }
 

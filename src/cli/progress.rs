@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 use console::{Term, measure_text_width};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
-use super::print::{duration, visible};
+use super::print::visible;
 use super::{CommonFlags, wrap};
+use crate::plural::duration;
 use crate::session::reporter::Reporter;
 
 /// Time between lines if stderr is no terminal.

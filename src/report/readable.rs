@@ -1,5 +1,7 @@
 //! Formats numbers for people.
 
+use crate::plural;
+
 /// Three significant digits, thousands separated: `9,001`, `45.8`, `2.70`, `0.0123`, `5e-4`.
 pub(super) fn number(value: f64) -> String {
     let size = rounded(value.abs(), 3);
@@ -46,15 +48,9 @@ pub(super) fn byte_unit(largest: f64) -> (f64, &'static str) {
     if largest >= f64::from(1 << 30) { (f64::from(1 << 30), "GiB") } else { (f64::from(1 << 20), "MiB") }
 }
 
-/// Seconds in at most two units.
+/// Seconds in at most two units; few seconds with a digit.
 pub(super) fn duration(seconds: f64) -> String {
-    let whole = seconds.round() as u64; // negative and NaN are 0
-    match whole {
-        _ if seconds < 10.0 => format!("{seconds:.1} s"),
-        0..60 => format!("{whole} s"),
-        60..3600 => format!("{} min {} s", whole / 60, whole % 60),
-        _ => format!("{} h {} min", whole / 3600, whole % 3600 / 60),
-    }
+    if seconds < 10.0 { format!("{seconds:.1} s") } else { plural::duration(seconds) }
 }
 
 /// A time of provenance.json with a blank between day and hour.

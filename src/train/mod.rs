@@ -39,6 +39,7 @@ pub mod targets;
 pub mod tensorboard;
 pub mod token_pairs;
 pub mod training_loop;
+pub mod work;
 
 /// `[train]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

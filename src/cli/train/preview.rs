@@ -202,7 +202,7 @@ impl RunPreview {
             steps_per_epoch,
             steps: checked.total_steps,
             is_by_epochs: checked.plan.train.max_steps.is_none(),
-            tokens: tokens(checked, steps_per_epoch),
+            tokens: checked.tokens(),
             hidden_state_cache_bytes: checked.hidden_state_bytes,
             hidden_states: checked.captured.as_ref().map(CapturedFiles::of),
             draft_vocabulary: checked.draft_vocabulary.clone(),
@@ -300,12 +300,6 @@ impl RunPreview {
         rows.push(row(["peak", "", "", "", "", &binary(self.peak_bytes)]));
         rows
     }
-}
-
-/// Tokens of all steps.
-fn tokens(checked: &CheckedRun, steps_per_epoch: usize) -> usize {
-    let epoch_tokens = checked.pack_report.tokens as u128 * checked.total_steps as u128;
-    usize::try_from(epoch_tokens / steps_per_epoch.max(1) as u128).unwrap_or(usize::MAX)
 }
 
 /// In MiB, from 10 GiB on in GiB.
