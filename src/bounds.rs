@@ -48,6 +48,8 @@ bounds! {
     GGUF_NAME_BYTES: u64 = 1 << 10;
     /// Bytes of a text among the metadata of a GGUF file.
     GGUF_TEXT_BYTES: u64 = 4 << 20;
+    /// Elements of an array among the metadata of a GGUF file.
+    GGUF_ELEMENTS: u64 = 1 << 22;
     /// Shards of a GGUF file.
     GGUF_SHARDS: u64 = 1 << 10;
 

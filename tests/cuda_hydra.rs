@@ -237,7 +237,7 @@ fn at_full_rank(heads: &Heads) -> Heads {
         tensors.push(b_vr.matmul(a_rh));
         tensors
     });
-    Heads::from_tensors(heads.shape().at_full_rank(), tensors.collect(), heads.vocab_size())
+    Heads::from_tensors(HeadsShape { w2_rank: 0, ..heads.shape() }, tensors.collect(), heads.vocab_size())
 }
 
 /// Runs the whole loop on the kernels' own code, compiled for the CPU, each kernel next to its oracle on the same

@@ -164,6 +164,27 @@ fn text_becomes_the_ids_of_the_file_unless_a_tokenizer_lies_beside_it() {
     assert_eq!(folder::beside(&path), [dir.path().join("tokenizer.json")]);
 }
 
+#[test]
+fn tokens_that_end_a_turn_do_so_whatever_their_type_and_those_of_phi_3_take_white_space() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut gguf = llama();
+    gguf.set("tokenizer.ggml.token_type", Meta::I32s([vec![1; 257], vec![3, 1, 4]].concat()));
+    gguf.set("tokenizer.ggml.eos_token_id", Meta::U32(257));
+    gguf.set("tokenizer.ggml.eot_token_id", Meta::U32(u32::MAX));
+    let path = gguf.write(&dir.path().join("model.gguf"));
+    assert_eq!(LlamaConfig::load(&path).unwrap().eos_token_ids, [257, 258]);
+    let tokenizer = TextTokenizer::load(&path).unwrap();
+    let newline = tokenizer.encode("\n", false).unwrap();
+    assert_eq!(tokenizer.encode("<|im_end|>\na", false).unwrap(), [vec![258], newline, vec![i32::from(b'a')]].concat());
+    gguf.set("general.name", Meta::Text("Phi-3 mini".into()));
+    let tokenizer = TextTokenizer::load(&gguf.write(&path)).unwrap();
+    assert_eq!(
+        tokenizer.encode("<|im_end|>\na", false).unwrap(),
+        [258, i32::from(b'a')],
+        "white space goes to the token"
+    );
+}
+
 /// Converters write the unknown token as a control token, as in Gemma 3's files.
 #[test]
 fn a_sentencepiece_vocabulary_has_bytes_and_an_unknown_token() {

@@ -118,7 +118,7 @@ fn quotes_few_rows_and_bad_rows() {
     assert!(recipe.contains(&format!("#   {train}\n#\n")), "{recipe}");
     assert!(written.stdout.starts_with(&format!("{train} --check\n{train}\n")), "{}", written.stdout);
     in_a_shell(&small, &format!("{train} --check"));
-    assert!(written.stdout.contains(" --data rows.jsonl "), "{}", written.stdout);
+    assert!(written.stdout.contains(" --data rows.jsonl --skip-bad-rows "), "{}", written.stdout);
     assert!(written.stderr.contains("too few rows to hold any out"), "{}", written.stderr);
     arguments[6] = "two\nlines.toml";
     small.medusa(&arguments).failed(2, &["--out", "control characters"]);
@@ -343,7 +343,11 @@ fn the_arithmetic_of_a_run_is_that_of_its_products() {
     let cached = run(&[("epochs = 8", "epochs = 8\nhidden_state_cache = \"states\"")]);
     assert_eq!(work(&cached), tokens / 8 * layers + labels * 3 * heads, "one epoch needs the backbone");
     let soft = run(&[("[data]", "[loss]\ntargets = \"backbone\"\n[data]")]);
-    assert_eq!(work(&soft), work(&frozen) + labels * lm_head);
+    assert_eq!(work(&soft), work(&frozen) + labels * 2 * lm_head, "the LM head teaches each of two heads");
+    let shared = run(&[("[heads]", "[heads]\nshared_w2 = true")]);
+    assert_eq!(work(&shared), work(&frozen), "as many products with one W2");
+    let lm_heads = run(&[("[heads]", "[heads]\nshared_lm_head = true")]);
+    assert_eq!(work(&lm_heads), work(&frozen) - labels * 2 * lm_head, "no gradient of a frozen weight");
     let full = run(&[("[stage.medusa1]", "[stage.medusa2]"), ("epochs = 8", "epochs = 8\nrecompute = true")]);
     assert_eq!(work(&full), tokens * 4 * layers + labels * 3 * (lm_head + heads));
     let adapters = [(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48), (48, 32)];

@@ -211,7 +211,11 @@ fn exported_heads_are_read_back_with_the_same_logits() {
         let ended = export("hydra").succeeded();
         assert!(ended.stderr.contains(verified), "{}", ended.stderr);
         assert_eq!(small.names("hydra"), ["README.md", "config.json", "hydra_lm_head.pt", "medusa.sha256"]);
-        assert!(logits(&small.path("hydra"), fixture, 13).equal(&logits(&heads, fixture, 13)));
+        export("medusa-train").succeeded();
+        assert_eq!(small.names("medusa-train"), ["README.md", "config.json", "heads.safetensors", "medusa.sha256"]);
+        for format in ["hydra", "medusa-train"] {
+            assert!(logits(&small.path(format), fixture, 13).equal(&logits(&heads, fixture, 13)), "{format}");
+        }
         let config: Value = serde_json::from_str(&small.read("hydra/config.json")).expect("JSON");
         for (key, value) in [("hydra_num_heads", 3), ("hydra_num_layers", 3), ("hidden_state_offset", 0)] {
             assert_eq!(config[key], value, "{key}");
@@ -251,6 +255,36 @@ fn heads_of_a_run_are_exported_as_hydras_own_code_loads_them() {
         assert!(read(&own).equal(&read(&written)), "{place:?}");
     }
     assert!(small.read("out/README.md").contains("3 Hydra heads ([arXiv 2402.05109]"));
+}
+
+#[test]
+fn heads_with_all_savings_are_published_in_bfloat16() {
+    let small = hydra_run("[stage.medusa1]");
+    small.edit("recipe.toml", "[heads]", "[heads]\nshared_w2 = true\nw2_rank = 4\ndraft_vocab_size = 20");
+    small.edit("recipe.toml", "epochs = 8", "epochs = 1");
+    small.train(&[]).succeeded();
+    let export = |format: &str| {
+        small.medusa(&["export", "--heads", "run/final", "--format", format, "--dtype", "bfloat16", "--out", format])
+    };
+    export("hydra").failed(2, &["20 tokens", "use --format medusa-train"]);
+    export("medusa-train").succeeded();
+    let open = |folder: &str| HeadsFile::open(&small.path(folder)).expect("heads");
+    let (trained, written) = (open("run/final"), open("medusa-train"));
+    assert_eq!((written.shape(), written.token_map()), (trained.shape(), trained.token_map()));
+    assert_eq!((written.kind(), written.shape().w2_rank, written.shape().shared_w2), (Kind::BFloat16, 4, true));
+    for place in trained.shape().places() {
+        let read = |file: &HeadsFile| file.tensor(place, Kind::BFloat16).expect("a tensor");
+        assert!(read(&trained).equal(&read(&written)), "{place:?}");
+    }
+    small.write_tokenizer(48);
+    small.write("prompts.jsonl", r#"{"prompt_ids": [3, 4, 5]}"#);
+    let decoded = |heads: &[&str]| {
+        let generate =
+            ["generate", "--backbone", "backbone", "--prompts", "prompts.jsonl", "--max-new-tokens", "12", "--json"];
+        let ended = small.medusa(&[&generate[..], heads].concat()).succeeded();
+        serde_json::from_str::<Value>(&ended.stdout).expect("JSON")["new_ids"].clone()
+    };
+    assert_eq!(decoded(&["--heads", "medusa-train"]), decoded(&[]));
 }
 
 #[test]

@@ -108,16 +108,16 @@ def compare_template(options, tokenizer):
         file.flush()
         command = [options.programs / "medusa", "generate", "--backbone", options.model, "--prompts", file.name, "--max-new-tokens", "1", "--json"]
         ours = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    same = ours["prompt_ids"] == tokenizer(theirs, add_special_tokens=False).input_ids if "prompt_ids" in ours else None
-    print(f"template: {'equal' if same else 'not compared' if same is None else 'DIFFERENT'}")
-    return same is not False
+    same = ours["prompt_ids"] == tokenizer(theirs, add_special_tokens=False).input_ids
+    print(f"template: {'equal' if same else 'DIFFERENT'}")
+    return same
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=pathlib.Path)
     parser.add_argument("--lines", type=int, default=20_000)
-    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), choices=range(1, len(PROMPTS) + 1), metavar="N")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--programs", type=pathlib.Path, default=ROOT / "target" / "release")
     options = parser.parse_args()

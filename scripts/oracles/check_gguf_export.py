@@ -40,13 +40,20 @@ def compare_ids(options, model):
     return not wrong
 
 
+def is_end(model, token):
+    return llama_cpp.llama_vocab_is_eog(llama_cpp.llama_model_get_vocab(model._model.model), token)
+
+
 def greedy(model, ids, tokens, expected):
-    """The first place where llama.cpp's greedy token is another, and by how much its logit is larger."""
+    """The first place where llama.cpp's greedy token is another, and by how much its logit is larger; `None` is the end of a text."""
     model.reset()
     model.eval(ids)
-    for at, token in enumerate(expected[:tokens]):
+    ended = [None] if not expected or not is_end(model, expected[-1]) else []
+    for at, token in enumerate((expected + ended)[:tokens]):
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(model._ctx.ctx), shape=(model.n_vocab(),))
         best = int(logits.argmax())
+        if token is None:
+            return None if is_end(model, best) else (at, float("inf"))
         if best != token:
             return at, float(logits[best] - logits[token])
         model.eval([token])

@@ -15,6 +15,7 @@ use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::export::gguf::{self, GgufRequest, GgufType};
 use crate::export::{self, ExportError, ExportFormat, ExportRequest, Exported};
 use crate::files::checksums;
+use crate::gguf::file::is_gguf;
 use crate::hub::{self, Wanted};
 use crate::plural::counted;
 
@@ -31,7 +32,7 @@ pub struct ExportArgs {
     /// Layout to write.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub format: Layout,
-    /// With --format gguf: how matrices are stored [default: as in the backbone; BF16 for a GGUF file in blocks].
+    /// With --format gguf: how matrices are stored [default: --dtype, else as in the backbone; BF16 for a GGUF file in blocks].
     #[arg(long, value_enum, value_name = "TYPE")]
     pub gguf_type: Option<GgufType>,
     /// Output folder: a new or an empty one.
@@ -139,15 +140,17 @@ fn backbone(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_flags_of_heads(args, common)?;
     let mut request = GgufRequest {
         backbone: args.backbone.clone(),
+        name: None,
         heads: args.heads.clone(),
         out: args.out.clone(),
-        kind: args.gguf_type,
+        kind: args.gguf_type.or(common.dtype.and_then(GgufType::from_dtype)),
     };
     let mut base = gguf::backbone_needed(&request).map_err(as_usage)?;
     if base.is_dir() {
         checksums::verify(&base)?;
     }
     downloads::fetch(vec![HubArgument::Model(&mut base, Wanted::Backbone)], common)?;
+    request.name = hub::origin(&base).filter(|_| !is_gguf(&base)).map(|snapshot| snapshot.id);
     request.backbone = Some(base);
     let progress = Progress::waiting(format!("writing {}", args.out.display()), common);
     let exported = gguf::export(&request).map_err(as_usage)?;
@@ -170,8 +173,8 @@ fn refuse_flags_of_heads(args: &ExportArgs, common: &CommonFlags) -> Result<(), 
         ("--tree", args.tree.is_some()),
         ("--bench", args.bench.is_some()),
     ];
-    if common.dtype.is_some() {
-        return Err(UsageError("--format gguf has --gguf-type in place of --dtype".into()));
+    if args.gguf_type.is_some() && common.dtype.is_some() {
+        return Err(UsageError("--dtype and --gguf-type both say how matrices are stored; remove one".into()));
     }
     match given.iter().find(|(_, is_given)| *is_given) {
         Some((flag, _)) => {

@@ -113,7 +113,7 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if common.json {
         return print_json(
             &json!({"recipe": args.out, "heads_recipe": heads_out, "steps": planned.checked.total_steps,
-            "expected_seconds": planned.expectation.seconds, "expected_tokens_per_step": planned.expectation.tokens_per_step,
+            "expected_seconds": planned.expectation.seconds, "expected": planned.expectation.tokens_per_step,
             "peak_bytes": planned.fitted.peak_bytes, "free_bytes": machine.free_bytes, "device": device_name(machine.device),
             "next": next}),
         );
@@ -363,7 +363,8 @@ fn next_commands(
 fn training_data(args: &InitArgs) -> String {
     let files = args.data.iter().map(|file| quoted(file)).collect::<Vec<_>>().join(" ");
     let columns = args.columns.as_ref().map(|columns| format!(" --columns {}", quoted(&columns.to_string())));
-    format!(" --data {files}{}", columns.unwrap_or_default())
+    let skip = if args.skip_bad_rows { " --skip-bad-rows" } else { "" };
+    format!(" --data {files}{}{skip}", columns.unwrap_or_default())
 }
 
 #[cfg(test)]

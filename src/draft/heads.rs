@@ -468,7 +468,7 @@ mod tests {
             let (blocks, w2) = (head_at(head).block_parameters(), head_at(head).w2().unwrap());
             vec![blocks[0].copy(), blocks[1].copy(), w2.matmul(blocks[2])]
         });
-        let full = Heads::from_tensors(shape.at_full_rank(), tensors.collect(), 50);
+        let full = Heads::from_tensors(HeadsShape { w2_rank: 0, ..shape }, tensors.collect(), 50);
         for head in 0..2 {
             let [low, full] = [&heads, &full].map(|heads| heads.logits(head, &HeadInput::alone(&hidden), &backbone));
             assert!(low.allclose(&full, 1e-5, 1e-5, false));

@@ -25,6 +25,8 @@ pub enum GgufExportError {
     Tensor { name: String, architecture: String },
     #[error(transparent)]
     Tokenizer(#[from] TokenizeError),
+    #[error("{} has no tokenizer, and llama.cpp loads no file without one: put the model's tokenizer.json or tokenizer.model there", folder.display())]
+    NoTokenizer { folder: PathBuf },
 }
 
 /// Why nothing was exported.

@@ -6,9 +6,9 @@ use std::sync::LazyLock;
 use clap::builder::PossibleValue;
 use serde_json::{Value, json};
 
-use crate::draft::heads::HeadsShape;
 use crate::draft::heads::import::{HYDRA_LM_HEAD_PT, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
 use crate::draft::heads::layout::HeadsLayout;
+use crate::draft::heads::{HEADS_FILE, HeadsShape};
 use crate::dtype::Dtype;
 use crate::formats::heads_config::SHARED_W2;
 use crate::model::weights::MODEL_FILE;
@@ -37,6 +37,8 @@ pub struct FormatSpec {
     pub(super) draft_vocabulary: bool,
     /// Whether heads may read earlier tokens, and have a bias of W2.
     pub(super) hydra: bool,
+    /// This program's own, for heads of every kind.
+    pub(super) own: bool,
     /// Why the backbone's name must be known, if it must.
     pub(super) needs_name: Option<&'static str>,
     /// Parts of a path with which the program mistakes the folder for something else.
@@ -97,13 +99,27 @@ const PLAIN: FormatSpec = FormatSpec {
     one_w2: false,
     draft_vocabulary: false,
     hydra: false,
+    own: false,
     needs_name: None,
     mistaken_paths: None,
     keys: |heads| joined(counts(heads), json!({"version": version(heads).to_string()})),
 };
 
-static FORMATS: [FormatSpec; 8] = [
+static FORMATS: [FormatSpec; 9] = [
     PLAIN,
+    FormatSpec {
+        name: "medusa-train",
+        help: "Heads only, for these programs: heads of every kind, in the dtype of --dtype",
+        safetensors: Some(HEADS_FILE),
+        pickle: None,
+        one_w2: true,
+        draft_vocabulary: true,
+        own: true,
+        keys: |heads| {
+            joined(counts(heads), json!({"hidden_size": heads.trained.hidden_size, "vocab_size": heads.vocab_size}))
+        },
+        ..PLAIN
+    },
     FormatSpec {
         name: "tgi",
         help: "Heads only, for text-generation-inference (its v2 layout if the heads share the backbone's lm_head)",
@@ -161,7 +177,7 @@ static FORMATS: [FormatSpec; 8] = [
     },
     FormatSpec {
         name: "hydra",
-        help: "hydra_lm_head.pt for zankner/Hydra: the only format that can hold Hydra heads",
+        help: "hydra_lm_head.pt for zankner/Hydra, the code of Hydra's authors",
         layout: HeadsLayout::Hydra,
         safetensors: None,
         pickle: Some(HYDRA_LM_HEAD_PT),

@@ -27,7 +27,7 @@ use crate::model::weights::WeightFiles;
 /// What to do with a truncated vocabulary in another format than vLLM's.
 const VLLM_CAN: &str = "use --format vllm";
 /// What to do with a truncated vocabulary that vLLM cannot load.
-const NOBODY_CAN: &str = "no program loads it for heads of this kind: train them without heads.draft_vocab_size";
+const NOBODY_CAN: &str = "no other program loads it for heads of this kind: use --format medusa-train, or train without heads.draft_vocab_size";
 
 /// Heads with their adapter or backbone.
 pub(super) struct Trained {
@@ -102,14 +102,13 @@ impl Trained {
         if format.lm_head == SharedLmHead::OfBackboneWithOneBlock && self.shares_lm_head() && layers != 1 {
             return Err(ExportError::TgiLayers { format: format.name, path, layers });
         }
-        if let Some(tokens) =
-            self.file.token_map().filter(|_| !format.draft_vocabulary || self.for_hydra_alone().is_some())
-        {
+        let only_hydra = self.for_hydra_alone().filter(|_| !format.own);
+        if let Some(tokens) = self.file.token_map().filter(|_| !format.draft_vocabulary || only_hydra.is_some()) {
             let (format, size) = (format.name, tokens.len());
-            let advice = if self.for_hydra_alone().is_none() { VLLM_CAN } else { NOBODY_CAN };
+            let advice = if only_hydra.is_none() { VLLM_CAN } else { NOBODY_CAN };
             return Err(ExportError::TruncatedVocabulary { format, path, size, advice });
         }
-        if let Some(what) = self.for_hydra_alone().filter(|_| !format.hydra) {
+        if let Some(what) = only_hydra.filter(|_| !format.hydra) {
             return Err(ExportError::HydraHeads { format: format.name, path, what });
         }
         if format.hydra {
@@ -215,9 +214,10 @@ impl Trained {
         let copied_rows = || self.lm_head_vh.as_ref().map_or(0, |lm_head| lm_head.size()[0]);
         let vocab_size = if self.copies_lm_head() { copied_rows() } else { self.shape.vocab_size };
         // Hydra's loader leaves a missing bias random.
-        let w2_bias = self.format.hydra;
+        let w2_bias = self.format.hydra || self.shape.w2_bias;
         let shared_w2 = self.shape.shared_w2 && !self.copies_shared_w2() && self.shape.medusa_num_heads > 1;
-        HeadsShape { vocab_size, w2_bias, shared_w2, ..self.shape.at_full_rank() }
+        let w2_rank = if self.format.own { self.shape.w2_rank } else { 0 };
+        HeadsShape { vocab_size, w2_bias, shared_w2, w2_rank, ..self.shape }
     }
 
     pub(super) fn written_heads(&self) -> WrittenHeads {
@@ -250,7 +250,7 @@ impl Trained {
             _ if place.part == HeadPart::W2Bias && !self.shape.w2_bias => {
                 Ok(Tensor::zeros(self.written_shape().size(place), (kind, Device::Cpu)))
             }
-            None if place.part == HeadPart::W2 && self.shape.w2_rank > 0 => {
+            None if place.part == HeadPart::W2 && self.shape.w2_rank > 0 && !self.format.own => {
                 let down = HeadTensor { part: HeadPart::W2Down, ..place };
                 let [b_vr, a_rh] = [place, down].map(|place| self.file.tensor(place, Kind::Float));
                 Ok(b_vr?.matmul(&a_rh?).to_kind(kind))

@@ -47,7 +47,11 @@ fn alone(folder: &Path, trained: &Trained, file: &str) -> Result<(), ExportError
     let (mut planned, places) = plan(trained);
     let lm_head = trained.one_lm_head().map(|lm_head| (VLLM_LM_HEAD, lm_head.to_kind(trained.dtype.kind())));
     let token_map = trained.file.token_map().map(|tokens| (TOKEN_MAP, Tensor::from_slice(tokens)));
-    let others: Vec<(&str, Tensor)> = lm_head.into_iter().chain(token_map).collect();
+    let prefix = trained.file.prefix_tensors()?;
+    let mut others: Vec<(&str, Tensor)> = lm_head.into_iter().chain(token_map).collect();
+    for (name, size) in &prefix {
+        others.push((name, trained.file.prefix_tensor(name, size)?.to_kind(trained.dtype.kind())));
+    }
     planned.extend(others.iter().map(|(name, tensor)| Planned::of((*name).into(), tensor)));
     save_each(&folder.join(file), &planned, &mut |at| match at.checked_sub(places.len()) {
         None => tensor(trained, places[at]),

@@ -55,7 +55,7 @@ pub(super) fn config(file: &GgufFile) -> Result<Map<String, Value>, HeaderError>
     }
     keys.heads()?;
     keys.rotary()?;
-    keys.layers();
+    keys.layers()?;
     keys.tensors()?;
     keys.left.retain(|key, _| !REPEATED.contains(key));
     let left: Vec<(String, Value)> =
@@ -151,10 +151,12 @@ impl<'f> ArchitectureKeys<'f> {
             None if factor.is_some_and(|factor| factor != 1.0) => "linear",
             None => "none",
         };
+        let divisors = self.divisors()?;
+        self.check_scaling(kind, factor, attention_factor, divisors.is_some())?;
         let mut scaling = Map::from_iter([("rope_type".to_owned(), kind.into())]);
         let optional =
             [("factor", factor.map(Value::from)), ("original_max_position_embeddings", original.map(Value::from))];
-        match self.divisors()? {
+        match divisors {
             Some([short, long]) => {
                 // A factor of one and a context of its own: the divisors and the attention factor say all.
                 let context = original.or(self.known("max_position_embeddings")).unwrap_or_default();
@@ -174,6 +176,28 @@ impl<'f> ArchitectureKeys<'f> {
         Ok(())
     }
 
+    /// Refuses what no scaling of transformers says: a magnitude of its own, unless divisors go with it, and divisors of scaled positions.
+    fn check_scaling(
+        &self,
+        kind: &str,
+        factor: Option<f64>,
+        magnitude: Option<f64>,
+        has_divisors: bool,
+    ) -> Result<(), HeaderError> {
+        if let Some(magnitude) = magnitude.filter(|&magnitude| magnitude != 1.0 && !has_divisors) {
+            return Err(self.wrong("rope.scaling.attn_factor", "1, as there are no rope_factors tensors", &magnitude));
+        }
+        let scales = !["none", "longrope"].contains(&kind) && factor.is_some_and(|factor| factor != 1.0);
+        if scales && has_divisors {
+            return Err(self.wrong(
+                "rope.scaling.type",
+                "none or longrope beside rope_freqs or rope_factors tensors",
+                &kind,
+            ));
+        }
+        Ok(())
+    }
+
     /// Divisors of the rotary frequencies, of short and of long contexts, which are tensors: Phi-3's two, and the one that Llama 3's scaling is
     /// converted to.
     fn divisors(&self) -> Result<Option<[Value; 2]>, HeaderError> {
@@ -186,17 +210,22 @@ impl<'f> ArchitectureKeys<'f> {
     }
 
     /// Which layers have a window.
-    fn layers(&mut self) {
-        match self.take("attention.sliding_window_pattern") {
+    fn layers(&mut self) -> Result<(), HeaderError> {
+        const KEY: &str = "attention.sliding_window_pattern";
+        match self.take(KEY) {
             Some(MetaValue::List(slides)) => {
-                let name = |slides: &MetaValue| {
-                    if slides.bool() == Some(true) { "sliding_attention" } else { "full_attention" }
+                let name = |slides: &MetaValue| match slides.bool() {
+                    Some(true) => Ok("sliding_attention"),
+                    Some(false) => Ok("full_attention"),
+                    None => Err(self.wrong(KEY, "true or false for each layer", slides)),
                 };
-                self.set("layer_types", slides.iter().map(name).collect::<Vec<_>>());
+                let names = slides.iter().map(name).collect::<Result<Vec<_>, _>>()?;
+                self.set("layer_types", names);
             }
             Some(every) => self.set("sliding_window_pattern", every.json()),
             None => {}
         }
+        Ok(())
     }
 
     /// What the tensors say.

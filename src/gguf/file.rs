@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::header::{Header, HeaderError, TensorEntry};
 use super::metadata::Metadata;
 use super::names::{self, Conversion};
-use crate::bounds::GGUF_SHARDS;
+use crate::bounds::{BACKBONE_HEADS, GGUF_SHARDS};
 use crate::files::{self, FileError, WrongContent, failed};
 
 /// Why a GGUF file cannot be used.
@@ -135,7 +135,8 @@ impl GgufFile {
         let heads = |key: &str| self.metadata().get(&format!("{architecture}.{key}")).and_then(|value| value.integer());
         let query = heads("attention.head_count").unwrap_or(1);
         let key = heads("attention.head_count_kv").unwrap_or(query);
-        let conversion = names::conversion(name, architecture, [query.max(1), key.max(1)]);
+        let conversion =
+            names::conversion(name, architecture, [query, key].map(|heads| heads.clamp(1, BACKBONE_HEADS)));
         Ok(names::in_transformers(name, architecture).map(|name| (name, conversion)))
     }
 

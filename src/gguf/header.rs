@@ -7,7 +7,7 @@ use std::io::{self, Read};
 
 use super::metadata::{MetaValue, Metadata};
 use super::types::{self, TensorType};
-use crate::bounds::{GGUF_ENTRIES, GGUF_NAME_BYTES, GGUF_TEXT_BYTES};
+use crate::bounds::{GGUF_ELEMENTS, GGUF_ENTRIES, GGUF_NAME_BYTES, GGUF_TEXT_BYTES};
 
 const MAGIC: &[u8; 4] = b"GGUF";
 /// Without `general.alignment`.
@@ -214,6 +214,9 @@ impl<R: Read> HeaderReader<R> {
         if count > self.length.saturating_sub(self.at) / least {
             return Err(HeaderError::Short(format!("the {count} elements of {key}")));
         }
+        if count > GGUF_ELEMENTS {
+            return Err(HeaderError::Bound { what: format!("elements of {key}"), most: GGUF_ELEMENTS, got: count });
+        }
         (0..count).map(|_| self.scalar(key, kind)).collect::<Result<_, _>>().map(MetaValue::List)
     }
 
@@ -225,7 +228,7 @@ impl<R: Read> HeaderReader<R> {
             3 => MetaValue::Integer(i16::from_le_bytes(self.array(&key)?).into()),
             4 => MetaValue::Integer(u32::from_le_bytes(self.array(&key)?).into()),
             5 => MetaValue::Integer(i32::from_le_bytes(self.array(&key)?).into()),
-            6 => MetaValue::Float(decimal(f32::from_le_bytes(self.array(&key)?))),
+            6 => finite(key, decimal(f32::from_le_bytes(self.array(&key)?)))?,
             7 => MetaValue::Bool(self.array::<1>(&key)? != [0]),
             8 => MetaValue::Text(self.text(&key, GGUF_TEXT_BYTES)?),
             10 => {
@@ -237,7 +240,7 @@ impl<R: Read> HeaderReader<R> {
                 })?)
             }
             11 => MetaValue::Integer(i64::from_le_bytes(self.array(&key)?)),
-            12 => MetaValue::Float(f64::from_le_bytes(self.array(&key)?)),
+            12 => finite(key, f64::from_le_bytes(self.array(&key)?))?,
             _ => return Err(unknown(key, kind)),
         })
     }
@@ -280,6 +283,12 @@ fn unknown(key: &str, kind: u32) -> HeaderError {
 /// The double whose decimal digits are those of the float: 1e-5 stays 1e-5, as it was before the file was written.
 fn decimal(number: f32) -> f64 {
     number.to_string().parse().expect("a float's own digits")
+}
+
+/// A number that is one: what a damaged value would stand for is the default of its key.
+fn finite(key: &str, number: f64) -> Result<MetaValue, HeaderError> {
+    let wrong = || HeaderError::Value { key: key.into(), expected: "a finite number".into(), got: number.to_string() };
+    if number.is_finite() { Ok(MetaValue::Float(number)) } else { Err(wrong()) }
 }
 
 /// The least bytes of a value of a type that is read.

@@ -55,7 +55,7 @@ impl MetaValue {
         }
     }
 
-    /// As JSON has it. A float that JSON cannot write is null.
+    /// As JSON has it.
     pub fn json(&self) -> Value {
         match self {
             Self::Integer(number) => (*number).into(),

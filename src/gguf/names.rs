@@ -8,7 +8,7 @@ const OUTER: [(&str, &str); 3] = [
 ];
 
 /// Of the tensors of a layer, without `.weight` or `.bias`. The first row with a name counts.
-const IN_LAYER: [(&str, &str, UsedBy); 18] = [
+const IN_LAYER: [(&str, &str, UsedBy); 16] = [
     ("attn_q", "self_attn.q_proj", UsedBy::All),
     ("attn_k", "self_attn.k_proj", UsedBy::All),
     ("attn_v", "self_attn.v_proj", UsedBy::All),
@@ -25,9 +25,6 @@ const IN_LAYER: [(&str, &str, UsedBy); 18] = [
     ("ffn_up", "mlp.gate_up_proj", UsedBy::Fused),
     ("ffn_up", "mlp.up_proj", UsedBy::All),
     ("ffn_down", "mlp.down_proj", UsedBy::All),
-    // Copies of one tensor per layer, in files of older converters; the rotary divisors have no layer.
-    ("rope_freqs", "", UsedBy::None),
-    ("attn_rot_embd", "", UsedBy::None),
 ];
 
 /// Which architectures a row is for.
@@ -38,7 +35,6 @@ enum UsedBy {
     WithOutputNorms,
     /// Phi-3: gate and up in one.
     Fused,
-    None,
 }
 
 impl UsedBy {
@@ -47,7 +43,6 @@ impl UsedBy {
             Self::All => true,
             Self::WithOutputNorms => architecture.starts_with("gemma") || architecture == "olmo2",
             Self::Fused => architecture == "phi3",
-            Self::None => false,
         }
     }
 }

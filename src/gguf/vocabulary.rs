@@ -88,7 +88,7 @@ const PRE_TOKENIZERS: [PreTokenizer; 7] = [
     },
 ];
 
-/// Texts that end a turn or an answer wherever they are a special token, as llama.cpp has them.
+/// Tokens that end a turn or an answer, whatever type the file gives them, as in llama.cpp.
 const ENDS: [&str; 9] = [
     "<|eot_id|>",
     "<|im_end|>",
@@ -100,6 +100,8 @@ const ENDS: [&str; 9] = [
     "<EOT>",
     "<end_of_utterance>",
 ];
+/// Ids that stand for no token, as in llama.cpp.
+const NO_TOKEN: [i64; 2] = [u32::MAX as i64, -1];
 /// Keys with the ids of such tokens.
 const END_KEYS: [&str; 3] = ["eos_token_id", "eot_token_id", "eom_token_id"];
 
@@ -153,11 +155,10 @@ pub(super) fn end_tokens(metadata: &Metadata) -> Vec<i64> {
     let named = END_KEYS.iter().filter_map(|name| metadata.get(&key(name))?.integer());
     let mut ids: Vec<i64> = named.collect();
     let list = |name: &str| metadata.get(&key(name)).and_then(MetaValue::list).unwrap_or_default();
-    let typed = list("tokens").iter().zip(list("token_type")).zip(0..);
-    let ends = typed.filter(|((token, kind), _)| {
-        kind.integer() == Some(CONTROL) && token.text().is_some_and(|token| ENDS.contains(&token))
-    });
+    let tokens = list("tokens");
+    let ends = tokens.iter().zip(0..).filter(|(token, _)| token.text().is_some_and(|token| ENDS.contains(&token)));
     ids.extend(ends.map(|(_, id)| id));
+    ids.retain(|id| !NO_TOKEN.contains(id));
     let mut seen = std::collections::HashSet::new();
     ids.retain(|id| seen.insert(*id));
     ids
@@ -190,6 +191,8 @@ impl<'m> Vocabulary<'m> {
                 numbers.filter(|kinds| kinds.len() == tokens.len()).ok_or_else(expected)?
             }
         };
+        let is_end = |token: &str| ENDS.contains(&token);
+        let kinds = tokens.iter().zip(kinds).map(|(token, kind)| if is_end(token) { CONTROL } else { kind }).collect();
         Ok(Some(Self { metadata, tokens, kinds }))
     }
 
@@ -207,12 +210,12 @@ impl<'m> Vocabulary<'m> {
         value.bool().ok_or_else(|| wrong(name, "true or false", Some(value)))
     }
 
-    /// The text of a special token, by the key with its id. Ids beyond the vocabulary stand for no token, as in llama.cpp.
+    /// The text of a special token, by the key with its id.
     fn special(&self, name: &str) -> Result<Option<&'m str>, HeaderError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let id = value.integer().ok_or_else(|| wrong(name, "the id of a token", Some(value)))?;
         let token = usize::try_from(id).ok().and_then(|id| self.tokens.get(id).copied());
-        if token.is_none() && id != i64::from(u32::MAX) && id != -1 {
+        if token.is_none() && !NO_TOKEN.contains(&id) {
             return Err(wrong(name, format!("an id below {}", self.tokens.len()), Some(value)));
         }
         Ok(token)
@@ -269,14 +272,20 @@ impl<'m> Vocabulary<'m> {
         Ok(config.into())
     }
 
+    /// Whether a special token takes the white space behind it: those of Phi-3, which llama.cpp knows by the name of the model.
+    fn takes_white_space(&self, token: &str) -> bool {
+        let name = self.metadata.get("general.name").and_then(MetaValue::text).unwrap_or_default().to_lowercase();
+        ["phi-3", "phi3"].iter().any(|phi| name.contains(phi)) && !["<unk>", "<s>", "<|endoftext|>"].contains(&token)
+    }
+
     /// The tokens that are found in a text before it is cut, by their ids.
     fn added(&self) -> impl Iterator<Item = (usize, Value)> {
         let added = (self.tokens.iter().zip(&self.kinds).enumerate())
             .filter(|(_, (_, kind))| [CONTROL, USER_DEFINED].contains(kind));
-        added.map(|(id, (token, kind))| {
+        added.map(move |(id, (token, kind))| {
             let token = json!({
                 "content": token, "special": *kind == CONTROL,
-                "lstrip": false, "rstrip": false, "single_word": false, "normalized": false,
+                "lstrip": false, "rstrip": self.takes_white_space(token), "single_word": false, "normalized": false,
             });
             (id, token)
         })

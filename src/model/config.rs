@@ -135,6 +135,18 @@ impl LlamaConfig {
         Ok(reported(&written, generation_keys::key_use))
     }
 
+    /// The context as config.json has it: what a linear scaling stretches, unless the family counts that, and the longest one of `longrope`.
+    pub fn written_context(&self) -> i64 {
+        match self.rope_scaling {
+            #[expect(clippy::cast_possible_truncation, reason = "tokens of a context")]
+            RopeScaling::Linear { factor } if !family::counts_scaling(&self.model_type) => {
+                (self.max_position_embeddings as f64 / factor).round() as i64
+            }
+            RopeScaling::LongRope { .. } => self.largest_context(),
+            _ => self.max_position_embeddings,
+        }
+    }
+
     /// The longest context that the rotary embeddings allow.
     pub fn largest_context(&self) -> i64 {
         match self.rope_scaling {

@@ -18,14 +18,22 @@ const HYDRA: Points = &[(30_000.0, 2.15)];
 const MEDUSA: Points = &[(30_000.0, 1.92)];
 
 /// The part of the rate of large products that training reaches: packing, attention, the optimizer and files take the rest.
-const EFFICIENCY: f64 = 0.5;
+const EFFICIENCY: f64 = 0.7;
 
 /// What to expect of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Expectation {
     pub seconds: f64,
-    /// With the best tree of 63 nodes, as SmolLM2-135M's heads; `None` for what was not measured there.
-    pub tokens_per_step: Option<f64>,
+    /// `None` for what was not measured.
+    pub tokens_per_step: Option<MeasuredTokens>,
+}
+
+/// Tokens per step with the best tree of 63 nodes.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+pub struct MeasuredTokens {
+    pub tokens_per_step: f64,
+    /// So many tokens with a loss reached it on the proving ground; there may be more of them here.
+    pub measured_tokens: f64,
 }
 
 impl Expectation {
@@ -37,20 +45,21 @@ impl Expectation {
         let rate = multiply_adds_per_second(device, checked.plan.backbone.dtype.kind(), checked.linear_size())?;
         let frozen = checked.plan.trained == BackboneTraining::Frozen;
         let tokens = checked.train_report.counts.tokens_with_loss as f64;
-        let measured = measured(heads).filter(|_| frozen);
+        let points = measured(heads).filter(|_| frozen);
         Ok(Self {
             seconds: checked.multiply_adds() / (EFFICIENCY * rate),
-            tokens_per_step: measured.and_then(|points| interpolated(points, tokens)),
+            tokens_per_step: points.and_then(|points| interpolated(points, tokens)),
         })
     }
 }
 
 impl fmt::Display for Expectation {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        if let Some(tokens) = self.tokens_per_step {
+        if let Some(MeasuredTokens { tokens_per_step, measured_tokens }) = self.tokens_per_step {
+            let thousands = measured_tokens / 1e3;
             write!(
                 f,
-                "about {tokens:.1} tokens per step with 63 nodes (SmolLM2-135M's heads, after as many tokens); "
+                "{tokens_per_step:.1} tokens per step with 63 nodes, as SmolLM2-135M's heads of {thousands:.0} thousand tokens; "
             )?;
         }
         write!(f, "about {} of training", duration(self.seconds))
@@ -66,11 +75,13 @@ fn measured(heads: HeadsArchitecture) -> Option<Points> {
 }
 
 /// Linear in the logarithm of the tokens; `None` for fewer than were measured, and the last value for more.
-fn interpolated(points: Points, tokens: f64) -> Option<f64> {
+fn interpolated(points: Points, tokens: f64) -> Option<MeasuredTokens> {
     let above = points.partition_point(|&(at, _)| at <= tokens);
     let &(from, low) = points[..above].last()?;
-    let Some(&(to, high)) = points.get(above) else { return Some(low) };
-    Some(low + (tokens / from).ln() / (to / from).ln() * (high - low))
+    let (to, high) = points.get(above).copied().unwrap_or((from, low));
+    let measured_tokens = tokens.min(to);
+    let part = if to > from { (measured_tokens / from).ln() / (to / from).ln() } else { 0.0 };
+    Some(MeasuredTokens { tokens_per_step: low + part * (high - low), measured_tokens })
 }
 
 #[cfg(test)]
@@ -80,13 +91,12 @@ mod tests {
     #[test]
     fn tokens_per_step_lie_between_the_measured_ones() {
         let points: Points = &[(10.0, 1.5), (1000.0, 2.5)];
-        let expected = |tokens| interpolated(points, tokens);
-        assert_eq!(
-            (expected(9.0), expected(10.0), expected(1000.0), expected(1e9)),
-            (None, Some(1.5), Some(2.5), Some(2.5))
-        );
-        let middle = expected(100.0).unwrap();
-        assert!((middle - 2.0).abs() < 1e-12, "{middle}");
+        let expected =
+            |tokens| interpolated(points, tokens).map(|found| (found.tokens_per_step, found.measured_tokens));
+        assert_eq!((expected(9.0), expected(10.0)), (None, Some((1.5, 10.0))));
+        assert_eq!((expected(1000.0), expected(1e9)), (Some((2.5, 1000.0)), Some((2.5, 1000.0))));
+        let (middle, measured) = expected(100.0).unwrap();
+        assert!((middle - 2.0).abs() < 1e-12 && measured == 100.0, "{middle}");
     }
 
     #[test]

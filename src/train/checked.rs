@@ -21,7 +21,7 @@ use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, DataError, LoadReport, LoadSettings, Watch, prompts};
 use crate::draft::error::DrafterError;
-use crate::draft::planned::{PlannedDrafter, Teachers};
+use crate::draft::planned::PlannedDrafter;
 use crate::formats::best::BestBy;
 use crate::formats::run_folder::FINAL;
 use crate::formats::trained_prompts::prompt_hash;
@@ -194,7 +194,7 @@ impl CheckedRun {
     }
 
     fn workload<'w>(&'w self, plan: &'w TrainPlan, drafter: &'w dyn PlannedDrafter) -> Workload<'w> {
-        let TrainPlan { backbone, trained, loss, optimizer, train, device, .. } = plan;
+        let TrainPlan { backbone, trained, optimizer, train, device, .. } = plan;
         let sequences = self.train.sequences();
         let ids = || 0..sequences.len();
         let lengths = || ids().map(|id| sequences.length(id));
@@ -218,7 +218,7 @@ impl CheckedRun {
             pass,
             stage: StageShape::whole(self.config.num_hidden_layers),
             drafter,
-            teachers: Teachers { for_drafter: loss.targets.are_soft(), for_backbone: trained.has_teacher() },
+            teachers: plan.teachers(),
             optimizer: optimizer.name,
             world: WorldPlan { size: plan.world_size, zero_stage: plan.zero_stage },
             unequal: 2 * shortest < longest,

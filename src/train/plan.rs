@@ -8,7 +8,7 @@ use tch::Device;
 
 use crate::data::DataConfig;
 use crate::draft::loss::LossConfig;
-use crate::draft::planned::DrafterConfig;
+use crate::draft::planned::{DrafterConfig, Teachers};
 use crate::formats::provenance::{HubSnapshot, HubSource};
 use crate::model::BackboneConfig;
 use crate::model::backward::Keep;
@@ -92,6 +92,11 @@ impl TrainPlan {
     /// The backbone's name in the run's files: its Hub id, or its folder.
     pub(super) fn backbone_name(&self) -> &str {
         self.snapshot.as_ref().map_or(&self.backbone.path, |snapshot| &snapshot.id)
+    }
+
+    /// Who teaches beside the labels.
+    pub(super) fn teachers(&self) -> Teachers {
+        Teachers { for_drafter: self.loss.targets.are_soft(), for_backbone: self.trained.has_teacher() }
     }
 
     /// See [`output_part`].

@@ -24,18 +24,20 @@ impl CheckedRun {
         let counts = &self.train_report.counts;
         let tokens = self.tokens() as f64;
         let labelled = tokens * counts.tokens_with_loss as f64 / counts.tokens.max(1) as f64;
+        let targets = if self.plan.loss.on_unlabelled { tokens } else { labelled };
         let layers = StageShape::whole(self.config.num_hidden_layers).in_linears(&self.config) as f64;
         let lm_head = numel(&self.config.lm_head().size) as f64;
-        let trained = |name: &str| {
-            let groups = self.memory().whole().groups;
-            groups
-                .iter()
-                .filter(|group| group.name == name && group.trained)
-                .map(|group| group.parameters as f64)
-                .sum::<f64>()
-        };
-        let [adapters, heads] = ["adapters", "heads"].map(|name| TRAINED * trained(name));
-        tokens * (self.layer_passes() * layers + adapters) + labelled * (self.logits() * lm_head + heads)
+        let adapters = self
+            .memory()
+            .whole()
+            .groups
+            .iter()
+            .find(|group| group.name == "adapters")
+            .map_or(0, |group| group.parameters);
+        let drafter = self.drafter.multiply_adds(&self.config, self.plan.teachers()) as f64;
+        tokens * (self.layer_passes() * layers + TRAINED * adapters as f64)
+            + labelled * self.logits() * lm_head
+            + targets * drafter
     }
 
     /// How often each token meets the weights of a decoder layer: in a forward pass, for the gradient of its inputs, and for that of its weights.
@@ -52,14 +54,13 @@ impl CheckedRun {
         }
     }
 
-    /// How often each label meets the LM head.
+    /// How often each label meets the LM head in the backbone's own loss.
     fn logits(&self) -> f64 {
-        let teacher = self.plan.loss.targets.are_soft() || self.plan.trained.has_teacher();
         let trained = match self.plan.trained {
             BackboneTraining::Frozen => 0.0,
             BackboneTraining::Lora { .. } => 2.0,
             BackboneTraining::Full => TRAINED,
         };
-        trained + f64::from(u8::from(teacher))
+        trained + f64::from(u8::from(self.plan.trained.has_teacher()))
     }
 }

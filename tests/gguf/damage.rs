@@ -39,6 +39,9 @@ const DAMAGES: &[Damage] = &[
     ("an array in an array", |gguf| gguf.set("general.name", array(9, 1, &[0; 24]))),
     ("cut off in the 1152921504606846976 elements", |gguf| gguf.set("general.name", array(4, 1 << 60, &[]))),
     ("cut off in the 18446744073709551615 elements", |gguf| gguf.set("general.name", array(8, u64::MAX, &[]))),
+    ("elements of general.name: expected at most 4194304, got 5000000", |gguf| {
+        gguf.set("general.name", array(0, 5_000_000, &vec![0; 5_000_000]));
+    }),
     ("cut off in general.name", |gguf| gguf.set("general.name", text(1 << 50, b"x"))),
     ("bytes of general.name: expected at most 4194304, got 5000000", |gguf| {
         gguf.set("general.name", text(5_000_000, &vec![b'x'; 5_000_000]));
@@ -63,6 +66,26 @@ const DAMAGES: &[Damage] = &[
         gguf.set("llama.attention.value_length", Meta::U32(16));
     }),
     ("llama.rope.freq_base: expected a number, got", |gguf| gguf.set("llama.rope.freq_base", Meta::Text("big".into()))),
+    ("llama.rope.freq_base: expected a finite number, got inf", |gguf| {
+        gguf.set("llama.rope.freq_base", Meta::F32(f32::INFINITY));
+    }),
+    ("llama.attention.layer_norm_rms_epsilon: expected a finite number, got NaN", |gguf| {
+        gguf.set("llama.attention.layer_norm_rms_epsilon", Meta::F32(f32::NAN));
+    }),
+    ("llama.attention.sliding_window_pattern: expected true or false for each layer, got 1", |gguf| {
+        gguf.set("llama.attention.sliding_window_pattern", Meta::I32s(vec![1, 0]));
+    }),
+    ("llama.rope.scaling.attn_factor: expected 1, as there are no rope_factors tensors, got 1.5", |gguf| {
+        gguf.set("llama.rope.scaling.attn_factor", Meta::F32(1.5));
+    }),
+    ("llama.rope.scaling.type: expected none or longrope beside rope_freqs", |gguf| {
+        gguf.set("llama.rope.scaling.type", Meta::Text("linear".into()));
+        gguf.set("llama.rope.scaling.factor", Meta::F32(4.0));
+        gguf.random("rope_freqs.weight", &[4], "F32");
+    }),
+    ("model.gguf/config.json: `partial_rotary_factor`", |gguf| {
+        gguf.set("llama.attention.head_count", Meta::Raw(11, i64::MAX.to_le_bytes().to_vec()));
+    }),
     ("`partial_rotary_factor`", |gguf| gguf.set("llama.rope.dimension_count", Meta::U32(4))),
     ("`rope_scaling`: expected rope_type", |gguf| gguf.set("llama.rope.scaling.type", Meta::Text("spiral".into()))),
     ("`sliding_window`", |gguf| gguf.set("llama.attention.sliding_window", Meta::U32(16))),

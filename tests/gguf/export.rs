@@ -30,7 +30,7 @@ const REFUSED: [(&str, &str); 6] = [
 ];
 
 fn request(backbone: &Path, out: &Path, kind: Option<GgufType>) -> GgufRequest {
-    GgufRequest { backbone: Some(backbone.into()), heads: None, out: out.into(), kind }
+    GgufRequest { backbone: Some(backbone.into()), name: None, heads: None, out: out.into(), kind }
 }
 
 #[test]
@@ -76,13 +76,31 @@ fn sliding_window(folder: &Path) -> Option<i64> {
     medusa::model::config::LlamaConfig::load(folder).expect("a config").sliding_window
 }
 
+/// A tokenizer of 40 bytes for a backbone that has none.
+fn write_tokenizer(folder: &Path) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone");
+    let mut tokenizer: Value =
+        serde_json::from_slice(&medusa::files::read(&root.join("tokenizer.json")).expect("a file")).expect("JSON");
+    let letters = ('A'..='h').enumerate().map(|(id, letter)| (letter.to_string(), id.into()));
+    tokenizer["model"]["vocab"] = Value::Object(letters.collect());
+    tokenizer["model"]["merges"] = Value::Array(vec![]);
+    tokenizer["added_tokens"] = Value::Array(vec![]);
+    tokenizer["post_processor"] = Value::Null;
+    write_atomic(&folder.join("tokenizer.json"), |out| {
+        std::io::Write::write_all(out, tokenizer.to_string().as_bytes())
+    })
+    .expect("a file");
+}
+
 #[test]
 fn the_file_of_every_family_computes_what_its_folder_does() {
     let _no_grad = tch::no_grad_guard();
-    for name in super::super::families::FAMILIES {
-        let fixture = Fixture::open(&format!("families/{name}"));
+    let families = super::super::families::FAMILIES.map(|name| (name, format!("families/{name}")));
+    for (name, fixture) in families.into_iter().chain([("llama_linear_scaling", "llama_linear_scaling".to_owned())]) {
+        let fixture = Fixture::open(&fixture);
         let (folder, dir) = (fixture.folder("config"), tempfile::tempdir().unwrap());
         scale_queries_as_gemma(&folder.path().join("config.json"));
+        write_tokenizer(folder.path());
         let written = export(&request(folder.path(), &dir.path().join("out"), Some(GgufType::F32)));
         if let Some((_, key)) = REFUSED.iter().find(|(refused, _)| *refused == name) {
             let error = written.unwrap_err().to_string();
@@ -93,12 +111,17 @@ fn the_file_of_every_family_computes_what_its_folder_does() {
         let written = written.unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(names_of_layer(&written.file), llama_cpp_names(name), "{name}");
         if let Some(window) = sliding_window(folder.path()).filter(|_| !written.notices.is_empty()) {
-            assert!(written.notices[0].contains(&format!("texts of more than {window} tokens")), "{name}");
+            assert!(written.notices[0].ends_with(&format!("texts of more than {window} tokens")), "{name}");
+            assert_eq!(written.notices[0].contains("this file as a backbone"), !name.starts_with("phi3"), "{name}");
+        }
+        if written.notices.iter().any(|notice| notice.contains("this file as a backbone")) {
             continue;
         }
         let [one, other] = [folder.path(), &*written.file].map(|path| {
             let mut llama = load(path, Kind::Float, Purpose::Training);
-            llama.set_context(fixture.number("context"));
+            if name != "llama_linear_scaling" {
+                llama.set_context(fixture.number("context"));
+            }
             over_the_row(&llama, &fixture.input_ids()).1
         });
         let differs = (&one - &other).abs().max().double_value(&[]);
@@ -171,10 +194,13 @@ fn what_was_trained_is_merged_and_the_file_is_a_backbone_for_every_export() {
         "[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8\ntarget_modules = [\"q_proj\"]",
     );
     small.train(&[]).succeeded();
+    let no_tokenizer = ["export", "--format", "gguf", "--backbone", "backbone", "--out", "out"];
+    small.medusa(&no_tokenizer).failed(1, &["backbone has no tokenizer", "tokenizer.json"]);
+    write_tokenizer(&small.path("backbone"));
     let export = |format: &str, more: &[&str]| {
         small.medusa(&[&["export", "--heads", "run/final", "--format", format], more].concat())
     };
-    let ended = export("gguf", &["--out", "gguf", "--gguf-type", "F32"]).succeeded();
+    let ended = export("gguf", &["--out", "gguf", "--dtype", "float32"]).succeeded();
     assert!(ended.stderr.contains("the heads are not in the file"), "{}", ended.stderr);
     assert_eq!(small.names("gguf"), ["backbone-F32.gguf", "medusa.sha256"]);
     export("merged", &["--out", "merged", "--dtype", "float32"]).succeeded();
@@ -214,7 +240,7 @@ fn flags_of_heads_are_refused() {
     let refused = |more: &[&str], fact: &str| {
         small.medusa(&[&["export", "--backbone", "backbone", "--out", "out"], more].concat()).failed(2, &[fact]);
     };
-    refused(&["--format", "gguf", "--dtype", "bfloat16"], "--format gguf has --gguf-type in place of --dtype");
+    refused(&["--format", "gguf", "--dtype", "bfloat16", "--gguf-type", "F16"], "--dtype and --gguf-type both say");
     refused(&["--format", "gguf", "--pickle"], "--pickle does nothing with --format gguf");
     refused(&["--format", "vllm"], "--format vllm needs --heads");
     small.medusa(&["export", "--format", "gguf", "--out", "out"]).failed(2, &["--format gguf needs the backbone"]);

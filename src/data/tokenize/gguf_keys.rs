@@ -51,6 +51,23 @@ impl TextTokenizer {
         Ok(keys)
     }
 
+    /// A text that this tokenizer and the one of its keys read as different tokens: GGUF does not say whether a space goes before a text behind a
+    /// special token, nor which white space such a token takes.
+    ///
+    /// # Errors
+    /// As [`TextTokenizer::encode`].
+    pub fn read_otherwise(&self, written: &Self) -> Result<Option<String>, TokenizeError> {
+        const TEXTS: [&str; 3] = ["Hi there", " Hi  there\n\n1234 ", "naïve 北京 🦙\t"];
+        let special = self.tokenizer.get_added_tokens_decoder().into_values().filter(|token| token.special);
+        let behind = special.flat_map(|token| ["Hi", " Hi", "\nHi"].map(|text| format!("Hi {}{text}", token.content)));
+        for text in TEXTS.map(str::to_owned).into_iter().chain(behind) {
+            if self.encode(&text, false)? != written.encode(&text, false)? {
+                return Ok(Some(text));
+            }
+        }
+        Ok(None)
+    }
+
     /// The tokens by id, and as many as are missing.
     fn listed(&self, vocab_size: usize) -> Vec<Listed> {
         let padding = |id: usize| Listed { text: format!("[PAD{id}]"), kind: UNUSED, score: -1e4 };
@@ -120,9 +137,13 @@ impl TextTokenizer {
         let mut keys: GgufKeys =
             named.chain(ends).filter_map(|(name, id)| Some((key(name), MetaValue::Integer(id?)))).collect();
         let [around, alone] = [self.encode("a", true)?, self.encode("a", false)?];
-        let adds_bos =
-            self.bos_id().is_some() && around.first() == self.bos_id().as_ref() && around.len() > alone.len();
-        let adds_eos = around.len() > alone.len() + usize::from(adds_bos);
+        let is = |token: Option<&i32>, name: &str| id(name).is_some() && token.copied().map(i64::from) == id(name);
+        let adds_bos = around.len() > alone.len() && is(around.first(), "bos_token");
+        let adds_eos = around.len() > alone.len() + usize::from(adds_bos) && is(around.last(), "eos_token");
+        if around.len() != alone.len() + usize::from(adds_bos) + usize::from(adds_eos) {
+            let why = "only bos_token before and eos_token behind a text are written, which tokenizer_config.json has to name";
+            return Err(TokenizeError::NotInGguf { path: self.path.clone(), why });
+        }
         keys.push((key("add_bos_token"), MetaValue::Bool(adds_bos)));
         keys.push((key("add_eos_token"), MetaValue::Bool(adds_eos)));
         Ok(keys)

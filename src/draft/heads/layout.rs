@@ -136,12 +136,6 @@ impl HeadsShape {
         HeadsLayout::Heads.tensors(self)
     }
 
-    /// The same heads with B·A as one W2.
-    #[must_use]
-    pub fn at_full_rank(self) -> Self {
-        Self { w2_rank: 0, ..self }
-    }
-
     /// The same heads, each with a W2 of its own.
     #[must_use]
     pub fn with_own_w2(self) -> Self {

@@ -13,6 +13,8 @@ use crate::model::rope::{Frequencies, Ropes};
 const RENAMED: [(&str, &str); 2] = [("mistral", "llama"), ("gemma3_text", "gemma3")];
 /// Architectures that llama.cpp gives a window.
 const WITH_WINDOW: [&str; 3] = ["gemma2", "gemma3", "phi3"];
+/// Architectures whose window llama.cpp reads and does not use.
+const WITHOUT_USE_OF_IT: &str = "phi3";
 /// Fields that are compared in another way, or are not the decoder's.
 const COMPARED_APART: [&str; 3] = ["model_type", "eos_token_ids", "rope_scaling"];
 
@@ -23,11 +25,15 @@ pub(super) fn architecture(config: &LlamaConfig) -> &str {
 
 /// What llama.cpp does not do with this backbone, in words.
 pub(super) fn notice(config: &LlamaConfig) -> Option<String> {
-    let window = config.sliding_window.filter(|_| !WITH_WINDOW.contains(&architecture(config)))?;
-    Some(format!(
-        "GGUF has no sliding window for this architecture: llama.cpp, and this file as a backbone, give other answers in texts of more than \
-         {window} tokens"
-    ))
+    let (window, architecture) = (config.sliding_window?, architecture(config));
+    let who = match WITH_WINDOW.contains(&architecture) {
+        false => "GGUF has no sliding window for this architecture: llama.cpp, and this file as a backbone,",
+        true if architecture == WITHOUT_USE_OF_IT => {
+            "llama.cpp does not use the sliding window of this architecture: it"
+        }
+        true => return None,
+    };
+    Some(format!("{who} may answer otherwise in texts of more than {window} tokens"))
 }
 
 /// The keys of the architecture.
@@ -38,7 +44,7 @@ pub(super) fn keys(config: &LlamaConfig) -> Vec<(String, MetaValue)> {
     let float = |key: &str, number: f64| (format!("{architecture}.{key}"), MetaValue::Float(number));
     let mut keys = vec![
         whole("vocab_size", config.vocab_size),
-        whole("context_length", config.max_position_embeddings),
+        whole("context_length", config.written_context()),
         whole("embedding_length", config.hidden_size),
         whole("block_count", config.num_hidden_layers as i64),
         whole("feed_forward_length", config.intermediate_size),
@@ -120,6 +126,14 @@ pub(super) fn check(config: &LlamaConfig, read: &LlamaConfig) -> Result<(), Gguf
     let differs = |key: &String| !COMPARED_APART.contains(&key.as_str()) && !is_same(&one[key], &other[key]);
     if let Some(key) = one.keys().find(|key| differs(key)) {
         return Err(GgufExportError::Config { what: format!("{key} = {}", one[key]), read: other[key].to_string() });
+    }
+    let [context, found] = [config, read].map(LlamaConfig::written_context);
+    if context != found {
+        return Err(GgufExportError::Config { what: format!("context_length = {context}"), read: found.to_string() });
+    }
+    if let Some(end) = config.eos_token_ids.iter().find(|end| !read.eos_token_ids.contains(end)) {
+        let (what, read) = (format!("eos_token_id = {end}"), format!("{:?}", read.eos_token_ids));
+        return Err(GgufExportError::Config { what, read });
     }
     let [one, other] = [&ours, read].map(frequencies);
     let same_rotations =

@@ -16,12 +16,14 @@ use super::error::{ExportError, GgufExportError};
 use super::finite::finite_backbone;
 use super::new_folder;
 use super::recorded;
-use super::trained::backbone_with;
+use super::trained::{TrainedBackbone, backbone_with};
 use super::write::copy;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
-use crate::data::tokenize::TextTokenizer;
+use crate::data::tokenize::{TextTokenizer, TokenizeError};
 use crate::draft::heads::import::HeadsFile;
+use crate::dtype::Dtype;
 use crate::files::{checksums, failed, write_synced};
+use crate::gguf::file::is_gguf;
 use crate::gguf::folder::on_disk;
 use crate::gguf::metadata::MetaValue;
 use crate::gguf::names::{Conversion, conversion, in_gguf, interleaved};
@@ -53,6 +55,8 @@ pub enum GgufType {
 pub struct GgufRequest {
     /// A folder or a GGUF file, if it is not the one that the heads name.
     pub backbone: Option<PathBuf>,
+    /// Its name on the Hub, if it is a folder from there.
+    pub name: Option<String>,
     /// The heads of a Medusa-2 run, whose adapter is merged.
     pub heads: Option<PathBuf>,
     /// The new folder.
@@ -74,6 +78,16 @@ pub struct GgufExported {
 }
 
 impl GgufType {
+    /// The type of the same numbers; `None` for float64, which no program writes.
+    pub fn from_dtype(dtype: Dtype) -> Option<Self> {
+        match dtype {
+            Dtype::Float32 => Some(Self::F32),
+            Dtype::Float16 => Some(Self::F16),
+            Dtype::BFloat16 => Some(Self::BF16),
+            Dtype::Float64 => None,
+        }
+    }
+
     fn tensor_type(self) -> &'static TensorType {
         let name = match self {
             Self::F32 => "F32",
@@ -100,9 +114,23 @@ impl GgufType {
 /// # Errors
 /// Unreadable heads, or no backbone.
 pub fn backbone_needed(request: &GgufRequest) -> Result<PathBuf, ExportError> {
-    let heads = request.heads.as_deref().map(HeadsFile::open).transpose()?;
-    let base = backbone_with(heads.as_ref(), request.backbone.as_deref())?.base;
-    base.ok_or(ExportError::NoBackbone { format: "gguf", why: "its weights are in the file" })
+    NamedBackbone::open(request).map(|source| source.base)
+}
+
+/// What a request names.
+struct NamedBackbone {
+    base: PathBuf,
+    adapter: Option<PathBuf>,
+    heads: Option<HeadsFile>,
+}
+
+impl NamedBackbone {
+    fn open(request: &GgufRequest) -> Result<Self, ExportError> {
+        let heads = request.heads.as_deref().map(HeadsFile::open).transpose()?;
+        let TrainedBackbone { base, adapter, .. } = backbone_with(heads.as_ref(), request.backbone.as_deref())?;
+        let base = base.ok_or(ExportError::NoBackbone { format: "gguf", why: "its weights are in the file" })?;
+        Ok(Self { base, adapter, heads })
+    }
 }
 
 /// Writes `OUT/NAME-TYPE.gguf` under a temporary name, reads it back, and renames it.
@@ -111,29 +139,29 @@ pub fn backbone_needed(request: &GgufRequest) -> Result<PathBuf, ExportError> {
 /// [`ExportError`]; nothing is left then.
 pub fn export(request: &GgufRequest) -> Result<GgufExported, ExportError> {
     let folder = new_folder::claim(&request.out)?;
-    let base = backbone_needed(request)?;
-    let heads = request.heads.as_deref().map(HeadsFile::open).transpose()?;
+    let NamedBackbone { base, adapter, heads } = NamedBackbone::open(request)?;
     let own = WeightFiles::open(&base)?;
     let stored = own.kind(names::EMBED_TOKENS).filter(|_| !own.names().iter().any(|name| own.is_in_blocks(name)));
-    let adapter = backbone_with(heads.as_ref(), request.backbone.as_deref())?.adapter;
-    let backbone = load(&base, adapter.as_deref(), stored)?;
+    let same = |kind: &Kind| own.names().iter().all(|name| own.kind(name).as_ref() == Some(kind));
+    let backbone = load(&base, adapter.as_deref(), stored.filter(same))?;
     let kind = request.kind.unwrap_or(match stored {
         Some(Kind::Float | Kind::Double) => GgufType::F32,
         Some(Kind::Half) => GgufType::F16,
         _ => GgufType::BF16,
     });
     let source = WrittenBackbone { backbone: &backbone, architecture: config::architecture(&backbone.config), kind };
-    let name = model_name(&base);
+    let name = model_name(request.name.as_deref().map_or(&base, Path::new));
     let file = format!("{name}-{}.gguf", kind.tensor_type().name);
     let metadata = source.metadata(&base, &name, heads.as_ref())?;
     let path = folder.partial().join(&file);
     let tensors = source.write(&path, &metadata)?;
     source.check(&path)?;
+    let other_tokens = other_tokens(&base, &path).map_err(GgufExportError::from)?;
     copy_licence(&base, folder.partial())?;
     let bytes = std::fs::metadata(&path).map_err(failed("read", &path))?.len();
     checksums::seal(folder.partial(), &[])?;
     new_folder::commit(folder, &request.out)?;
-    let mut notices: Vec<String> = config::notice(&backbone.config).into_iter().collect();
+    let mut notices: Vec<String> = config::notice(&backbone.config).into_iter().chain(other_tokens).collect();
     if heads.is_some() {
         notices.push(
             "the heads are not in the file: llama.cpp loads none. Give the file as --backbone and the heads as --heads"
@@ -141,6 +169,14 @@ pub fn export(request: &GgufRequest) -> Result<GgufExported, ExportError> {
         );
     }
     Ok(GgufExported { file: request.out.join(file), kind: kind.tensor_type().name, tensors, bytes, notices })
+}
+
+/// That the tokenizer of the file reads some text otherwise.
+fn other_tokens(base: &Path, written: &Path) -> Result<Option<String>, TokenizeError> {
+    let text = TextTokenizer::load(base)?.read_otherwise(&TextTokenizer::load(written)?)?;
+    Ok(text.map(|text| {
+        format!("GGUF does not say all of this tokenizer: llama.cpp, and this file as a backbone, read {text:?} as other tokens")
+    }))
 }
 
 /// Copies the files that say what may be done with the weights.
@@ -155,7 +191,7 @@ fn copy_licence(base: &Path, folder: &Path) -> Result<(), ExportError> {
     Ok(())
 }
 
-/// The backbone in the dtype that it is stored in; in float32 where that is none of torch's, or an adapter is merged.
+/// The backbone in the dtype that it is stored in; in float32 where that are several or none of torch's, or an adapter is merged.
 fn load(base: &Path, adapter: Option<&Path>, stored: Option<Kind>) -> Result<Llama, ExportError> {
     let purpose = Purpose::Saving;
     let backbone = match (adapter, stored) {
@@ -167,9 +203,10 @@ fn load(base: &Path, adapter: Option<&Path>, stored: Option<Kind>) -> Result<Lla
     Ok(backbone)
 }
 
-/// The last part of a path or of a name, without `.gguf`.
+/// The last part of a path or of a name on the Hub, without `.gguf`.
 fn model_name(base: &Path) -> String {
-    let base = base.canonicalize().unwrap_or_else(|_| base.to_owned());
+    // A file of the Hub's cache is a link to one that a hash names.
+    let base = if is_gguf(base) { base.to_owned() } else { base.canonicalize().unwrap_or_else(|_| base.to_owned()) };
     let name = base.file_name().unwrap_or_default().to_string_lossy().into_owned();
     name.strip_suffix(".gguf").unwrap_or(&name).to_owned()
 }
@@ -199,10 +236,10 @@ impl WrittenBackbone<'_> {
             whole("general.quantization_version", 2),
         ];
         metadata.extend(config::keys(config));
-        if let Some(tokenizer) = TextTokenizer::load_if_there(base).map_err(GgufExportError::from)? {
-            let rows = usize::try_from(config.vocab_size).unwrap_or_default();
-            metadata.extend(tokenizer.gguf_keys(base, rows, &config.eos_token_ids).map_err(GgufExportError::from)?);
-        }
+        let tokenizer = TextTokenizer::load_if_there(base).map_err(GgufExportError::from)?;
+        let tokenizer = tokenizer.ok_or_else(|| GgufExportError::NoTokenizer { folder: base.into() })?;
+        let rows = usize::try_from(config.vocab_size).unwrap_or_default();
+        metadata.extend(tokenizer.gguf_keys(base, rows, &config.eos_token_ids).map_err(GgufExportError::from)?);
         let choice = heads.and_then(recorded::template_choice).unwrap_or(TemplateChoice::Tokenizer);
         let template = ChatTemplate::choose(&choice, base)?;
         metadata.extend(template.map(|template| text("tokenizer.chat_template", template.source())));

@@ -318,6 +318,11 @@ pub(super) fn names() -> [&'static str; FAMILIES.len()] {
     FAMILIES.map(|family| family.model_type)
 }
 
+/// Whether a family's max_position_embeddings counts the factor of its scaling.
+pub(super) fn counts_scaling(model_type: &str) -> bool {
+    FAMILIES.iter().any(|family| family.model_type == model_type && family.context_is_scaled)
+}
+
 /// The row for a `model_type`.
 pub(super) fn find(path: &Path, model_type: Option<&str>) -> Result<&'static Family, ConfigError> {
     let got = model_type.unwrap_or("nothing");
