@@ -260,19 +260,20 @@ fn drafters_without_training_and_joined_ones_make_the_plain_text() {
     let short = ["--max-new-tokens", "30"];
     let plain = &world.json(&[&PLAIN[..], &short].concat())[0];
     let heads = ["--heads", "h", "--tree", "t.json"];
+    // Beside the 3 nodes of the heads, as many as the machine's step times allow.
     for (drafter, heads, nodes) in [
-        ("recycling", &["--tree", "dynamic:80"][..], 80),
-        ("lookahead", &["--tree", "dynamic:28"], 28),
-        ("ngram+lookahead", &["--tree", "dynamic:5"], 5),
-        ("medusa+ngram", &heads, 12),
-        ("ngram+medusa+recycling", &heads, 80),
+        ("recycling", &["--tree", "dynamic:80"][..], 80..=80),
+        ("lookahead", &["--tree", "dynamic:28"], 28..=28),
+        ("ngram+lookahead", &["--tree", "dynamic:5"], 5..=5),
+        ("medusa+ngram", &heads, 3..=3 + 12),
+        ("ngram+medusa+recycling", &heads, 3..=3 + 12 + 80),
     ] {
         let with = [&PLAIN[..], &short, heads, &["--drafter", drafter]].concat();
         assert_eq!(world.json(&with)[0]["new_ids"], plain["new_ids"], "{drafter}");
         let bench = ["bench", "--backbone", "b", "--prompts", "p.jsonl", "--repeats", "1", "--drafter", drafter];
         let result = &world.json(&[&bench[..], &short, heads].concat())[0];
-        let found = [&result["drafter"], &result["identical"], &result["tree_nodes"]];
-        assert_eq!(found, [&json!(drafter), &json!(true), &json!(nodes)]);
+        assert_eq!([&result["drafter"], &result["identical"]], [&json!(drafter), &json!(true)]);
+        assert!(nodes.contains(&result["tree_nodes"].as_u64().expect("a number")), "{drafter}: {result}");
     }
 }
 

@@ -28,6 +28,14 @@ const STEPS_OF_AN_EPOCH: usize = 100;
 const STEPS_OF_A_RUN: usize = 200;
 /// Aim: tokens that a run trains on, all its epochs together.
 const TOKENS_OF_A_RUN: usize = 1_000_000;
+/// The same if the hidden states are cached: an epoch without the backbone takes a fraction of the time.
+const TOKENS_OF_A_CACHED_RUN: usize = 3_000_000;
+/// The heads' learning rate at so many tokens of an optimizer step, on the proving ground; at others it goes by the square root of their number.
+const LEARNING_RATE: f64 = 2e-3;
+const TOKENS_OF_LEARNING_RATE: f64 = 4096.0;
+/// The largest learning rate is the paper's at this hidden size, the paper's, and in inverse proportion to smaller ones.
+const PAPER_LEARNING_RATE: f64 = 1e-3;
+const PAPER_HIDDEN_SIZE: f64 = 4096.0;
 /// Most passes over the rows for that aim: more of few rows are learnt by heart.
 const MOST_EPOCHS_BY_TOKENS: usize = 10;
 /// Fewer tokens make heads that guess badly.
@@ -203,21 +211,37 @@ impl StarterRecipe {
         let rows = checked.train_report.counts.whole_rows();
         let validation_fraction = if self.validation.is_empty() { held_out(rows) } else { None };
         let tokens = checked.train_report.counts.tokens_with_loss;
-        let length = RunLength::of(checked.sequence_counts().0, validation_fraction.unwrap_or(0.0), tokens);
+        let state_bytes = checked.state_bytes(shortest.backbone.dtype.kind());
+        let keeps_states = self.stage == StarterStage::Medusa1 && state_bytes <= MOST_HIDDEN_STATES;
+        let aim = if keeps_states { TOKENS_OF_A_CACHED_RUN } else { TOKENS_OF_A_RUN };
+        let (sequences, held_out) = (checked.sequence_counts().0, validation_fraction.unwrap_or(0.0));
+        let length = RunLength::of(sequences, held_out, aim.div_ceil(tokens.max(1)));
+        let tokens_of_a_step = (length.batch * checked.pack_report.tokens) as f64 / sequences.max(1) as f64;
+        let learning_rate = match self.stage {
+            StarterStage::Medusa1 => learning_rate(tokens_of_a_step, checked.linear_size()[1]),
+            StarterStage::Medusa2 => shortest.optimizer.learning_rate.get(),
+        };
         let guessed = checked.draft_vocabulary_with(GUESSED_LABELS, FEWEST_GUESSED)?;
         // However short the rows are, all packed sequences but one are longer than half of `max_length`: two shorter ones would be one.
         let largest = (TOKENS_OF_A_PASS / shortest.data.max_length.get()).max(1);
         let micro_batches: Vec<usize> = (0..=length.batch.ilog2()).rev().map(|power| 1 << power).collect();
         let stored = stored_dtype(Path::new(&checked.plan.backbone.path)).ok().flatten();
         let slow = stored.filter(|stored| *stored != shortest.backbone.dtype).map(|_| FLOAT16);
-        let state_bytes = checked.state_bytes(shortest.backbone.dtype.kind());
-        let keeps_states = self.stage == StarterStage::Medusa1 && state_bytes <= MOST_HIDDEN_STATES;
         let mut smallest = u64::MAX;
         for savings in self.stage.ladder() {
             for &micro_batch in micro_batches.iter().filter(|&&micro_batch| micro_batch <= largest) {
                 let text = self.text(
                     shortest,
-                    &Choice { savings, micro_batch, length, validation_fraction, slow, guessed, keeps_states },
+                    &Choice {
+                        savings,
+                        micro_batch,
+                        length,
+                        validation_fraction,
+                        slow,
+                        guessed,
+                        keeps_states,
+                        learning_rate,
+                    },
                     machine,
                 );
                 let plan = Recipe::parse(file, &text)?.plan(machine.device);
@@ -362,6 +386,7 @@ struct Choice {
     guessed: Option<usize>,
     /// The hidden states are cached.
     keeps_states: bool,
+    learning_rate: f64,
 }
 
 fn few_tokens_note(tokens: usize) -> Option<String> {
@@ -396,7 +421,7 @@ fn heads_lines(shortest: &Recipe, choice: &Choice) -> Vec<Line> {
 }
 
 fn optimizer_lines(shortest: &Recipe, choice: &Choice) -> Vec<Line> {
-    let mut lines = vec![(format!("learning_rate = {}", shortest.optimizer.learning_rate.get()), "peak rate")];
+    let mut lines = vec![(format!("learning_rate = {}", choice.learning_rate), "peak rate")];
     if let Some(multiplier) = shortest.optimizer.medusa_lr_multiplier {
         let comment = "the heads' rate ÷ the adapters'";
         lines.push((format!("medusa_lr_multiplier = {:?}", multiplier.get()), comment));
@@ -415,6 +440,13 @@ fn lora_lines(lora: &LoraConfig) -> [Line; 3] {
     ]
 }
 
+/// With two digits.
+fn learning_rate(tokens_of_a_step: f64, hidden_size: i64) -> f64 {
+    let by_tokens = LEARNING_RATE * (tokens_of_a_step / TOKENS_OF_LEARNING_RATE).sqrt();
+    let most = PAPER_LEARNING_RATE * (PAPER_HIDDEN_SIZE / hidden_size as f64).max(1.0);
+    format!("{:.1e}", by_tokens.min(most)).parse().expect("a number")
+}
+
 /// Part of the rows that is held out for evaluations, with one digit.
 fn held_out(rows: usize) -> Option<f64> {
     let part = (VALIDATION_ROWS / rows as f64).min(0.1);
@@ -422,12 +454,12 @@ fn held_out(rows: usize) -> Option<f64> {
 }
 
 impl RunLength {
-    /// `held_out`: the part that is not trained on. `tokens`: the targets of all rows.
-    fn of(sequences: usize, held_out: f64, tokens: usize) -> Self {
+    /// `held_out`: the part that is not trained on. `by_tokens`: epochs with the aimed tokens.
+    fn of(sequences: usize, held_out: f64, by_tokens: usize) -> Self {
         let training = (sequences as f64 * (1.0 - held_out)).ceil() as usize;
         let batch = 1 << (training / STEPS_OF_AN_EPOCH).clamp(1, LARGEST_BATCH).ilog2();
         let steps_per_epoch = training.div_ceil(batch).max(1);
-        let by_tokens = TOKENS_OF_A_RUN.div_ceil(tokens.max(1)).min(MOST_EPOCHS_BY_TOKENS);
+        let by_tokens = by_tokens.min(MOST_EPOCHS_BY_TOKENS);
         let epochs = STEPS_OF_A_RUN.div_ceil(steps_per_epoch).max(by_tokens).clamp(2, MOST_EPOCHS);
         let steps = epochs * steps_per_epoch;
         let tenth = steps.div_ceil(EVALUATIONS);
@@ -458,7 +490,7 @@ mod tests {
         let length = |rows, sequences, tokens| {
             let part = held_out(rows);
             let RunLength { batch, epochs, has_long_warmup, eval_every, save_every } =
-                RunLength::of(sequences, part.unwrap_or(0.0), tokens);
+                RunLength::of(sequences, part.unwrap_or(0.0), TOKENS_OF_A_RUN.div_ceil(tokens));
             (batch, epochs, has_long_warmup, eval_every, save_every, part)
         };
         assert_eq!(length(1_000_000, 1_000_000, 250_000_000), (64, 2, true, 3125, 200, Some(0.0001)));
@@ -471,6 +503,14 @@ mod tests {
         );
         assert_eq!(length(100, 30, 500_000), (1, 8, false, 22, 22, Some(0.1)));
         assert_eq!(length(3, 1, 500), (1, 20, false, 2, 2, None));
+    }
+
+    #[test]
+    fn learning_rates_go_by_the_tokens_of_a_step_up_to_the_papers() {
+        let rates = [(1024.0, 576), (2048.0, 576), (4096.0, 576), (16384.0, 576), (131_072.0, 576), (131_072.0, 4096)];
+        let rates = rates.map(|(tokens, hidden_size)| learning_rate(tokens, hidden_size));
+        assert_eq!(rates, [1e-3, 1.4e-3, 2e-3, 4e-3, 7.1e-3, 1e-3]);
+        assert_eq!(learning_rate(131_072.0, 8192), 1e-3);
     }
 
     #[test]

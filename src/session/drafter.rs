@@ -91,7 +91,10 @@ impl<'a> ReadyDrafter<'a> {
 
     /// Several drafters in one tree, or one whose guesses are chosen by their worth.
     fn joined(backbone: &'a Llama, parts: Vec<Self>, loaded: &LoadedDrafter) -> Self {
-        let most = parts.iter().map(|part| part.max_nodes).max().unwrap_or(0);
+        let each = parts.iter().map(|part| part.max_nodes);
+        // The trees of heads are as large as pays; what others guess beside them may be worth its time, too.
+        let is_paced = loaded.row_times.is_some() && !loaded.spec.is_without_weights();
+        let most = if is_paced { each.sum() } else { each.max().unwrap_or(0) };
         let nodes = loaded.nodes.map_or(most, NonZeroUsize::get);
         let described = if let [one] = &parts[..] { one.described } else { "joined drafters" };
         let drafters = parts.into_iter().map(|part| part.drafter).collect();

@@ -28,7 +28,7 @@ pub struct LoadedDrafter {
     pub models: Vec<DraftModel>,
     /// The most guesses in a step that `--tree dynamic:N` gives to drafters without weights.
     pub nodes: Option<NonZeroUsize>,
-    /// The step times by which the guesses of drafters without weights are chosen; `None` where there are [`LoadedDrafter::nodes`], or weights.
+    /// The step times by which guesses are chosen, if a part has no weights; `None` where there are [`LoadedDrafter::nodes`].
     pub row_times: Option<Arc<RowTimes>>,
 }
 

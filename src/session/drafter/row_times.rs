@@ -30,7 +30,7 @@ use crate::tree::row_times::RowTimes;
 /// Makes the engine that decodes one text.
 pub type EngineOfDecoder<'n> = dyn for<'a> Fn(&'a Decoder) -> Result<Box<dyn Engine + 'a>, SessionError> + 'n;
 
-/// Gives the step times of this machine to the drafters without weights that have no number of nodes.
+/// Gives the step times of this machine to the drafters with a part without weights, if they have no number of nodes.
 ///
 /// # Errors
 /// A backbone that cannot decode.
@@ -40,7 +40,7 @@ pub fn set_row_times(
     backbone: &OpenedBackbone,
     reporter: &dyn Reporter,
 ) -> Result<(), SessionError> {
-    let is_sized = |drafter: &LoadedDrafter| drafter.nodes.is_none() && drafter.spec.is_without_weights();
+    let is_sized = |drafter: &LoadedDrafter| drafter.nodes.is_none() && drafter.spec.is_sized_by_times();
     let room = usize::try_from(decoder.backbone.config.max_position_embeddings)?;
     // Too short a context to time a step in, and to gain time in.
     if room < 2 * ROWS_CONTEXT || !decoder.drafters.iter().any(is_sized) {
@@ -128,7 +128,11 @@ fn in_words(drafter: &LoadedDrafter, times: &RowTimes) -> String {
     let (most, window) = part_sizes.max().unwrap_or_default();
     let (spec, rows) = (&drafter.spec, 1 + most.max(1) + window);
     let longer = times.ms(rows) / times.ms(1);
-    let tree = if most == 0 { "no guesses".to_owned() } else { format!("a tree of at most {}", counted(most, "node")) };
+    let tree = match most {
+        _ if !spec.is_without_weights() => "as many guesses as are worth their time".to_owned(),
+        0 => "no guesses".to_owned(),
+        _ => format!("a tree of at most {}", counted(most, "node")),
+    };
     format!(
         "--drafter {spec}: {tree}, because on this machine a step of {rows} tokens takes {longer:.2} times as long as one of 1 token \
          ({:.1} ms)",

@@ -122,6 +122,11 @@ impl DrafterSpec {
         self.parts.iter().all(|part| part.name.weights() == DrafterWeights::None && part.name != DrafterName::Plain)
     }
 
+    /// Whether some part has no weights: then the step times of the machine choose how many guesses are verified.
+    pub fn is_sized_by_times(&self) -> bool {
+        self.parts.iter().any(|part| part.name.weights() == DrafterWeights::None && part.name != DrafterName::Plain)
+    }
+
     /// Whether a draft model drafts.
     pub fn has_model(&self) -> bool {
         self.parts.iter().any(|part| part.name == DrafterName::Model)
