@@ -266,6 +266,7 @@ fn drafters_without_training_and_joined_ones_make_the_plain_text() {
         ("lookahead", &["--tree", "dynamic:28"], 28..=28),
         ("ngram+lookahead", &["--tree", "dynamic:5"], 5..=5),
         ("medusa+ngram", &heads, 3..=3 + 12),
+        ("medusa+ngram", &["--heads", "h", "--tree", "dynamic:7"], 7..=7),
         ("ngram+medusa+recycling", &heads, 3..=3 + 12 + 80),
     ] {
         let with = [&PLAIN[..], &short, heads, &["--drafter", drafter]].concat();

@@ -55,6 +55,7 @@ fn the_recipe_trains_and_its_heads_decode_by_the_next_commands() {
         assert!(command.contains(" --device cpu"), "the plan is for the CPU: {command}");
     }
     assert!(commands[3].contains(" --latency checkpoints/first/latency.json "), "{commands:?}");
+    assert!(commands[5..].iter().all(|command| command.contains(" --drafter hydra+ngram ")), "{commands:?}");
     assert!(recipe.contains("#   medusa-train first.toml --device cpu --check "), "{recipe}");
     for command in &commands {
         let ended = in_a_shell(&small, command);

@@ -26,7 +26,7 @@ pub struct LoadedDrafter {
     /// The heads' trees for several texts at a time.
     pub by_load: Option<ByLoad<GuessTree>>,
     pub models: Vec<DraftModel>,
-    /// The most guesses in a step that `--tree dynamic:N` gives to drafters without weights.
+    /// The most guesses in a step that `--tree dynamic:N` gives to a drafter with a part without weights.
     pub nodes: Option<NonZeroUsize>,
     /// The step times by which guesses are chosen, if a part has no weights; `None` where there are [`LoadedDrafter::nodes`].
     pub row_times: Option<Arc<RowTimes>>,
@@ -57,7 +57,7 @@ impl DrafterPlan {
         let load = |folder: &PathBuf| DraftModel::load(folder, draft_tree.clone(), target, context);
         let models = models.iter().map(load).collect::<Result<_, _>>()?;
         let nodes = match &tree {
-            Some(PlannedTree::Dynamic { nodes }) if spec.is_without_weights() => Some(*nodes),
+            Some(PlannedTree::Dynamic { nodes }) if spec.is_sized_by_times() => Some(*nodes),
             _ => None,
         };
         let by_load = match &tree {
