@@ -5,8 +5,11 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use medusa::draft::heads::import::HeadsFile;
 use medusa::files::checksums::CHECKSUMS;
 use medusa::files::{Claim, NewFolder, write_synced};
+use medusa::formats::tree::DYNAMIC_TOP_K;
+use medusa::tree::guess_tree::GuessTree;
 use serde_json::{Deserializer, Value};
 
 use crate::decoding::World;
@@ -95,6 +98,19 @@ fn every_file_of_a_run_and_of_an_export_is_verified_but_what_grows_and_what_peop
     fs::rename(run.path("other.json"), run.path("run/calibration.json")).expect("a file");
     let tree = not_right(run.root(), "run");
     assert!(tree.iter().any(|(file, state)| file.contains("tree.json → ") && state == "damaged"), "{tree:?}");
+}
+
+/// What README.md's first command decodes with.
+#[test]
+fn the_heads_that_come_with_the_program_are_whole_and_small() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/smollm2");
+    let (heads, tree) = (HeadsFile::open(&folder).expect("heads"), GuessTree::load(&folder.join("tree.json")));
+    let (shape, size) = (heads.shape(), heads.path().metadata().expect("a file").len());
+    assert_eq!((shape.medusa_num_heads, shape.reads().tokens, shape.parameters()), (2, true, 4_610_304));
+    assert!(size < 10_000_000, "{size}");
+    tree.expect("a tree").0.check_fits(shape.medusa_num_heads, DYNAMIC_TOP_K).expect("a tree for these heads");
+    let unrecorded = not_right(folder.parent().expect("data/"), "smollm2");
+    assert_eq!(unrecorded, [("smollm2/README.md".to_owned(), "unrecorded".to_owned())]);
 }
 
 #[test]

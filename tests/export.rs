@@ -417,8 +417,22 @@ fn the_first_heads_alone_have_nothing_of_the_others() {
     assert!(!paths.is_empty() && paths.iter().all(|path| path["path"].as_array().is_some_and(|path| path.len() == 1)));
     let runs = first["joint"]["runs"].as_array().expect("runs").iter().flat_map(|run| run.as_array().expect("a run"));
     assert!(runs.into_iter().all(|ranks| ranks.as_array().is_some_and(|ranks| ranks.len() <= 1)));
-    small.medusa(&["tree", "--calibration", "first/calibration.json", "--nodes", "2", "--out", "t.json"]).succeeded();
+    let tree = |name: &str, kind: &[&str]| {
+        let flags = ["tree", "--calibration", "first/calibration.json", "--nodes", "2", "--out", name];
+        small.medusa(&[&flags[..], kind].concat()).succeeded()
+    };
+    tree("t.json", &[]);
     export(&small, "first", "heads", "with_tree", &["--tree", "t.json"]).succeeded();
+    tree("d.json", &["--dynamic"]);
+    export(&small, "first", "heads", "no tree", &["--tree", "d.json"])
+        .failed(1, &["d.json: it is chosen at each step, and only format medusa-train has such trees"]);
+    export(&small, "first", "medusa-train", "own", &["--tree", "d.json"]).succeeded();
+    assert_eq!(small.bytes("own/tree.json"), small.bytes("d.json"));
+    let card = small.read("own/README.md");
+    assert!(
+        card.contains(" --tree FOLDER/tree.json ") && card.contains("tree.json has 2 nodes, chosen at each step, and "),
+        "{card}"
+    );
     export(&small, "run/final", "tgi", "named", &["--medusa-num-heads", "1", "--tree", "run/tree.json"])
         .failed(1, &["run/tree.json: it needs 2 heads, and 1 are exported"]);
     assert!(!small.path("named").exists());

@@ -65,13 +65,13 @@ impl Page {
     }
 }
 
-/// The Markdown pages for users: README.md, those next to it, checkpoints/README.md and those in docs/.
+/// The Markdown pages for users: README.md, those next to it, those of checkpoints/ and of the heads in data/, and those in docs/.
 fn pages() -> Vec<Page> {
     let docs = fs::read_dir(Path::new(ROOT).join("docs")).expect("docs/").flatten().map(|entry| entry.file_name());
     let docs = docs.filter_map(|name| name.into_string().ok()).filter(|name| name.ends_with(".md"));
-    let beside =
-        ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "checkpoints/README.md"].map(str::to_owned);
-    beside.into_iter().chain(docs.map(|name| format!("docs/{name}"))).map(Page::read).collect()
+    let beside = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"].map(str::to_owned);
+    let below = ["checkpoints/README.md", "data/smollm2/README.md"].map(str::to_owned);
+    beside.into_iter().chain(below).chain(docs.map(|name| format!("docs/{name}"))).map(Page::read).collect()
 }
 
 /// The recipes in recipes/.

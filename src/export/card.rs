@@ -38,8 +38,9 @@ pub(super) fn write(folder: &Path, trained: &Trained, companions: &Companions) -
 fn facts(trained: &Trained, companions: &Companions) -> Value {
     let shape = trained.written_shape();
     let (base, measured) = (trained.served_by_id(), companions.calibration.as_ref().map(|found| &found.content));
-    let tree = companions.tree.as_ref().map(|found| &found.content.1.choices);
-    let expected = companions.tree.as_ref().and_then(|found| found.content.1.expected_tokens_per_step);
+    let tree = companions.tree.as_ref().map(|found| &found.content);
+    let expected = tree.and_then(|file| file.expected_tokens_per_step);
+    let choices = tree.filter(|file| file.dynamic.is_none()).map(|file| &file.choices);
     json!({
             "format": trained.format.name,
             "base_model": trained.base_model,
@@ -66,10 +67,10 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "accuracies": measured.map(|measured| accuracies(&measured.heads, shape.medusa_num_heads)),
             "tokens": measured.map(|measured| measured.tokens),
             "measured_sha256": measured.map(Calibration::measured_sha256),
-            "tree": tree.map(|choices| choices.len()),
+            "tree": tree.map(|file| file.dynamic.map_or(file.choices.len(), |limits| limits.nodes)),
             "expected": expected.map(|tokens| format!("{tokens:.2}")),
-            "choices": tree.map(|choices| json!(choices).to_string()),
-            "medusa_tokens": tree.map_or(63, |choices| choices.len()),
+            "choices": choices.map(|choices| json!(choices).to_string()),
+            "medusa_tokens": choices.map_or(63, Vec::len),
             "bench": companions.bench.as_ref().map(|found| figures(&found.content)),
     })
 }

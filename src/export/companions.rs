@@ -15,13 +15,13 @@ use crate::formats::calibration::Calibration;
 use crate::formats::run_folder::{self, BENCH, CALIBRATION, PROMPTS, RECIPE, TREE};
 use crate::formats::trained_prompts::TrainedPrompts;
 use crate::formats::tree::TreeFile;
-use crate::tree::sparse_tree::SparseTree;
+use crate::tree::guess_tree::GuessTree;
 
 /// Files found for the heads, parsed.
 pub(super) struct Companions {
     pub(super) recipe: Option<Companion<String>>,
     pub(super) calibration: Option<Companion<Calibration>>,
-    pub(super) tree: Option<Companion<(SparseTree, TreeFile)>>,
+    pub(super) tree: Option<Companion<TreeFile>>,
     pub(super) bench: Option<Companion<CardBench>>,
     prompts: Option<TrainedPrompts>,
     /// Reasons why files were left out.
@@ -60,13 +60,16 @@ impl Companions {
         };
         let calibration = look(request.calibration.as_deref(), &places, CALIBRATION, &calibration, &mut notices)?;
         let tree = |path: &Path| {
-            let found = SparseTree::load(path).map_err(|error| error.to_string())?;
-            let depth = found.0.max_depth();
+            let (tree, file) = GuessTree::load(path).map_err(|error| error.to_string())?;
+            if tree.as_static().is_none() && !trained.format.own {
+                return Err("it is chosen at each step, and only format medusa-train has such trees".to_owned());
+            }
+            let depth = tree.depth();
             if depth > heads {
                 return Err(format!("it needs {depth} heads, and {heads} are exported"));
             }
-            let is_theirs = calibration.as_ref().map_or(Ok(true), |calibration| is_chosen_from(&found.1, calibration));
-            is_theirs?.then_some(found).ok_or_else(|| "it was chosen from another calibration".to_owned())
+            let is_theirs = calibration.as_ref().map_or(Ok(true), |calibration| is_chosen_from(&file, calibration));
+            is_theirs?.then_some(file).ok_or_else(|| "it was chosen from another calibration".to_owned())
         };
         let architecture = trained.shape.architecture.name();
         let bench = |path: &Path| match bench(path, architecture)? {
@@ -132,6 +135,7 @@ fn write_calibration(found: &Companion<Calibration>, folder: &Path, trained: &Tr
         return write::copy(path, &to);
     }
     let wrong = |error: io::Error| ExportError::Companion { path: path.into(), why: error.to_string() };
+    calibration.backbone = without_local_path(&calibration.backbone);
     calibration.export_to(own_sha256, sha256(path).map_err(wrong)?);
     calibration.keep_first(trained.shape.medusa_num_heads);
     write_synced(&to, |out| out.write_all(calibration.to_json().as_bytes()))

@@ -12,7 +12,8 @@ use super::{Page, ROOT, assert_none, pages, recipes};
 const OTHERS: [&str; 13] =
     ["cargo", "curl", "export", "head", "hf", "ln", "pip", "podman", "printf", "python3", "rm", "srun", "torchrun"];
 /// A command's word that starts with one of these names a file of the repository.
-const FOLDERS: [&str; 7] = ["scripts/", "recipes/", "data/tiny/", "docs/", "tests/", "examples/", "benches/"];
+const FOLDERS: [&str; 8] =
+    ["scripts/", "recipes/", "data/tiny/", "data/smollm2/", "docs/", "tests/", "examples/", "benches/"];
 
 /// Splits a shell script into commands and words, with the shell features that the documentation uses: comments,
 /// quotes, variable assignments, continued lines, pipes, redirections.
