@@ -353,8 +353,9 @@ fn the_card_says_what_is_known_and_nothing_else() {
 fn calibrated() -> SmallRun {
     let small = SmallRun::new();
     small.train(&[]).succeeded();
-    let inputs = "--backbone backbone --heads run/final --data rows.jsonl --out run/calibration.json";
-    small.medusa(&["calibrate"].into_iter().chain(inputs.split(' ')).collect::<Vec<_>>()).succeeded();
+    let (backbone, inputs) = (small.path("backbone"), "--heads run/final --data rows.jsonl --out run/calibration.json");
+    let backbone = ["calibrate", "--backbone", backbone.to_str().expect("UTF-8")];
+    small.medusa(&backbone.into_iter().chain(inputs.split(' ')).collect::<Vec<_>>()).succeeded();
     small.write("run/tree.json", "[[0], [1], [0, 0]]");
     small
 }
@@ -366,6 +367,7 @@ fn a_calibration_goes_with_the_exported_heads() {
     let (trained, exported) = (json_of(&small, "run/calibration.json"), json_of(&small, "out/calibration.json"));
     let sha256 = |name: &str| json!(medusa::files::sha256(&small.path(name)).expect("a hash"));
     assert_eq!(exported["heads_sha256"], sha256("out/model.safetensors"));
+    assert_eq!(exported["backbone"], "backbone", "without the folders of this machine");
     assert_eq!(exported["exported_from"]["heads_sha256"], trained["heads_sha256"]);
     assert_eq!(exported["exported_from"]["calibration_sha256"], sha256("run/calibration.json"));
     assert_eq!((&exported["heads"], &exported["joint"]), (&trained["heads"], &trained["joint"]));
