@@ -5,7 +5,8 @@
     python3 scripts/oracles/check_gguf.py MODEL.gguf [--lines N] [--prompts N] [--tokens N] [--programs FOLDER]
                                                                      # needs torch, transformers, gguf
 
-Lines are those of check_tokenizers.py. Greedy tokens are float32's on both sides; a difference between two tokens whose logits are closer than
+Lines are those of check_tokenizers.py. transformers ignores tokenizer.ggml.pre of a Llama file; where the published tokenizer.json splits texts
+otherwise than it does, its pre-tokenizer is used. Greedy tokens are float32's on both sides; a difference between two tokens whose logits are closer than
 1e-4 is a near-tie, which is counted."""
 
 import argparse
@@ -15,16 +16,30 @@ import subprocess
 import sys
 import tempfile
 
+import gguf
 import torch
 import transformers
+from tokenizers import pre_tokenizers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "oracles"))
 NEAR = 1e-4
+# As in the published tokenizer.json, by tokenizer.ggml.pre.
+PUBLISHED = {"smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])}
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time", "To make a cake, first", "In 1969, the", "The most important rule of",
            "import numpy as np\n", "Dear Sir or Madam,", "A prime number is", "The human heart", "fn main() {", "Water boils at", "My favourite book",
            "SELECT name FROM", "The theory of relativity", "Q: What is 12 times 12?\nA:", "The quick brown fox", "In the beginning", "Roses are red,",
            "Monday, Tuesday,"]  # fmt: skip
+
+
+def load_tokenizer(file):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    pre = gguf.GGUFReader(file).get_field("tokenizer.ggml.pre")
+    published = PUBLISHED.get(pre and pre.contents())
+    if published is not None:
+        print(f"ids: with the published pre-tokenizer of {pre.contents()}")
+        tokenizer.backend_tokenizer.pre_tokenizer = published
+    return tokenizer
 
 
 def compare_ids(options, tokenizer):
@@ -121,10 +136,9 @@ def main():
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--programs", type=pathlib.Path, default=ROOT / "target" / "release")
     options = parser.parse_args()
-    named = dict(pretrained_model_name_or_path=options.model.parent, gguf_file=options.model.name)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**named)
+    tokenizer = load_tokenizer(options.model)
     passed = [compare_ids(options, tokenizer), compare_template(options, tokenizer)]
-    model = transformers.AutoModelForCausalLM.from_pretrained(**named, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model.parent, gguf_file=options.model.name, dtype=torch.float32).eval()
     passed.append(compare_hidden_states(options, model, tokenizer))
     passed.append(compare_tokens(options, model, tokenizer))
     sys.exit(not all(passed))
