@@ -133,15 +133,16 @@ fn heads_are_sequential_unless_a_server_shall_load_them() {
         assert!(ended.stderr.contains("below 200000 heads guess badly"), "{}", ended.stderr);
         small.read("first.toml")
     };
-    let hydra = recipe(&[]);
+    let hydra = recipe(&["--device", "cpu"]);
     let states = "hidden_state_cache = \"checkpoints/hidden_states\" ";
-    for line in ["architecture = \"hydra\" ", "shared_w2 = true ", states] {
+    for line in ["architecture = \"hydra\" ", "medusa_num_heads = 2 ", "shared_w2 = true ", states] {
         assert!(hydra.contains(line), "{line} in\n{hydra}");
     }
     assert!(!hydra.contains("draft_vocab_size"), "the vocabulary is small: {hydra}");
     assert!(recipe(&["--drafter", "hydra++"]).contains("architecture = \"hydra++\" "));
     let medusa = recipe(&["--drafter", "medusa"]);
     assert!(!medusa.contains("architecture") && !medusa.contains("shared_w2"), "{medusa}");
+    assert!(medusa.contains("medusa_num_heads = 5 "), "{medusa}");
 }
 
 #[test]
@@ -286,7 +287,7 @@ fn less_memory_makes_smaller_runs() {
         train_command: "medusa-train first.toml".into(),
     };
     let file = Path::new("first.toml");
-    let written = WrittenRecipe::parse(file, first.shortest()).expect("a recipe");
+    let written = WrittenRecipe::parse(file, first.shortest(Device::Cpu)).expect("a recipe");
     let loaded = written.fetch(Device::Cpu, SharedGpus::alone(Device::Cpu), &|_| ()).expect("local files");
     let checked = CheckedRun::load(loaded.plan(Device::Cpu), Watch::default()).expect("rows");
     let fitted = |free: Option<u64>| {

@@ -49,7 +49,7 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("nvidia", 1484),
     ("panics", 46),
     ("plural", 18),
-    ("recipe", 1854),
+    ("recipe", 1869),
     ("report", 1413),
     ("serve", 2263),
     ("session", 1665),

@@ -163,12 +163,12 @@ impl PlannedRecipe {
         common: &CommonFlags,
     ) -> anyhow::Result<Self> {
         let mut starter = starter(args, out, stage, common);
-        check_run_folder(out, &starter)?;
+        check_run_folder(out, &starter, machine.device)?;
         let read = |text| checked(args, out, text, machine.device, common);
-        let (mut shortest, mut rows) = read(starter.shortest())?;
+        let (mut shortest, mut rows) = read(starter.shortest(machine.device))?;
         if stage == StarterStage::Medusa2 && wrote_rows(&rows)? {
             starter.self_distillation = true;
-            (shortest, rows) = read(starter.shortest())?;
+            (shortest, rows) = read(starter.shortest(machine.device))?;
         }
         let fitted = starter.fitted(out, &shortest.recipe, &rows, machine)?;
         drop(rows);
@@ -262,8 +262,8 @@ fn check_arguments(args: &InitArgs, more: Option<&Path>, common: &CommonFlags) -
 }
 
 /// The run's folder has the recipe's name: it must be free, too.
-fn check_run_folder(out: &Path, starter: &StarterRecipe) -> anyhow::Result<()> {
-    let run = Recipe::parse(out, &starter.shortest())?.train.output_dir;
+fn check_run_folder(out: &Path, starter: &StarterRecipe, device: Device) -> anyhow::Result<()> {
+    let run = Recipe::parse(out, &starter.shortest(device))?.train.output_dir;
     let (out, shown) = (out.display(), run.display());
     let taken =
         |_| UsageError(format!("--out {out}: its run would be in {shown}, which holds another run; name another file"));

@@ -11,11 +11,22 @@ use crate::torch::product_rate::multiply_adds_per_second;
 use crate::train::checked::CheckedRun;
 use crate::train::plan::BackboneTraining;
 
-/// Tokens of the rows with a loss, and tokens per step with the best tree of 63 nodes on answers that were held out from the same rows: heads of
-/// SmolLM2-135M-Instruct (benches/results/cpu-2026-11-29-smollm2.md).
-type Points = &'static [(f64, f64)];
-const HYDRA: Points = &[(30_000.0, 2.15), (875_000.0, 2.74)];
-const MEDUSA: Points = &[(30_000.0, 1.92)];
+/// How good heads of SmolLM2-135M-Instruct became (benches/results/cpu-2026-11-29-smollm2.md).
+struct MeasuredHeads {
+    /// Tokens of the rows with a loss, and tokens per step.
+    points: &'static [(f64, f64)],
+    decoding: &'static str,
+}
+
+/// The best tree, on answers that were held out from the same rows.
+const WITH_63_NODES: &str = "with 63 nodes";
+const HYDRA: MeasuredHeads = MeasuredHeads { points: &[(30_000.0, 2.15), (875_000.0, 2.74)], decoding: WITH_63_NODES };
+const MEDUSA: MeasuredHeads = MeasuredHeads { points: &[(30_000.0, 1.92)], decoding: WITH_63_NODES };
+/// Of two heads, as the commands of `medusa init` decode on a CPU.
+const JOINED_HYDRA: MeasuredHeads = MeasuredHeads {
+    points: &[(30_000.0, 2.04), (875_000.0, 2.11)],
+    decoding: "joined with prompt lookup, on MT-bench",
+};
 
 /// The part of the rate of large products that training reached on the proving ground: 0.4 in epochs that compute hidden states, 0.6 in others.
 const EFFICIENCY: f64 = 0.5;
@@ -28,12 +39,13 @@ pub struct Expectation {
     pub tokens_per_step: Option<MeasuredTokens>,
 }
 
-/// Tokens per step with the best tree of 63 nodes.
+/// Tokens per step on the proving ground.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct MeasuredTokens {
     pub tokens_per_step: f64,
-    /// So many tokens with a loss reached it on the proving ground; there may be more of them here.
+    /// So many tokens with a loss reached it; there may be more of them here.
     pub measured_tokens: f64,
+    pub decoding: &'static str,
 }
 
 impl Expectation {
@@ -45,43 +57,47 @@ impl Expectation {
         let rate = multiply_adds_per_second(device, checked.plan.backbone.dtype.kind(), checked.linear_size())?;
         let frozen = checked.plan.trained == BackboneTraining::Frozen;
         let tokens = checked.train_report.counts.tokens_with_loss as f64;
-        let points = measured(heads).filter(|_| frozen);
+        let measured = measured(heads, device).filter(|_| frozen);
         Ok(Self {
             seconds: checked.multiply_adds() / (EFFICIENCY * rate),
-            tokens_per_step: points.and_then(|points| interpolated(points, tokens)),
+            tokens_per_step: measured.and_then(|measured| measured.at(tokens)),
         })
     }
 }
 
 impl fmt::Display for Expectation {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        if let Some(MeasuredTokens { tokens_per_step, measured_tokens }) = self.tokens_per_step {
+        if let Some(MeasuredTokens { tokens_per_step, measured_tokens, decoding }) = self.tokens_per_step {
             let thousands = measured_tokens / 1e3;
             write!(
                 f,
-                "{tokens_per_step:.1} tokens per step with 63 nodes, as SmolLM2-135M's heads of {thousands:.0} thousand tokens; "
+                "{tokens_per_step:.1} tokens per step {decoding}, as SmolLM2-135M's heads of {thousands:.0} thousand tokens; "
             )?;
         }
         write!(f, "about {} of training", duration(self.seconds))
     }
 }
 
-fn measured(heads: HeadsArchitecture) -> Option<Points> {
-    match heads {
-        HeadsArchitecture::Medusa => Some(MEDUSA),
-        HeadsArchitecture::Hydra => Some(HYDRA),
-        HeadsArchitecture::HydraPlusPlus => None,
+fn measured(heads: HeadsArchitecture, device: Device) -> Option<MeasuredHeads> {
+    match (heads, device) {
+        (HeadsArchitecture::Medusa, _) => Some(MEDUSA),
+        (HeadsArchitecture::Hydra, Device::Cpu) => Some(JOINED_HYDRA),
+        (HeadsArchitecture::Hydra, _) => Some(HYDRA),
+        (HeadsArchitecture::HydraPlusPlus, _) => None,
     }
 }
 
-/// Linear in the logarithm of the tokens; `None` for fewer than were measured, and the last value for more.
-fn interpolated(points: Points, tokens: f64) -> Option<MeasuredTokens> {
-    let above = points.partition_point(|&(at, _)| at <= tokens);
-    let &(from, low) = points[..above].last()?;
-    let (to, high) = points.get(above).copied().unwrap_or((from, low));
-    let measured_tokens = tokens.min(to);
-    let part = if to > from { (measured_tokens / from).ln() / (to / from).ln() } else { 0.0 };
-    Some(MeasuredTokens { tokens_per_step: low + part * (high - low), measured_tokens })
+impl MeasuredHeads {
+    /// Linear in the logarithm of the tokens; `None` for fewer than were measured, and the last value for more.
+    fn at(&self, tokens: f64) -> Option<MeasuredTokens> {
+        let above = self.points.partition_point(|&(at, _)| at <= tokens);
+        let &(from, low) = self.points[..above].last()?;
+        let (to, high) = self.points.get(above).copied().unwrap_or((from, low));
+        let measured_tokens = tokens.min(to);
+        let part = if to > from { (measured_tokens / from).ln() / (to / from).ln() } else { 0.0 };
+        let tokens_per_step = low + part * (high - low);
+        Some(MeasuredTokens { tokens_per_step, measured_tokens, decoding: self.decoding })
+    }
 }
 
 #[cfg(test)]
@@ -90,18 +106,17 @@ mod tests {
 
     #[test]
     fn tokens_per_step_lie_between_the_measured_ones() {
-        let points: Points = &[(10.0, 1.5), (1000.0, 2.5)];
-        let expected =
-            |tokens| interpolated(points, tokens).map(|found| (found.tokens_per_step, found.measured_tokens));
+        let measured = MeasuredHeads { points: &[(10.0, 1.5), (1000.0, 2.5)], decoding: WITH_63_NODES };
+        let expected = |tokens| measured.at(tokens).map(|found| (found.tokens_per_step, found.measured_tokens));
         assert_eq!((expected(9.0), expected(10.0)), (None, Some((1.5, 10.0))));
         assert_eq!((expected(1000.0), expected(1e9)), (Some((2.5, 1000.0)), Some((2.5, 1000.0))));
-        let (middle, measured) = expected(100.0).unwrap();
-        assert!((middle - 2.0).abs() < 1e-12 && measured == 100.0, "{middle}");
+        let (middle, at) = expected(100.0).unwrap();
+        assert!((middle - 2.0).abs() < 1e-12 && at == 100.0, "{middle}");
     }
 
     #[test]
     fn more_data_is_better() {
-        for points in [HYDRA, MEDUSA] {
+        for MeasuredHeads { points, .. } in [HYDRA, JOINED_HYDRA, MEDUSA] {
             assert!(points.is_sorted_by(|a, b| a.0 < b.0 && a.1 < b.1), "{points:?}");
         }
     }
