@@ -109,6 +109,57 @@ fn vocabulary(gguf: &mut GgufBuilder) {
     gguf.set("tokenizer.chat_template", Meta::Text("{{ messages[0]['content'] }}".into()));
 }
 
+/// A llama with a SentencePiece vocabulary. Converters write the unknown token as a control token, as in Gemma 3's files.
+fn sentencepiece() -> GgufBuilder {
+    let mut gguf = llama();
+    let bytes = (0..=u8::MAX).map(|byte| format!("<0x{byte:02X}>"));
+    let tokens = ["<unk>", "<s>", "</s>"].map(str::to_owned).into_iter().chain(bytes).chain(["a".to_owned()]);
+    gguf.set("tokenizer.ggml.model", Meta::Text("llama".into()));
+    gguf.set("tokenizer.ggml.tokens", Meta::Texts(tokens.collect()));
+    gguf.set("tokenizer.ggml.token_type", Meta::I32s([vec![3; 3], vec![6; 256], vec![1]].concat()));
+    let scores = [&6u32.to_le_bytes()[..], &260u64.to_le_bytes(), &[0; 4 * 260]].concat();
+    gguf.set("tokenizer.ggml.scores", Meta::Raw(9, scores));
+    for (key, id) in [("unknown", 0), ("bos", 1), ("eos", 2)] {
+        gguf.set(&format!("tokenizer.ggml.{key}_token_id"), Meta::U32(id));
+    }
+    gguf.set("tokenizer.ggml.add_space_prefix", Meta::Bool(false));
+    gguf
+}
+
+/// Files with what [`llama`] has not: another vocabulary, scalings of positions, windows, biases, shards.
+pub(crate) fn variants() -> Vec<GgufBuilder> {
+    let with = |keys: &[(&str, Meta)], tensors: &[&str]| {
+        let mut gguf = llama();
+        keys.iter().for_each(|(key, value)| gguf.set(key, value.clone()));
+        tensors.iter().for_each(|name| gguf.random(name, &[4], "F32"));
+        gguf
+    };
+    let flags = Meta::Raw(9, [&7u32.to_le_bytes()[..], &2u64.to_le_bytes(), &[1, 0]].concat());
+    let text = |text: &str| Meta::Text(text.into());
+    let (kind, window) = ("llama.rope.scaling.type", "llama.attention.sliding_window_pattern");
+    let long = ["rope_factors_short.weight", "rope_factors_long.weight"];
+    let doubled = ("llama.rope.scaling.factor", Meta::F32(2.0));
+    let mut gemma = llama();
+    gemma.metadata.iter_mut().for_each(|(key, _)| *key = key.replace("llama.", "gemma3."));
+    gemma.set("general.architecture", text("gemma3"));
+    vec![
+        sentencepiece(),
+        gemma,
+        with(&[], &["rope_freqs.weight"]),
+        with(&[("llama.rope.scaling.original_context_length", Meta::U32(32))], &long),
+        with(&[("llama.rope.scaling.attn_factor", Meta::F32(2.0))], &[]),
+        with(&[(kind, text("linear")), doubled.clone()], &["rope_freqs.weight"]),
+        with(&[(kind, text("yarn")), doubled], &[]),
+        with(&[(window, flags)], &[]),
+        with(&[(window, Meta::I32s(vec![1, 0]))], &[]),
+        with(&[(window, Meta::U32(6))], &[]),
+        with(&[("tokenizer.ggml.pre", text("gpt-2"))], &[]),
+        with(&[("tokenizer.ggml.pre", text("qwen2"))], &["blk.0.attn_output.bias", "blk.0.ffn_gate.bias"]),
+        with(&[("split.count", Meta::U32(2)), ("split.no", Meta::U32(0))], &[]),
+        with(&[("split.count", text("two"))], &[]),
+    ]
+}
+
 #[test]
 fn the_config_of_a_file_is_that_of_a_folder() {
     let dir = tempfile::tempdir().unwrap();
@@ -185,21 +236,9 @@ fn tokens_that_end_a_turn_do_so_whatever_their_type_and_those_of_phi_3_take_whit
     );
 }
 
-/// Converters write the unknown token as a control token, as in Gemma 3's files.
 #[test]
 fn a_sentencepiece_vocabulary_has_bytes_and_an_unknown_token() {
-    let mut gguf = llama();
-    let bytes = (0..=u8::MAX).map(|byte| format!("<0x{byte:02X}>"));
-    let tokens = ["<unk>", "<s>", "</s>"].map(str::to_owned).into_iter().chain(bytes).chain(["a".to_owned()]);
-    gguf.set("tokenizer.ggml.model", Meta::Text("llama".into()));
-    gguf.set("tokenizer.ggml.tokens", Meta::Texts(tokens.collect()));
-    gguf.set("tokenizer.ggml.token_type", Meta::I32s([vec![3; 3], vec![6; 256], vec![1]].concat()));
-    let scores = [&6u32.to_le_bytes()[..], &260u64.to_le_bytes(), &[0; 4 * 260]].concat();
-    gguf.set("tokenizer.ggml.scores", Meta::Raw(9, scores));
-    for (key, id) in [("unknown", 0), ("bos", 1), ("eos", 2)] {
-        gguf.set(&format!("tokenizer.ggml.{key}_token_id"), Meta::U32(id));
-    }
-    gguf.set("tokenizer.ggml.add_space_prefix", Meta::Bool(false));
+    let mut gguf = sentencepiece();
     let dir = tempfile::tempdir().unwrap();
     let path = gguf.write(&dir.path().join("model.gguf"));
     let tokenizer = TextTokenizer::load(&path).unwrap();

@@ -57,10 +57,9 @@ impl Expectation {
         let rate = multiply_adds_per_second(device, checked.plan.backbone.dtype.kind(), checked.linear_size())?;
         let frozen = checked.plan.trained == BackboneTraining::Frozen;
         let tokens = checked.train_report.counts.tokens_with_loss as f64;
-        let measured = measured(heads, device).filter(|_| frozen);
         Ok(Self {
             seconds: checked.multiply_adds() / (EFFICIENCY * rate),
-            tokens_per_step: measured.and_then(|measured| measured.at(tokens)),
+            tokens_per_step: measured(heads, device).filter(|_| frozen).and_then(|heads| heads.at(tokens)),
         })
     }
 }
@@ -95,8 +94,7 @@ impl MeasuredHeads {
         let (to, high) = self.points.get(above).copied().unwrap_or((from, low));
         let measured_tokens = tokens.min(to);
         let part = if to > from { (measured_tokens / from).ln() / (to / from).ln() } else { 0.0 };
-        let tokens_per_step = low + part * (high - low);
-        Some(MeasuredTokens { tokens_per_step, measured_tokens, decoding: self.decoding })
+        Some(MeasuredTokens { tokens_per_step: low + part * (high - low), measured_tokens, decoding: self.decoding })
     }
 }
 

@@ -332,6 +332,7 @@ fn weights(seeds: &mut Seeds) {
     seeds.all("weights_index", maps.map(index));
     seeds.all("gguf", damaged_files().map(|file| [b"h", &file[..]].concat()));
     seeds.add("gguf", [b"\xff", &crate::gguf::llama().bytes()[..]].concat());
+    seeds.all("gguf", crate::gguf::variants().iter().map(|gguf| [b"h", &gguf.header()[..]].concat()));
     for file in files("tests/fixtures/pickled", "pt") {
         seeds.add("torch_file", [b"r", &file[..]].concat());
         let Ok(mut archive) = ZipArchive::new(Cursor::new(&file)) else {

@@ -9,6 +9,7 @@ use medusa::data::chat_template::ChatTemplate;
 use medusa::data::tokenize::TextTokenizer;
 use medusa::draft::heads::import::HeadsFile;
 use medusa::formats::captured_states::{CapturedError, CapturedFile, StateSizes};
+use medusa::gguf;
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::model::peft;
@@ -72,6 +73,8 @@ pub(super) fn gguf(input: &[u8]) {
     let _ = checked(&path, LlamaConfig::load_reporting(&path));
     let _ = checked(&path, TextTokenizer::load(&path));
     let _ = checked(&path, ChatTemplate::load(&path));
+    let _ =
+        (gguf::folder::paths(&path), gguf::folder::beside(&path), gguf::file::in_folder(gguf::folder::on_disk(&path)));
 }
 
 /// An index beside two shards; behind a `t`, one of torch.save's; without a byte, none.
