@@ -15,6 +15,7 @@ use crate::train::plan::BackboneTraining;
 struct MeasuredHeads {
     /// Tokens of the rows with a loss, and tokens per step.
     points: &'static [(f64, f64)],
+    /// How they decoded, in words.
     decoding: &'static str,
 }
 
@@ -45,6 +46,7 @@ pub struct MeasuredTokens {
     pub tokens_per_step: f64,
     /// So many tokens with a loss reached it; there may be more of them here.
     pub measured_tokens: f64,
+    /// How they decoded, in words.
     pub decoding: &'static str,
 }
 
