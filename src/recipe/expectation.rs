@@ -23,7 +23,8 @@ struct MeasuredHeads {
 const WITH_63_NODES: &str = "with 63 nodes";
 const HYDRA: MeasuredHeads = MeasuredHeads { points: &[(30_000.0, 2.15), (875_000.0, 2.74)], decoding: WITH_63_NODES };
 const MEDUSA: MeasuredHeads = MeasuredHeads { points: &[(30_000.0, 1.92)], decoding: WITH_63_NODES };
-/// Of two heads, decoded as the commands of `medusa init` do on a CPU.
+/// Of two heads, decoded as the commands of `medusa init` do on a CPU: those of `scripts/smollm2`, and of data/smollm2 (W2 of rank 192, soft
+/// targets).
 const JOINED_HYDRA: MeasuredHeads = MeasuredHeads {
     points: &[(30_000.0, 1.94), (875_000.0, 2.11)],
     decoding: "joined with prompt lookup, on MT-bench",
