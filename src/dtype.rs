@@ -1,4 +1,4 @@
-//! The dtypes that a backbone computes in, as recipes, flags and files name them.
+//! The dtypes that a backbone computes in, and those of drafters, as recipes, flags and files name them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -43,6 +43,48 @@ impl fmt::Display for Dtype {
             Dtype::Float16 => "float16",
             Dtype::Float64 => "float64",
         })
+    }
+}
+
+/// What the CPU's kernels hold the weights of drafters in. Guesses are verified: rounding changes how many of them are right, not the text.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum DraftDtype {
+    /// 8 bits, and a scale for 32 weights; activations in 8 bits, too.
+    #[default]
+    Q8_0,
+    BFloat16,
+    Float32,
+}
+
+impl DraftDtype {
+    /// Bytes of so many weights.
+    pub fn bytes(self, weights: u64) -> u64 {
+        match self {
+            Self::Q8_0 => weights / 32 * 34,
+            Self::BFloat16 => 2 * weights,
+            Self::Float32 => 4 * weights,
+        }
+    }
+}
+
+impl fmt::Display for DraftDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Q8_0 => "q8_0",
+            Self::BFloat16 => "bfloat16",
+            Self::Float32 => "float32",
+        })
+    }
+}
+
+/// Of `--draft-dtype`.
+impl FromStr for DraftDtype {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let all = [Self::Q8_0, Self::BFloat16, Self::Float32];
+        let named = all.into_iter().find(|dtype| dtype.to_string() == text);
+        named.ok_or_else(|| format!("expected q8_0, bfloat16 or float32, got {text:?}"))
     }
 }
 

@@ -2,6 +2,7 @@
 
 use medusa::draft::heads::import::HeadsFile;
 use medusa::draft::heads::{HeadInput, Heads, HeadsArchitecture, HeadsShape};
+use medusa::dtype::DraftDtype;
 use medusa::model::attention::RowMask;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
@@ -18,7 +19,7 @@ const TOP_K: usize = 40; // 40 of 264 tokens: even untrained heads are sometimes
 fn counted_by_hand(world: &World, heads: &str, rows: &[(Vec<i64>, Vec<i64>)]) -> (Vec<Vec<u64>>, Vec<u64>) {
     let llama =
         Llama::load(&world.path("b"), Kind::Float, Device::Cpu, Purpose::Training).expect("the backbone of this test");
-    let heads = Heads::load(&world.path(heads), &llama).expect("its heads").for_decoding(); // in the dtype and layout of decoding
+    let heads = Heads::load(&world.path(heads), &llama).expect("its heads").for_decoding(DraftDtype::default()); // in the dtype and layout of decoding
     let (mut counts, mut totals) = (vec![vec![0; TOP_K]; heads.num_heads()], vec![0; heads.num_heads()]);
     for (ids, labels) in rows {
         let mask = RowMask::causal(ids.len() as i64, &llama.config, Device::Cpu);

@@ -95,7 +95,7 @@ fn losses_of_packed_rows_are_those_of_rows_alone(architecture: &str) {
         Llama::load(&tiny("backbone"), Kind::Float, Device::Cpu, Purpose::Training).expect("the embedded default");
     let config = format!("medusa_num_heads = {NUM_HEADS}\nmedusa_num_layers = 1\narchitecture = {architecture:?}");
     let config: HeadsConfig = toml::from_str(&config).expect("heads");
-    let heads = Heads::new(&config, llama.lm_head_weight(), None).with_new_prefix(&llama, 5);
+    let heads = Heads::new(&config, &llama.lm_head_weight(), None).with_new_prefix(&llama, 5);
     let mut generator = Generator::seeded(3);
     for (_, parameter) in heads.parameters() {
         let noise = generator.normal_like(parameter) * 0.02;

@@ -170,7 +170,7 @@ fn new_heads_are_the_lm_head() {
     let folder = published("hydra/backbone");
     let backbone = Llama::load(&folder, Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
     let config: HeadsConfig = toml::from_str(HYDRA).expect("a table");
-    let heads = Heads::new(&config, backbone.lm_head_weight(), None);
+    let heads = Heads::new(&config, &backbone.lm_head_weight(), None);
     let hidden_nh = Tensor::arange(48, (Kind::Float, Device::Cpu)).cos().view([3, 16]);
     let previous_nj = Tensor::from_slice(&[5_i64, 6, 7, 8, 9, 10]).view([3, 2]);
     let input = HeadInput { hidden_nh: &hidden_nh, previous_nj: Some(&previous_nj) };

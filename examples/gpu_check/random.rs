@@ -3,6 +3,7 @@
 use std::ops::ControlFlow;
 
 use medusa::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
+use medusa::dtype::DraftDtype;
 use medusa::model::block_spec::QueryKeyNorm;
 use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
@@ -117,7 +118,7 @@ fn heads_of(llama: &Llama, architecture: HeadsArchitecture, medusa_num_layers: u
         w2_bias: architecture == HeadsArchitecture::Hydra,
         ..HeadsShape::default()
     };
-    Heads::random(shape, llama.kind(), llama.device(), 2).for_decoding()
+    Heads::random(shape, llama.kind(), llama.device(), 2).for_decoding(DraftDtype::default())
 }
 
 /// A tree of `nodes` nodes including the root: a chain that needs every head, then the nodes of a broad tree.

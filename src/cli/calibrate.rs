@@ -132,7 +132,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
         None if args.data.is_empty() => answers_to_held_out(args, &model, common)?,
         None => given_text(args, &model, common)?,
     };
-    let heads = heads_file.load(&backbone, common)?;
+    let heads = heads_file.load(&backbone, common.context())?;
     let counter = Counter::new(args.shard.ids(rows.len()).count(), 0, "rows", common);
     let on_row = |done| counter.set(done, "");
     let counted_rows = calibrate::calibrate(&backbone, &*heads, &rows, args.top_k.get(), args.shard, on_row)?;

@@ -9,7 +9,7 @@ use console::Term;
 
 use super::print::visible;
 use super::{threads, wrap};
-use crate::dtype::Dtype;
+use crate::dtype::{DraftDtype, Dtype};
 use crate::session::reporter::LoadContext;
 use crate::torch::DeviceChoice;
 
@@ -23,6 +23,9 @@ pub struct CommonFlags {
     /// Compute dtype: float32, bfloat16 or float16 [default: that of the backbone's weights; on a CPU never float16].
     #[arg(long, global = true, value_name = "DTYPE")]
     pub dtype: Option<Dtype>,
+    /// Drafters' weights on the CPU's kernels: q8_0, bfloat16 or float32; rounding changes how many guesses are right, not the text.
+    #[arg(long, global = true, value_name = "DTYPE", default_value_t)]
+    pub draft_dtype: DraftDtype,
     /// CPU threads [default: `OMP_NUM_THREADS`, else one per core].
     #[arg(long, global = true, value_name = "N", value_parser = threads::count)]
     pub threads: Option<NonZeroUsize>,
@@ -46,7 +49,7 @@ pub struct CommonFlags {
 impl CommonFlags {
     /// Where a session computes, and who hears of it.
     pub fn context(&self) -> LoadContext<'_> {
-        LoadContext { device: self.device, dtype: self.dtype, reporter: self }
+        LoadContext { device: self.device, dtype: self.dtype, draft_dtype: self.draft_dtype, reporter: self }
     }
 
     /// Prints a line to stderr, unless `--quiet`.

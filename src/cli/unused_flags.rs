@@ -11,13 +11,13 @@ const ENDPOINTS: [(&str, &str); 2] = [("bench", "bench --endpoint"), ("distill",
 /// The common flags that are of no use in a verb.
 fn unused(verb: &str) -> &'static [&'static str] {
     match verb {
-        "init" | "train" | "medusa-train" | "doctor" => &["dtype", "seed"],
-        "data" => &["device", "dtype", "seed"],
-        "inspect" | "push" | "report" => &["device", "dtype", "seed", "threads"],
+        "init" | "train" | "medusa-train" | "doctor" => &["dtype", "draft_dtype", "seed"],
+        "data" => &["device", "dtype", "draft_dtype", "seed"],
+        "inspect" | "push" | "report" => &["device", "dtype", "draft_dtype", "seed", "threads"],
         "calibrate" | "serve" | "tree" => &["seed"],
-        "export" => &["device", "seed"],
-        "bench --endpoint" => &["device", "dtype", "threads"],
-        "distill --endpoint" => &["device", "dtype"],
+        "export" => &["device", "draft_dtype", "seed"],
+        "bench --endpoint" => &["device", "dtype", "draft_dtype", "threads"],
+        "distill --endpoint" => &["device", "dtype", "draft_dtype"],
         _ => &[],
     }
 }
@@ -51,5 +51,5 @@ pub(super) fn notice(matches: &ArgMatches) -> Option<String> {
     let asking = ENDPOINTS.iter().find(|(name, _)| *name == verb && verb_matches.value_source("endpoint").is_some());
     let verb = asking.map_or(verb, |(_, asking)| *asking);
     let flag = unused(verb).iter().find(|flag| is_typed(flag) && !(**flag == "device" && on_cpu()))?;
-    Some(format!("--{flag} has no effect on `medusa {verb}`"))
+    Some(format!("--{} has no effect on `medusa {verb}`", flag.replace('_', "-")))
 }

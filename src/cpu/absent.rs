@@ -11,12 +11,29 @@ pub mod arena {
 pub mod matrix {
     use super::super::{Number, team::Team};
     use super::arena::Arena;
+    use crate::gguf::types::TensorType;
 
     /// There is none.
     #[derive(Debug)]
     pub enum Matrix {}
 
     impl Matrix {
+        /// `None`.
+        pub fn from_blocks(_: &[u8], _: &'static TensorType, _: [usize; 2], _: &mut Arena) -> Option<Self> {
+            None
+        }
+
+        /// `None`.
+        pub fn in_8_bits(_: &[f32], _: [usize; 2], _: &mut Arena) -> Option<Self> {
+            None
+        }
+
+        /// Of a matrix that is not there.
+        #[must_use]
+        pub fn above(self, _: Self) -> Self {
+            match self {}
+        }
+
         /// `None`.
         pub fn new(_: &[u8], _: Number, _: [usize; 2], _: &mut Arena) -> Option<Self> {
             None

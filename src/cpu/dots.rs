@@ -2,16 +2,15 @@
 //!
 //! Four rows of `W` are interleaved line by line, so that the kernel reads one stream. An output is a dot product of 16 running sums,
 //! added up in the same order whatever the number of rows of `x`.
-#![expect(unsafe_code, reason = "parts of a job write to outputs of their own; what lies ahead is fetched")]
+#![expect(unsafe_code, reason = "parts of a job write to outputs of their own")]
 
 // O outputs, I inputs, N rows of x
-use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::array;
 use std::ops::Range;
 
 use super::Number;
 use super::arena::{Arena, ArenaLines};
-use super::lanes::{Instructions, LANES, Lanes, VectorLine, bytes_of, with_lanes};
+use super::lanes::{Instructions, LANES, Lanes, VectorLine, bytes_of, fetch, with_lanes};
 use super::outputs::{Outputs, share};
 use super::team::Team;
 
@@ -53,29 +52,22 @@ impl DotWeights {
         Self { lines, row_lines, number, inputs }
     }
 
-    /// The first outputs of rows `x_ni` `[N, I]`, to `y_no` `[N, outputs]`.
-    pub(super) fn multiply(&self, outputs: usize, x_ni: &[f32], y_no: &mut [f32], team: &Team) {
+    /// The first outputs of rows `x_ni` `[N, I]`, to `y`.
+    pub(super) fn multiply(&self, outputs: usize, x_ni: &[f32], y: &Outputs<'_>, team: &Team) {
         let instructions = Instructions::detected().expect("a matrix was made before, so the CPU has the kernels");
-        self.multiply_with(instructions, outputs, (x_ni, y_no), team);
+        self.multiply_with(instructions, outputs, x_ni, y, team);
     }
 
-    fn multiply_with(
-        &self,
-        instructions: Instructions,
-        outputs: usize,
-        (x_ni, y_no): (&[f32], &mut [f32]),
-        team: &Team,
-    ) {
+    fn multiply_with(&self, instructions: Instructions, outputs: usize, x_ni: &[f32], y: &Outputs<'_>, team: &Team) {
         let lines = outputs.next_multiple_of(TOGETHER) * self.row_lines;
         let passes = (x_ni.len() / self.inputs).div_ceil(4);
-        let y = Outputs::new(y_no, outputs);
         let x = with_lanes!(instructions, lanes => PackedActivations::new(lanes, x_ni, self));
         share([outputs, LANES], [lines, passes], team, |range| {
             // SAFETY: parts write to different outputs.
             with_lanes!(instructions, lanes => unsafe {
                 match self.number {
-                    Number::Float32 => self.outputs_of::<_, false>(lanes, range.clone(), &x, &y),
-                    Number::BFloat16 => self.outputs_of::<_, true>(lanes, range.clone(), &x, &y),
+                    Number::Float32 => self.outputs_of::<_, false>(lanes, range.clone(), &x, y),
+                    Number::BFloat16 => self.outputs_of::<_, true>(lanes, range.clone(), &x, y),
                 }
             });
         });
@@ -206,11 +198,7 @@ fn dots<L: Lanes, const BF16: bool, const FETCH: usize, const R: usize, const T:
         let mut sums = [[lanes.all(0.0); T]; R];
         for (k, (w_t, x_r)) in w.iter().zip(x.chunks_exact(R * x_lines::<L>(BF16))).enumerate() {
             for part in 0..if first == 0 { FETCH } else { 0 } {
-                // SAFETY: any address may be fetched; nothing is read.
-                #[allow(unused_unsafe, reason = "safe in newer versions of Rust than the oldest that builds this")]
-                unsafe {
-                    _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(part * w.len() + k).cast());
-                }
+                fetch(next.wrapping_add(part * w.len() + k));
             }
             lanes.add_products::<BF16, R, T>(&mut sums, &w_t[first..first + T], x_r);
         }
@@ -305,7 +293,7 @@ mod tests {
                 .flatten()
                 .map(|instructions| {
                     let mut y = vec![f32::NAN; rows * outputs];
-                    weights.multiply_with(instructions, outputs, (&x, &mut y), &Team::new(2));
+                    weights.multiply_with(instructions, outputs, &x, &Outputs::new(&mut y, outputs), &Team::new(2));
                     y
                 })
                 .collect();

@@ -6,7 +6,7 @@ mod vector;
 
 use avx2::Avx2;
 use avx512::Avx512;
-pub(super) use vector::{LANES, Lanes, VectorLine, bytes_of};
+pub(super) use vector::{LANES, Lanes, VectorLine, bytes_in, bytes_of, fetch};
 
 /// The instructions that the kernels use on this CPU.
 #[derive(Debug, Clone, Copy)]

@@ -1,18 +1,32 @@
 //! Weights `[O, I]` for products `x·Wᵀ` of few rows, which run at memory bandwidth. A row's output is bit-identical alone and in a batch.
 
 // O outputs, I inputs, N rows of x
+use std::iter;
+
 use super::Number;
 use super::arena::Arena;
+use super::blocks::BlockWeights;
 use super::dots::DotWeights;
+use super::outputs::Outputs;
 use super::team::Team;
 use super::tiles::{self, TileWeights};
+use crate::gguf::types::TensorType;
 
 /// Weights `[O, I]`.
 #[derive(Debug)]
 pub struct Matrix {
-    layout: MatrixLayout,
+    first: MatrixPart,
+    /// Outputs that follow, in other layouts.
+    others: Vec<MatrixPart>,
     outputs: usize,
     inputs: usize,
+}
+
+/// Some of the outputs.
+#[derive(Debug)]
+struct MatrixPart {
+    layout: MatrixLayout,
+    outputs: usize,
 }
 
 /// Weights as a kernel reads them.
@@ -21,6 +35,7 @@ enum MatrixLayout {
     Dots(DotWeights),
     /// bfloat16, where the CPU has AMX.
     Tiles(TileWeights),
+    Blocks(BlockWeights),
 }
 
 impl Matrix {
@@ -36,7 +51,54 @@ impl Matrix {
             Number::BFloat16 if tiles::available() => MatrixLayout::Tiles(TileWeights::new(weights, shape, arena)),
             _ => MatrixLayout::Dots(DotWeights::new(weights, number, shape, arena)),
         };
-        Some(Self { layout, outputs, inputs })
+        Some(Self::in_one_layout(layout, shape))
+    }
+
+    /// Copies weights `[O, I]` in blocks of a GGUF file, given as bytes; `None` where the CPU cannot ([`super::available`]).
+    ///
+    /// # Panics
+    /// If these are not the blocks of O × I numbers, or the system has no memory.
+    pub fn from_blocks(rows: &[u8], kind: &'static TensorType, shape: [usize; 2], arena: &mut Arena) -> Option<Self> {
+        let [outputs, inputs] = shape;
+        assert_eq!(rows.len() * kind.numbers, outputs * inputs * kind.bytes, "[O, I] weights in blocks");
+        super::available()
+            .then(|| Self::in_one_layout(MatrixLayout::Blocks(BlockWeights::new(rows, kind, shape, arena)), shape))
+    }
+
+    /// Weights `[O, I]` rounded to 8 bits with a scale for 32 of them (Q8_0); `None` where the CPU cannot.
+    ///
+    /// # Panics
+    /// As [`Matrix::new`].
+    pub fn in_8_bits(weights_oi: &[f32], shape: [usize; 2], arena: &mut Arena) -> Option<Self> {
+        let [outputs, inputs] = shape;
+        assert_eq!(weights_oi.len(), outputs * inputs, "[O, I] weights");
+        if !super::available() {
+            return None;
+        }
+        let kind = TensorType::named("Q8_0").expect("a type of GGUF");
+        let (mut rows, mut row) = (vec![], vec![0.0; inputs.next_multiple_of(kind.numbers)]);
+        for weights in weights_oi.chunks_exact(inputs) {
+            row[..inputs].copy_from_slice(weights);
+            kind.encode(&row, &mut rows);
+        }
+        Some(Self::in_one_layout(MatrixLayout::Blocks(BlockWeights::new(&rows, kind, shape, arena)), shape))
+    }
+
+    fn in_one_layout(layout: MatrixLayout, [outputs, inputs]: [usize; 2]) -> Self {
+        Self { first: MatrixPart { layout, outputs }, others: vec![], outputs, inputs }
+    }
+
+    /// This matrix with the outputs of another one below its own.
+    ///
+    /// # Panics
+    /// If it has other inputs.
+    #[must_use]
+    pub fn above(mut self, other: Self) -> Self {
+        assert_eq!(self.inputs, other.inputs, "inputs");
+        self.outputs += other.outputs;
+        self.others.push(other.first);
+        self.others.extend(other.others);
+        self
     }
 
     /// O.
@@ -44,7 +106,8 @@ impl Matrix {
         self.outputs
     }
 
-    /// `y = x·Wᵀ`: `x_ni` `[N, I]` to `y_no` `[N, O]`. Weights of bfloat16 are multiplied by `x` rounded to bfloat16; sums are float32.
+    /// `y = x·Wᵀ`: `x_ni` `[N, I]` to `y_no` `[N, O]`. Weights of bfloat16 are multiplied by `x` rounded to bfloat16, those in blocks by `x` rounded to
+    /// 8 bits by 32 inputs; sums are float32.
     ///
     /// # Panics
     /// If the lengths do not fit.
@@ -60,12 +123,20 @@ impl Matrix {
         let n = x_ni.len() / self.inputs;
         assert_eq!((x_ni.len(), y_no.len()), (n * self.inputs, n * outputs), "[N, I] and [N, O]");
         assert!(outputs <= self.outputs, "{outputs} of {} outputs", self.outputs);
-        if n == 0 || outputs == 0 {
+        if n == 0 {
             return;
         }
-        match &self.layout {
-            MatrixLayout::Dots(weights) => weights.multiply(outputs, x_ni, y_no, team),
-            MatrixLayout::Tiles(weights) => weights.multiply(outputs, x_ni, y_no, team),
+        let (mut y, mut done) = (Outputs::new(y_no, outputs), 0);
+        for part in iter::once(&self.first).chain(&self.others) {
+            let count = part.outputs.min(outputs - done);
+            match &part.layout {
+                _ if count == 0 => return,
+                MatrixLayout::Dots(weights) => weights.multiply(count, x_ni, &y, team),
+                MatrixLayout::Tiles(weights) => weights.multiply(count, x_ni, &y, team),
+                MatrixLayout::Blocks(weights) => weights.multiply(count, x_ni, &y, team),
+            }
+            done += count;
+            y = y.after(done);
         }
     }
 }
@@ -121,7 +192,7 @@ mod tests {
         let (team, mut arena) = (Team::new(2), Arena::default());
         for (outputs, inputs) in [(1, 1), (3, 5), (16, 64), (50, 172), (67, 33), (1030, 130)] {
             let (w, w_read) = stored(&random(outputs * inputs, 1), number);
-            let matrix = Matrix { layout: layout(&w, [outputs, inputs], &mut arena), outputs, inputs };
+            let matrix = Matrix::in_one_layout(layout(&w, [outputs, inputs], &mut arena), [outputs, inputs]);
             let x = random(ROWS * inputs, 2);
             let expected = oracle(&w_read, &stored(&x, number).1, inputs);
             let rows = |x: &[f32]| {
@@ -141,6 +212,54 @@ mod tests {
             matrix.multiply_first(some, &x, &mut y, &team);
             for (y, all) in y.chunks_exact(some).zip(one_by_one.chunks_exact(outputs)) {
                 assert_eq!(y, &all[..some], "{number:?}, {some} of {outputs} outputs");
+            }
+        }
+    }
+
+    /// Inputs that are no multiple of a block's, too.
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+    fn weights_rounded_to_8_bits_give_products_within_a_percent() {
+        for (outputs, inputs) in [(3, 5), (50, 172), (70, 576)] {
+            let (w, x) = (random(outputs * inputs, 1), random(4 * inputs, 2));
+            let matrix = Matrix::in_8_bits(&w, [outputs, inputs], &mut Arena::default()).unwrap();
+            let mut y = vec![f32::NAN; 4 * outputs];
+            matrix.multiply(&x, &mut y, &Team::new(2));
+            let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+            let expected = oracle(&wide(&w), &wide(&x), inputs);
+            let squares = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>();
+            let off = squares(&mut y.iter().zip(&expected).map(|(y, expected)| f64::from(*y) - expected));
+            assert!(off < 1e-4 * squares(&mut expected.iter().copied()), "{outputs}x{inputs}: {off}");
+        }
+    }
+
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+    fn outputs_of_stacked_matrices_are_those_of_each() {
+        let (team, mut arena, [inputs, rows]) = (Team::new(2), Arena::default(), [96, 5]);
+        let x = random(rows * inputs, 3);
+        let mut matrix = |outputs: usize, number: Option<Number>| match number {
+            Some(number) => {
+                Matrix::new(&stored(&random(outputs * inputs, 4), number).0, number, [outputs, inputs], &mut arena)
+            }
+            None => {
+                let (kind, blocks) = (TensorType::named("Q8_0").unwrap(), outputs * inputs / 32);
+                Matrix::from_blocks(&[0x21; 34].repeat(blocks), kind, [outputs, inputs], &mut arena)
+            }
+        };
+        let mut all = || [(7, None), (33, Some(Number::Float32)), (20, None)].map(|(o, n)| matrix(o, n).unwrap());
+        let product = |matrix: &Matrix, outputs: usize| {
+            let mut y = vec![f32::NAN; rows * outputs];
+            matrix.multiply_first(outputs, &x, &mut y, &team);
+            y
+        };
+        let each = all().map(|matrix| product(&matrix, matrix.outputs()));
+        let stacked = all().into_iter().reduce(Matrix::above).unwrap();
+        for outputs in [60, 41, 40, 5] {
+            let y = product(&stacked, outputs);
+            for (row, y) in y.chunks_exact(outputs).enumerate() {
+                let parts = each.iter().flat_map(|y| &y[row * y.len() / rows..(row + 1) * y.len() / rows]);
+                assert!(y.iter().eq(parts.take(outputs)), "{outputs} outputs, row {row}");
             }
         }
     }

@@ -16,6 +16,8 @@ pub mod arena;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod attention;
 #[cfg(target_arch = "x86_64")]
+mod blocks;
+#[cfg(target_arch = "x86_64")]
 mod dots;
 #[cfg(target_arch = "x86_64")]
 mod lanes;

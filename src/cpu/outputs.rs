@@ -11,15 +11,22 @@ const LINES_OF_PART: usize = 1 << 10;
 /// Two parts a thread: if one thread is slow, the other takes a part of its. The first lines of a part come late, so no more.
 const PARTS_OF_THREAD: usize = 2;
 
-/// Where the outputs of a product go: `[N, outputs]`.
+/// Where the outputs of products go: `[N, outputs]`.
 pub(super) struct Outputs<'y> {
     y: Shared<'y, f32>,
     row_length: usize,
+    /// Column of the product's first output.
+    column: usize,
 }
 
 impl<'y> Outputs<'y> {
     pub(super) fn new(y_no: &'y mut [f32], row_length: usize) -> Self {
-        Self { y: Shared::new(y_no), row_length }
+        Self { y: Shared::new(y_no), row_length, column: 0 }
+    }
+
+    /// The columns from `column` on, for the next product.
+    pub(super) fn after(self, column: usize) -> Self {
+        Self { column, ..self }
     }
 
     /// Writes some outputs of a row, from `first` on.
@@ -28,7 +35,7 @@ impl<'y> Outputs<'y> {
     /// No other part reads or writes them.
     pub(super) unsafe fn write(&self, row: usize, first: usize, outputs: &[f32]) {
         // SAFETY: the caller's promise.
-        unsafe { self.y.write(row * self.row_length + first, outputs) }
+        unsafe { self.y.write(row * self.row_length + self.column + first, outputs) }
     }
 }
 

@@ -55,13 +55,12 @@ impl TileWeights {
         Self { lines, depth, inputs }
     }
 
-    /// The first outputs of rows `x_ni` `[N, I]`, to `y_no` `[N, outputs]`.
-    pub(super) fn multiply(&self, outputs: usize, x_ni: &[f32], y_no: &mut [f32], team: &Team) {
+    /// The first outputs of rows `x_ni` `[N, I]`, to `y`.
+    pub(super) fn multiply(&self, outputs: usize, x_ni: &[f32], y: &Outputs<'_>, team: &Team) {
         let lines = outputs.next_multiple_of(GROUP) * self.depth;
         let x = TiledActivations::new(x_ni, self.inputs, self.depth);
-        let y = Outputs::new(y_no, outputs);
         // SAFETY: parts write to different outputs, and weights are laid out only where the CPU has AMX.
-        let part = |range| unsafe { self.outputs_of(range, &x, &y) };
+        let part = |range| unsafe { self.outputs_of(range, &x, y) };
         share([outputs, GROUP], [lines, x.blocks()], team, part);
     }
 

@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::error::DrafterError;
 use super::trained::TrainedDrafter;
+use crate::dtype::DraftDtype;
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -43,9 +44,9 @@ pub trait DrafterFile: fmt::Debug {
     /// [`DrafterError`] names the tensor that is wrong.
     fn oddities(&self) -> Result<Vec<String>, DrafterError>;
 
-    /// The drafter for a backbone, in the dtype and layout that decoding uses.
+    /// The drafter for a backbone, in the layout that decoding uses; with the CPU's kernels in `dtype`.
     ///
     /// # Errors
     /// [`DrafterError`] names the file and what is wrong with it.
-    fn load(&self, backbone: &Llama) -> Result<Box<dyn TrainedDrafter>, DrafterError>;
+    fn load(&self, backbone: &Llama, dtype: DraftDtype) -> Result<Box<dyn TrainedDrafter>, DrafterError>;
 }

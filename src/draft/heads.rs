@@ -13,6 +13,7 @@ use tch::{Device, Kind, Tensor};
 use crate::cpu::arena::Arena;
 use crate::draft::error::{BackboneMismatch, DrafterError};
 use crate::draft::token_map::{TOKEN_MAP, TokenMap};
+use crate::dtype::DraftDtype;
 use crate::engine::cuda::draft::{DeviceDraft, DraftInput, DraftShape, HeadMatrices, OutputMatrix};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -181,7 +182,7 @@ impl Heads {
     /// As [`Heads::load`].
     pub fn from_file(file: &HeadsFile, backbone: &Llama) -> Result<Self, DrafterError> {
         file.check(&backbone.config)?;
-        file.compare_lm_head(backbone.lm_head_weight())?;
+        file.compare_lm_head(|| backbone.lm_head_weight())?;
         Self::of(file, &backbone.config, backbone.kind(), backbone.device())
     }
 
@@ -237,17 +238,17 @@ impl Heads {
         Self { heads, shape, vocab_size, token_map: None, sequential: None, prefix: None }
     }
 
-    /// Packs the weights for decoding where that is faster. With the CPU kernels they become bfloat16, whatever the backbone's
-    /// dtype: reading them is most of the cost of a guess, and guesses are verified.
+    /// Packs the weights for decoding where that is faster. With the CPU kernels they have `dtype`, whatever the backbone's: reading them is
+    /// most of the cost of a guess, and guesses are verified.
     #[must_use]
-    pub fn for_decoding(self) -> Self {
+    pub fn for_decoding(self, dtype: DraftDtype) -> Self {
         let mut arena = Arena::default();
-        let sequential = SequentialLayout::new(&self.heads, self.vocab_size, &mut arena);
+        let sequential = SequentialLayout::new(&self.heads, self.vocab_size, dtype, &mut arena);
         let shared = self.shape.shared_w2;
         let own = |(k, head): (usize, Head)| if shared && k > 0 { head.without_output() } else { head };
         let heads = self.heads.into_iter().enumerate().map(own);
-        let heads = heads.map(|head| head.packed(sequential.is_some(), &mut arena)).collect();
-        let prefix = self.prefix.map(|prefix| prefix.for_decoding(&mut arena));
+        let heads = heads.map(|head| head.packed(sequential.is_some(), dtype, &mut arena)).collect();
+        let prefix = self.prefix.map(|prefix| prefix.for_decoding(dtype, &mut arena));
         Self { heads, sequential, prefix, ..self }
     }
 
@@ -507,7 +508,7 @@ mod tests {
             let file = HeadsFile::open(folder.path()).unwrap();
             assert_eq!(file.shape(), shape);
             assert_eq!(heads.parameters().len(), copied.parameters().len() - if w2_rank > 0 { 6 } else { 4 });
-            let loaded = Heads::load(folder.path(), &backbone).unwrap().for_decoding();
+            let loaded = Heads::load(folder.path(), &backbone).unwrap().for_decoding(DraftDtype::BFloat16);
             for head in 0..3 {
                 let input = HeadInput::alone(&hidden);
                 let [one, other] = [&heads, &loaded].map(|heads| heads.logits(head, &input, &backbone));

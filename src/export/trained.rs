@@ -157,8 +157,8 @@ impl Trained {
         }
         if self.writes_lm_head() {
             let own_vh = backbone.lm_head_weight();
-            self.file.compare_lm_head(own_vh)?;
-            self.lm_head_vh = Some(own_vh.shallow_clone());
+            self.file.compare_lm_head(|| own_vh.shallow_clone())?;
+            self.lm_head_vh = Some(own_vh);
         }
         self.backbone = Some(backbone).filter(|_| format.holds_backbone());
         Ok(())

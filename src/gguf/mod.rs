@@ -5,8 +5,8 @@
 //! or do not dequantise all types that are in use; `candle-core` 0.11, which does, reads whole tensors into its own and brings a second tensor
 //! library.
 
+pub mod codes;
 mod config;
-mod dequantize;
 pub mod file;
 pub mod folder;
 pub mod header;

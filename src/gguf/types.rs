@@ -2,9 +2,10 @@
 
 use std::fmt;
 
+use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::dequantize::{self, Dequantize};
+use super::codes::{self, CodedBlock, TakeApart};
 use super::quantize::{self, Encode};
 
 /// Numbers of a thread's turn: a multiple of every block's.
@@ -20,8 +21,33 @@ pub struct TensorType {
     pub numbers: usize,
     /// Bytes of a block.
     pub bytes: usize,
-    /// A block to its numbers.
-    dequantize: Dequantize,
+    elements: Elements,
+}
+
+/// What a block has.
+#[derive(Clone, Copy)]
+enum Elements {
+    /// One number.
+    Number(fn(&[u8]) -> f32),
+    Codes(CodeFormat),
+}
+
+/// How a type of blocks stores codes.
+#[derive(Clone, Copy)]
+pub struct CodeFormat {
+    take_apart: TakeApart,
+    /// Bits of a code, once taken apart.
+    pub bits: u32,
+    /// The code that stands for zero, before a minimum is subtracted.
+    pub center: u8,
+    pub has_minima: bool,
+}
+
+impl CodeFormat {
+    /// The parts of a block, to `parts`.
+    pub fn take_apart(&self, block: &[u8], parts: &mut CodedBlock) {
+        (self.take_apart)(block, parts);
+    }
 }
 
 impl TensorType {
@@ -32,8 +58,24 @@ impl TensorType {
     pub fn dequantize(&self, blocks: &[u8], numbers: &mut [f32]) {
         let count = blocks.len() / self.bytes;
         assert_eq!((blocks.len(), numbers.len()), (count * self.bytes, count * self.numbers), "whole blocks");
-        for (block, numbers) in blocks.chunks_exact(self.bytes).zip(numbers.chunks_exact_mut(self.numbers)) {
-            (self.dequantize)(block, numbers);
+        let blocks = blocks.chunks_exact(self.bytes);
+        match &self.elements {
+            Elements::Number(read) => blocks.zip(numbers).for_each(|(bytes, number)| *number = read(bytes)),
+            Elements::Codes(format) => {
+                let mut parts = CodedBlock::default();
+                for (block, numbers) in blocks.zip(numbers.chunks_exact_mut(self.numbers)) {
+                    format.take_apart(block, &mut parts);
+                    parts.write(format.center, numbers);
+                }
+            }
+        }
+    }
+
+    /// How it stores codes; `None` of plain numbers.
+    pub fn codes(&self) -> Option<&CodeFormat> {
+        match &self.elements {
+            Elements::Number(_) => None,
+            Elements::Codes(format) => Some(format),
         }
     }
 
@@ -97,27 +139,51 @@ impl PartialEq for TensorType {
 
 impl Eq for TensorType {}
 
-const fn blocks(id: u32, name: &'static str, [numbers, bytes]: [usize; 2], dequantize: Dequantize) -> TensorType {
-    TensorType { name, id, numbers, bytes, dequantize }
+const fn dense(id: u32, name: &'static str, bytes: usize, read: fn(&[u8]) -> f32) -> TensorType {
+    TensorType { name, id, numbers: 1, bytes, elements: Elements::Number(read) }
+}
+
+/// Of blocks without minima, of `[numbers, bytes]`; codes of `[bits, center]`.
+const fn centered(
+    id: u32,
+    name: &'static str,
+    [numbers, bytes]: [usize; 2],
+    [bits, center]: [u8; 2],
+    take_apart: TakeApart,
+) -> TensorType {
+    let format = CodeFormat { take_apart, bits: bits as u32, center, has_minima: false };
+    TensorType { name, id, numbers, bytes, elements: Elements::Codes(format) }
+}
+
+/// Of blocks with minima, of `[numbers, bytes]`.
+const fn with_minima(
+    id: u32,
+    name: &'static str,
+    [numbers, bytes]: [usize; 2],
+    bits: u32,
+    take_apart: TakeApart,
+) -> TensorType {
+    let format = CodeFormat { take_apart, bits, center: 0, has_minima: true };
+    TensorType { name, id, numbers, bytes, elements: Elements::Codes(format) }
 }
 
 /// Types that are read.
 pub static TYPES: [TensorType; 15] = [
-    blocks(0, "F32", [1, 4], dequantize::f32),
-    blocks(1, "F16", [1, 2], dequantize::f16),
-    blocks(30, "BF16", [1, 2], dequantize::bf16),
-    blocks(2, "Q4_0", [32, 18], dequantize::q4_0),
-    blocks(3, "Q4_1", [32, 20], dequantize::q4_1),
-    blocks(6, "Q5_0", [32, 22], dequantize::q5_0),
-    blocks(7, "Q5_1", [32, 24], dequantize::q5_1),
-    blocks(8, "Q8_0", [32, 34], dequantize::q8_0),
-    blocks(10, "Q2_K", [256, 84], dequantize::q2_k),
-    blocks(11, "Q3_K", [256, 110], dequantize::q3_k),
-    blocks(12, "Q4_K", [256, 144], dequantize::q4_k),
-    blocks(13, "Q5_K", [256, 176], dequantize::q5_k),
-    blocks(14, "Q6_K", [256, 210], dequantize::q6_k),
-    blocks(20, "IQ4_NL", [32, 18], dequantize::iq4_nl),
-    blocks(23, "IQ4_XS", [256, 136], dequantize::iq4_xs),
+    dense(0, "F32", 4, |b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
+    dense(1, "F16", 2, |b| f16::from_le_bytes([b[0], b[1]]).to_f32()),
+    dense(30, "BF16", 2, |b| bf16::from_le_bytes([b[0], b[1]]).to_f32()),
+    centered(2, "Q4_0", [32, 18], [4, 8], codes::q4_0),
+    with_minima(3, "Q4_1", [32, 20], 4, codes::q4_1),
+    centered(6, "Q5_0", [32, 22], [5, 16], codes::q5_0),
+    with_minima(7, "Q5_1", [32, 24], 5, codes::q5_1),
+    centered(8, "Q8_0", [32, 34], [8, 128], codes::q8_0),
+    with_minima(10, "Q2_K", [256, 84], 2, codes::q2_k),
+    centered(11, "Q3_K", [256, 110], [3, 4], codes::q3_k),
+    with_minima(12, "Q4_K", [256, 144], 4, codes::q4_k),
+    with_minima(13, "Q5_K", [256, 176], 5, codes::q5_k),
+    centered(14, "Q6_K", [256, 210], [6, 32], codes::q6_k),
+    centered(20, "IQ4_NL", [32, 18], [8, 128], codes::iq4_nl),
+    centered(23, "IQ4_XS", [256, 136], [8, 128], codes::iq4_xs),
 ];
 
 /// Types that are written.

@@ -4,6 +4,7 @@ use crate::model::block_spec::names;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::{Adapter, LoraConfig};
+use crate::model::stored::table::TokenTable;
 use crate::torch::Generator;
 
 impl Llama {
@@ -37,7 +38,7 @@ impl Llama {
         self.config.tie_word_embeddings &= !lm_head_changes;
         self.linears_mut().into_iter().for_each(|(_, linear)| linear.merge());
         if lm_head_changes {
-            self.lm_head_vh = self.lm_head_weight().shallow_clone();
+            self.lm_head_table = TokenTable::Dense(self.lm_head_weight());
         }
         self
     }

@@ -7,9 +7,10 @@ use tch::{Device, Kind, Tensor};
 use crate::cpu::arena::Arena;
 use crate::cpu::matrix::Matrix;
 use crate::cpu::team::Team;
+use crate::dtype::DraftDtype;
 use crate::model::lora::{self, Adapter, Adapters};
 use crate::model::stored::QuantizedWeight;
-pub(crate) use crate::model::stored::dense::matrix_of;
+use crate::model::stored::dense::{draft_matrix, matrix_of};
 use crate::torch::bytes;
 use crate::torch::onednn::PackedWeight;
 
@@ -50,12 +51,26 @@ impl Linear {
         Self { outputs: weight.size()[0], weight: Weight::Quantized(weight), bias_o, adapter: None }
     }
 
-    /// The same layer for passes of few rows: for the kernels of [`crate::cpu`] where the CPU has what they need, with the
+    /// The same layer for passes of few rows: for the kernels of [`crate::cpu`] where the CPU has what they need, with a dense
     /// weight in `kind` then, else as for batches. Adapters must be merged before.
     #[must_use]
     pub fn for_few_rows(self, kind: Kind, arena: &mut Arena) -> Self {
-        let Weight::Dense(weight_oi) = &self.weight else { return self };
-        match matrix_of(&weight_oi.to_kind(kind), arena) {
+        self.laid_out(|weight_oi, arena| matrix_of(&weight_oi.to_kind(kind), arena), arena)
+    }
+
+    /// As [`Linear::for_few_rows`], of a drafter.
+    #[must_use]
+    pub fn for_guesses(self, dtype: DraftDtype, arena: &mut Arena) -> Self {
+        self.laid_out(|weight_oi, arena| draft_matrix(weight_oi, dtype, arena), arena)
+    }
+
+    fn laid_out(self, dense: impl FnOnce(&Tensor, &mut Arena) -> Option<Matrix>, arena: &mut Arena) -> Self {
+        let matrix = match &self.weight {
+            Weight::Dense(weight_oi) => dense(weight_oi, arena),
+            Weight::Quantized(weight) => weight.matrix(arena),
+            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => return self,
+        };
+        match matrix {
             Some(matrix) => Self { weight: Weight::Matrix(matrix), ..self },
             None => self.packed(),
         }
@@ -126,6 +141,13 @@ impl Linear {
     /// The weight where it is for the CPU's own kernels.
     pub fn matrix(&self) -> Option<&Matrix> {
         match &self.weight {
+            Weight::Matrix(matrix) => Some(matrix),
+            _ => None,
+        }
+    }
+
+    fn into_matrix(self) -> Option<Matrix> {
+        match self.weight {
             Weight::Matrix(matrix) => Some(matrix),
             _ => None,
         }
@@ -208,18 +230,29 @@ impl LinearGroup {
     }
 
     /// One product for all, as `prepare` makes it. Copies the weights; a layer without a bias beside one with a bias gets zeros. Quantised
-    /// layers stay separate.
+    /// layers that `prepare` does not lay out for the CPU's own kernels stay separate.
     ///
     /// # Panics
     /// If a layer has an adapter.
     #[must_use]
-    pub fn merged(self, prepare: impl FnOnce(Linear) -> Linear) -> Self {
+    pub fn merged(self, mut prepare: impl FnMut(Linear) -> Linear) -> Self {
         assert!(self.layers.iter().all(|layer| layer.adapter.is_none()), "adapters are merged before layers are");
+        if self.is_merged {
+            return self;
+        }
+        let (bias_o, outputs) = (self.bias(), self.outputs());
         let weights: Option<Vec<&Tensor>> = self.layers.iter().map(Linear::dense_weight).collect();
-        let Some(weights) = weights.filter(|_| !self.is_merged) else { return self };
-        let bias_o = self.bias();
-        let weight_oi = if let [one] = weights[..] { one.shallow_clone() } else { Tensor::cat(&weights, 0) };
-        Self { layers: vec![prepare(Linear::dense(weight_oi, bias_o))], is_merged: true }
+        if let Some(weights) = weights {
+            let weight_oi = if let [one] = weights[..] { one.shallow_clone() } else { Tensor::cat(&weights, 0) };
+            return Self { layers: vec![prepare(Linear::dense(weight_oi, bias_o))], is_merged: true };
+        }
+        let layers: Vec<Linear> = self.layers.into_iter().map(prepare).collect();
+        if !layers.iter().all(|layer| layer.matrix().is_some()) {
+            return Self { layers, is_merged: false };
+        }
+        let weight = layers.into_iter().filter_map(Linear::into_matrix).reduce(Matrix::above).map(Weight::Matrix);
+        let weight = weight.expect("a group has layers");
+        Self { layers: vec![Linear { weight, bias_o, outputs, adapter: None }], is_merged: true }
     }
 
     /// The layer that all are merged into, if they are.

@@ -6,6 +6,7 @@ use tch::{Device, Kind, Tensor};
 use crate::cpu;
 use crate::cpu::arena::Arena;
 use crate::cpu::rows::largest;
+use crate::dtype::DraftDtype;
 use crate::model::attention::{Attention, RowMask};
 use crate::model::batch_step::padded;
 use crate::model::block_spec::{BlockSpec, names};
@@ -19,6 +20,7 @@ use crate::model::new_tokens::{CacheMask, NewTokens};
 use crate::model::norm::norm;
 use crate::model::rope::{Ropes, RotationsByKind};
 use crate::model::stages::{StageBorders, Stages};
+use crate::model::stored::table::TokenTable;
 use crate::model::stored::{Quantization, QuantizedWeight};
 use crate::model::taps::{Tapped, Taps};
 use crate::torch::{bytes, upload};
@@ -32,13 +34,12 @@ pub use dense::{DenseLayer, DenseWeights, MergedLayer};
 pub struct Llama {
     pub config: LlamaConfig,
     pub(super) block: BlockSpec,
-    /// `[V, H]`, of the file's dtype: rows are converted as they are looked up, so a mapped file is not copied.
-    pub(super) embed_tokens_vh: Tensor,
+    pub(super) embed_tokens: TokenTable,
     pub(super) layers: Vec<DecoderLayer>,
     pub(super) norm_h: Tensor,
     pub(super) lm_head: Linear,
     /// The LM head as loaded: a view of its file where there is one. It stays readable when `lm_head` is packed.
-    pub(super) lm_head_vh: Tensor,
+    pub(super) lm_head_table: TokenTable,
     /// Of each stage.
     pub(super) ropes: Vec<Ropes>,
     pub(super) kind: Kind,
@@ -51,10 +52,21 @@ pub struct Llama {
 impl Llama {
     /// The same backbone for a few tokens at a time: see [`crate::model::loading::Purpose::Decoding`].
     #[must_use]
-    pub fn for_decoding(mut self) -> Self {
+    pub fn for_decoding(self) -> Self {
+        let kind = self.kind;
+        self.laid_out(|linear, arena| linear.for_few_rows(kind, arena))
+    }
+
+    /// As [`Llama::for_decoding`], of a draft model.
+    #[must_use]
+    pub fn for_guesses(self, dtype: DraftDtype) -> Self {
+        self.laid_out(|linear, arena| linear.for_guesses(dtype, arena))
+    }
+
+    fn laid_out(mut self, prepare: impl Fn(Linear, &mut Arena) -> Linear) -> Self {
         let mut arena = Arena::default();
-        self.lm_head = self.lm_head.for_few_rows(self.kind, &mut arena);
-        let mut prepare = |linear: Linear| linear.for_few_rows(self.kind, &mut arena);
+        self.lm_head = prepare(self.lm_head, &mut arena);
+        let mut prepare = |linear: Linear| prepare(linear, &mut arena);
         self.layers = self.layers.into_iter().map(|layer| layer.prepared(&mut prepare)).collect();
         self
     }
@@ -230,16 +242,16 @@ impl Llama {
         &self.lm_head
     }
 
-    /// The LM head's weight `[V, H]`; of a backbone made for decoding, as it is in the file, on the CPU.
-    pub fn lm_head_weight(&self) -> &Tensor {
-        self.lm_head.dense_weight().unwrap_or(&self.lm_head_vh)
+    /// The LM head's weight `[V, H]`; of a backbone made for decoding, as it is in the file, on the CPU; of blocks, a copy.
+    pub fn lm_head_weight(&self) -> Tensor {
+        self.lm_head.dense_weight().map_or_else(|| self.lm_head_table.numbers(self.kind), Tensor::shallow_clone)
     }
 
     /// `[V, H]`: the weight whose products are the logits before they are capped, if they are. It is the LM head's but for Granite, which
     /// divides the products.
     pub fn logit_weight(&self) -> Tensor {
         match self.config.family.logits.divisor {
-            1.0 => self.lm_head_weight().shallow_clone(),
+            1.0 => self.lm_head_weight(),
             divisor => self.lm_head_weight() / divisor,
         }
     }
@@ -295,7 +307,7 @@ impl Llama {
     /// # Panics
     /// For a backbone made for decoding: merged and packed weights have no such names.
     pub fn weights(&self) -> Vec<(String, &Tensor)> {
-        let mut all = vec![(names::EMBED_TOKENS.to_owned(), &self.embed_tokens_vh)];
+        let mut all = vec![(names::EMBED_TOKENS.to_owned(), self.embed_tokens.dense())];
         for (i, layer) in self.layers.iter().enumerate() {
             all.extend(layer.weights(&self.block, i));
         }
@@ -309,19 +321,32 @@ impl Llama {
     /// Token ids to embeddings `[…, H]`, in the backbone's dtype, on the device of the ids: heads on the last stage embed tokens, too.
     pub fn embed(&self, tokens: &Tensor) -> Tensor {
         let on_first = tokens.to_device(self.stages.first());
-        let x = Tensor::embedding(&self.embed_tokens_vh, &on_first, -1, false, false).to_kind(self.kind);
-        let x = x.to_device(tokens.device());
-        match self.config.family.embedding_multiplier {
+        let x = self.embed_tokens.rows(&on_first, self.kind).to_device(tokens.device());
+        match self.embedding_factor() {
             1.0 => x,
-            // Rounded to the dtype of the embeddings, as transformers does.
-            factor => x * Tensor::from(factor).to_kind(self.kind).double_value(&[]),
+            factor => x * factor,
         }
     }
 
-    /// As [`Llama::embed`], as float32 numbers `[N, H]`. Calls libtorch only where the embedding is not as the CPU's own kernels read it.
+    /// What embeddings are multiplied with, rounded to their dtype as transformers does.
+    fn embedding_factor(&self) -> f64 {
+        match self.config.family.embedding_multiplier {
+            1.0 => 1.0,
+            factor => Tensor::from(factor).to_kind(self.kind).double_value(&[]),
+        }
+    }
+
+    /// As [`Llama::embed`], as float32 numbers `[N, H]`, which those of blocks are before they are rounded to the backbone's dtype. Calls libtorch only
+    /// where the embedding is not as the CPU's own kernels read it.
     pub fn embed_numbers(&self, tokens: &[i64]) -> Vec<f32> {
-        let table_vh = &self.embed_tokens_vh;
-        let is_plain = self.config.family.embedding_multiplier == 1.0 && table_vh.kind() == self.kind;
+        let table_vh = match &self.embed_tokens {
+            TokenTable::Dense(table_vh) => table_vh,
+            TokenTable::Blocks(blocks) => {
+                let factor = self.embedding_factor() as f32;
+                return blocks.rows(tokens).into_iter().map(|x| x * factor).collect();
+            }
+        };
+        let is_plain = self.embedding_factor() == 1.0 && table_vh.kind() == self.kind;
         if table_vh.device() == Device::Cpu && is_plain && table_vh.is_contiguous() {
             match self.kind {
                 Kind::Float => return rows_of(bytes::raw(table_vh), tokens, table_vh.size()[1], f32::from_ne_bytes),

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::dtype::DraftDtype;
 use crate::model::block_spec::names;
 use crate::model::config::{ConfigError, LlamaConfig};
 use crate::model::decoder_layer::{DecoderLayer, LinearStore, build_linear};
@@ -11,7 +12,8 @@ use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::peft::{self, PeftError};
 use crate::model::stages::{StageBorders, Stages};
-use crate::model::stored::{Quantization, Quantizer};
+use crate::model::stored::table::TokenTable;
+use crate::model::stored::{Quantization, QuantizedWeight, Quantizer};
 use crate::model::taps::Taps;
 use crate::model::weights::{WeightFiles, WeightsError};
 use crate::torch::Generator;
@@ -65,6 +67,10 @@ pub enum Purpose {
     FineTuning(Kind),
     /// A few tokens at a time: q, k, v and gate, up merged, and laid out for the CPU's own kernels.
     Decoding,
+    /// As [`Purpose::Decoding`]; on a CPU, weights in the blocks of a GGUF file stay so, and are multiplied by activations in 8 bits.
+    DecodingBlocks,
+    /// As [`Purpose::DecodingBlocks`], of a draft model: on a CPU with the kernels, dense weights are in this dtype.
+    Guesses(DraftDtype),
     /// A token of each of many generations at a time: merged, and packed on the CPU by oneDNN, which is faster from some 20 rows on.
     Batches,
 }
@@ -121,11 +127,19 @@ impl Llama {
         let files = WeightFiles::open(folder)?;
         tensors::check(folder, &config, &files)?;
         tensors::check_tied(folder, &config, &files)?;
-        let embedding = embedding(&files, &config, kind, stages.first())?;
-        let store = |device: Device| match quantization {
-            Some(quantization) => LinearStore::Quantized(Quantizer::new(quantization, device)),
-            None if device == Device::Cpu && purpose == Purpose::Training => LinearStore::Blocks(&files, kind),
-            None => LinearStore::Dense,
+        let store = |device: Device| match (quantization, purpose) {
+            (Some(quantization), _) => LinearStore::Quantized(Quantizer::new(quantization, device)),
+            (None, Purpose::Training | Purpose::DecodingBlocks | Purpose::Guesses(_)) if device == Device::Cpu => {
+                LinearStore::Blocks(&files, kind)
+            }
+            (None, _) => LinearStore::Dense,
+        };
+        let on_cpu = stages.devices().all(|device| device == Device::Cpu);
+        let for_blocks = matches!(purpose, Purpose::DecodingBlocks | Purpose::Guesses(_));
+        let keeps_blocks = |name: &str| for_blocks && on_cpu && files.is_in_blocks(name);
+        let embedding = match keeps_blocks(names::EMBED_TOKENS) {
+            true => absent(&[config.vocab_size, config.hidden_size], kind, Device::Cpu),
+            false => embedding(&files, &config, kind, stages.first())?,
         };
         let stores: Vec<LinearStore> = stages.devices().map(store).collect();
         let mut source = |name: &str, shape: &[i64], device| {
@@ -134,15 +148,24 @@ impl Llama {
             }
             match name {
                 names::EMBED_TOKENS => Ok(embedding.shallow_clone()),
+                names::LM_HEAD_WEIGHT if keeps_blocks(name) => Ok(absent(shape, kind, device)),
                 _ => files.tensor(name, shape, kind, device),
             }
         };
         let layers = config.num_hidden_layers;
         let mut llama = Self::build_layers(layers, config, kind, stages, &stores, &mut source)?;
         llama.quantization = quantization;
-        if !files.is_in_blocks(llama.lm_head_name()) {
-            let shape = [llama.config.vocab_size, llama.config.hidden_size];
-            llama.lm_head_vh = files.mapped(llama.lm_head_name(), &shape)?;
+        let (lm_head, shape) = (llama.lm_head_name(), [llama.config.vocab_size, llama.config.hidden_size]);
+        if !files.is_in_blocks(lm_head) {
+            llama.lm_head_table = TokenTable::Dense(files.mapped(lm_head, &shape)?);
+        }
+        let blocks = |name: &str| if keeps_blocks(name) { files.blocks(name, &shape) } else { Ok(None) };
+        if let Some(blocks) = blocks(names::EMBED_TOKENS)? {
+            llama.embed_tokens = TokenTable::Blocks(blocks);
+        }
+        if let Some((table, weight)) = blocks(lm_head)?.zip(blocks(lm_head)?) {
+            llama.lm_head_table = TokenTable::Blocks(table);
+            llama.lm_head = Linear::quantized(QuantizedWeight::from_blocks(weight, kind), None);
         }
         let llama = llama.prepared_for(purpose);
         files.release(); // also what was read to be copied
@@ -291,9 +314,9 @@ impl Llama {
             layers: layers.collect::<Result<_, _>>()?,
             norm_h,
             ropes: stages.ropes(&block.layers, kind),
-            lm_head_vh: lm_head.dense_weight().expect("lm_head is not quantised").shallow_clone(),
+            lm_head_table: TokenTable::Dense(lm_head.dense_weight().expect("a dense LM head").shallow_clone()),
             lm_head,
-            embed_tokens_vh,
+            embed_tokens: TokenTable::Dense(embed_tokens_vh),
             config,
             block,
             kind,
@@ -316,7 +339,8 @@ impl Llama {
         match purpose {
             Purpose::Training | Purpose::Saving => self,
             Purpose::FineTuning(kind) => self.for_fine_tuning(kind),
-            Purpose::Decoding => self.for_decoding(),
+            Purpose::Decoding | Purpose::DecodingBlocks => self.for_decoding(),
+            Purpose::Guesses(dtype) => self.for_guesses(dtype),
             Purpose::Batches => self.for_batches(),
         }
     }

@@ -209,7 +209,7 @@ impl PeftFolder {
 
     /// PEFT saves lm_head with its adapter; another one than the backbone's means another base. The backbone's, where the adapter
     /// holds one, and the latter's name.
-    fn lm_head<'b>(&self, backbone: &'b Llama) -> Option<(&'b Tensor, String)> {
+    fn lm_head(&self, backbone: &Llama) -> Option<(Tensor, String)> {
         let name = peft_name(names::LM_HEAD, "base_layer");
         self.files.contains(&name).then(|| (backbone.lm_head_weight(), name))
     }
@@ -228,7 +228,7 @@ impl PeftFolder {
 
     fn compare_lm_head(&self, backbone: &Llama) -> Result<(), PeftError> {
         let Some((own, name)) = self.lm_head(backbone) else { return Ok(()) };
-        if same_up_to_rounding(&self.files.mapped(&name, &own.size())?, own) {
+        if same_up_to_rounding(&self.files.mapped(&name, &own.size())?, &own) {
             return Ok(());
         }
         Err(self.other_base(format!("tensor {name:?} is not the backbone's lm_head")))
@@ -277,10 +277,9 @@ pub fn save_adapters(folder: &Path, backbone: &Llama, base: &str) -> Result<(), 
         inference_mode: true,
         ..PeftConfig::default()
     };
-    let mut tensors: Vec<(String, &Tensor)> = vec![];
-    if backbone.lm_head().adapter().is_some() {
-        tensors.push((peft_name(names::LM_HEAD, "base_layer"), backbone.lm_head_weight()));
-    }
+    let lm_head = backbone.lm_head().adapter().map(|_| backbone.lm_head_weight());
+    let named_lm_head = lm_head.iter().map(|weight| (peft_name(names::LM_HEAD, "base_layer"), weight));
+    let mut tensors: Vec<(String, &Tensor)> = named_lm_head.collect();
     tensors.extend(adapters.iter().flat_map(|(layer, adapter)| named(layer, adapter)));
     let path = folder.join(ADAPTER_CONFIG);
     write_json(&path, &config).map_err(failed("write", &path))?;

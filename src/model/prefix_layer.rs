@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::arena::Arena;
+use crate::dtype::DraftDtype;
 use crate::model::attention::{Attention, RowMask};
 use crate::model::backward::{FEWEST_TOKENS, LARGEST_INPUT};
 use crate::model::block_spec::{BlockSpec, NormKind, names};
@@ -98,10 +99,10 @@ impl PrefixLayer {
         Self::from_tensors(&self.config, (kind, self.norm_h.device()), tensors)
     }
 
-    /// Lays the weights out for a few tokens at a time, like those of heads: see [`Linear::for_few_rows`].
+    /// Lays the weights out for a few tokens at a time, like those of heads: see [`Linear::for_guesses`].
     #[must_use]
-    pub fn for_decoding(self, arena: &mut Arena) -> Self {
-        let mut prepare = |linear: Linear| linear.for_few_rows(Kind::BFloat16, arena);
+    pub fn for_decoding(self, dtype: DraftDtype, arena: &mut Arena) -> Self {
+        let mut prepare = |linear: Linear| linear.for_guesses(dtype, arena);
         Self { layer: self.layer.prepared(&mut prepare), ..self }
     }
 

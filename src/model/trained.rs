@@ -6,6 +6,7 @@ use crate::model::block_spec::names;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::peft;
+use crate::model::stored::table::TokenTable;
 use crate::torch::wide;
 
 impl Llama {
@@ -13,7 +14,7 @@ impl Llama {
     #[must_use]
     pub fn for_fine_tuning(mut self, kind: Kind) -> Self {
         let own = |tensor: &Tensor| tensor.to_kind(wide(kind)).copy();
-        self.embed_tokens_vh = own(&self.embed_tokens_vh);
+        self.embed_tokens = TokenTable::Dense(own(self.embed_tokens.dense()));
         self.norm_h = own(&self.norm_h);
         for layer in &mut self.layers {
             layer.norms_mut().for_each(|norm| *norm = own(norm));
@@ -32,7 +33,7 @@ impl Llama {
 
     /// The embedding as the LM head; with several stages a copy on the last one.
     fn tied_weight(&self) -> Tensor {
-        let embedding_vh = self.embed_tokens_vh.detach();
+        let embedding_vh = self.embed_tokens.dense().detach();
         match self.stages.len() {
             1 => embedding_vh,
             _ => embedding_vh.to_device(self.stages.last()).copy(),
@@ -42,14 +43,14 @@ impl Llama {
     /// The LM head's copy `[V, H]` of a trained embedding that lies on another stage. It follows the embedding after each update.
     pub fn copied_embedding(&self) -> Option<&Tensor> {
         let is_copied = self.config.tie_word_embeddings && self.stages.len() > 1 && self.lm_head.adapter().is_none();
-        self.lm_head.dense_weight().filter(|_| is_copied && self.embed_tokens_vh.requires_grad())
+        self.lm_head.dense_weight().filter(|_| is_copied && self.embed_tokens.dense().requires_grad())
     }
 
     /// What is trained in a part of a pass (see [`Llama::forward_kept`]), by the name in its file: adapters by PEFT's, weights by
     /// Hugging Face's.
     pub fn trained_in(&self, part: usize) -> Vec<(String, &Tensor)> {
         let all = match part.checked_sub(1) {
-            None => vec![(names::EMBED_TOKENS.to_owned(), &self.embed_tokens_vh)],
+            None => vec![(names::EMBED_TOKENS.to_owned(), self.embed_tokens.dense())],
             Some(layer) if layer < self.layers.len() => self.tensors_of_layer(layer),
             Some(_) => vec![(names::NORM.to_owned(), &self.norm_h)],
         };

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use super::drafter::spec::{DrafterName, DrafterSpec};
 use super::error::{SessionError, UsageError};
-use super::reporter::Reporter;
+use super::reporter::{LoadContext, Reporter};
 use crate::data::tokenize::config_keys::reported_tokenizer_keys;
 use crate::draft::error::DrafterError;
 use crate::draft::file::DrafterFile;
@@ -113,8 +113,8 @@ impl OpenedHeads {
     ///
     /// # Errors
     /// An invalid file, or heads that do not fit the backbone.
-    pub fn load(&self, backbone: &Llama, reporter: &dyn Reporter) -> Result<Box<dyn TrainedDrafter>, DrafterError> {
-        self.file.oddities()?.iter().for_each(|oddity| reporter.notice(oddity));
-        self.file.load(backbone)
+    pub fn load(&self, backbone: &Llama, context: LoadContext) -> Result<Box<dyn TrainedDrafter>, DrafterError> {
+        self.file.oddities()?.iter().for_each(|oddity| context.reporter.notice(oddity));
+        self.file.load(backbone, context.draft_dtype)
     }
 }

@@ -13,7 +13,7 @@ use super::reporter::{LoadContext, Reporter};
 use super::setup::SetupOptions;
 use crate::decode::DecodeLoop;
 use crate::decode::request::Request;
-use crate::dtype::Dtype;
+use crate::dtype::{DraftDtype, Dtype};
 use crate::torch::DeviceChoice;
 use crate::tree::accept::Acceptance;
 
@@ -35,6 +35,8 @@ pub struct SessionOptions {
     pub device: DeviceChoice,
     /// By default that of the backbone's weights; on a CPU never float16.
     pub dtype: Option<Dtype>,
+    /// Of drafters, on the CPU's kernels.
+    pub draft_dtype: DraftDtype,
 }
 
 impl SessionOptions {
@@ -65,6 +67,6 @@ impl SessionOptions {
     }
 
     fn context<'r>(&self, reporter: &'r dyn Reporter) -> LoadContext<'r> {
-        LoadContext { device: self.device, dtype: self.dtype, reporter }
+        LoadContext { device: self.device, dtype: self.dtype, draft_dtype: self.draft_dtype, reporter }
     }
 }

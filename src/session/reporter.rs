@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt::Display;
 
-use crate::dtype::Dtype;
+use crate::dtype::{DraftDtype, Dtype};
 use crate::torch::DeviceChoice;
 
 /// Hears of choices and of work that takes long; the command line prints them to stderr.
@@ -33,6 +33,8 @@ pub struct LoadContext<'r> {
     pub device: DeviceChoice,
     /// By default that of the backbone's weights; on a CPU never float16.
     pub dtype: Option<Dtype>,
+    /// Of drafters, on the CPU's kernels.
+    pub draft_dtype: DraftDtype,
     pub reporter: &'r dyn Reporter,
 }
 
@@ -40,6 +42,6 @@ impl LoadContext<'_> {
     /// The same without notices.
     #[must_use]
     pub fn silent(self) -> LoadContext<'static> {
-        LoadContext { device: self.device, dtype: self.dtype, reporter: &Silent }
+        LoadContext { device: self.device, dtype: self.dtype, draft_dtype: self.draft_dtype, reporter: &Silent }
     }
 }

@@ -4,6 +4,7 @@ use std::num::NonZeroU32;
 
 use medusa::draft::heads::{Heads, HeadsArchitecture, HeadsShape};
 use medusa::draft::trained::TrainedDrafter;
+use medusa::dtype::DraftDtype;
 use medusa::session::engine::{EngineName, EngineOptions};
 use medusa::session::{SessionOptions, Silent};
 use medusa::torch::DeviceChoice;
@@ -92,7 +93,9 @@ fn a_prefix_layer_has_the_rotary_embeddings_of_max_context() {
     };
     let ids: Vec<i64> = (3..17).collect();
     let logits = |heads: &dyn TrainedDrafter| heads.known_text(&with_context(16), &ids).logits(0, &[5, 12]);
-    let of_context = |tokens| logits(&Heads::load(&heads, &with_context(tokens)).expect("heads").for_decoding());
+    let of_context = |tokens| {
+        logits(&Heads::load(&heads, &with_context(tokens)).expect("heads").for_decoding(DraftDtype::default()))
+    };
     let options = SessionOptions {
         backbone: folder,
         heads: Some(heads.clone()),

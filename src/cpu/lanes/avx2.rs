@@ -17,7 +17,9 @@ pub(in crate::cpu) struct Avx2(());
 impl Avx2 {
     /// If this CPU has it.
     pub(super) fn detected() -> Option<Self> {
-        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(Self(()))
+        let detected =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        detected.then_some(Self(()))
     }
 }
 
@@ -91,6 +93,14 @@ unsafe fn widened(first: *const __m128i) -> __m256 {
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
 }
 
+/// The sums of two products each, in int16, of codes from which 128 is subtracted.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn signed_products(codes: __m256i, x: __m256i) -> __m256i {
+    let weights = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+    _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights))
+}
+
 // SAFETY of all blocks: `self` says that the CPU has the instructions. What else a block needs stands beside it.
 impl Lanes for Avx2 {
     type Vector = Pair;
@@ -98,7 +108,7 @@ impl Lanes for Avx2 {
 
     #[inline(always)]
     fn run<R>(self, kernel: impl FnOnce() -> R) -> R {
-        #[target_feature(enable = "avx2,fma")]
+        #[target_feature(enable = "avx2,fma,f16c")]
         fn with<R>(kernel: impl FnOnce() -> R) -> R {
             kernel()
         }
@@ -285,6 +295,85 @@ impl Lanes for Avx2 {
             let selected = x.iter().skip(odd).step_by(2);
             numbers.iter_mut().zip(selected).for_each(|(to, &x)| *to = bf16::from_f32(x).to_f32().to_ne_bytes());
         }
+    }
+
+    const QUERIES: usize = 2;
+    const CODED_ROWS: usize = 3;
+    const CENTER_OF_BYTES: u8 = 128;
+    type Codes = [__m256i; 2];
+    type Sums = [__m256i; 2];
+
+    #[inline(always)]
+    fn codes(self, line: &VectorLine) -> [__m256i; 2] {
+        *bits(line)
+    }
+
+    #[inline(always)]
+    fn field(self, bytes: [__m256i; 2], at: u32, width: u32, to: u32) -> [__m256i; 2] {
+        bytes.map(|bytes| {
+            // SAFETY: see above.
+            unsafe {
+                let moved = match to.cast_signed() - at.cast_signed() {
+                    0 => bytes,
+                    left @ 1.. => _mm256_sll_epi16(bytes, _mm_cvtsi32_si128(left)),
+                    right => _mm256_srl_epi16(bytes, _mm_cvtsi32_si128(-right)),
+                };
+                _mm256_and_si256(moved, _mm256_set1_epi8((((1u32 << width) - 1) << to) as i8))
+            }
+        })
+    }
+
+    #[inline(always)]
+    fn either(self, a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
+        // SAFETY: see above.
+        array::from_fn(|h| unsafe { _mm256_or_si256(a[h], b[h]) })
+    }
+
+    #[inline(always)]
+    fn integers(self, x: i32) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe { [_mm256_set1_epi32(x); 2] }
+    }
+
+    /// Products of codes up to 63 are added in int16, where four fit. Two products of a code up to 255 do not, so
+    /// bytes are signed here, and the sign goes to x.
+    #[inline(always)]
+    fn add_pair<const WIDE: bool>(self, sums: [__m256i; 2], weights: [[__m256i; 2]; 2], x: [i32; 2]) -> [__m256i; 2] {
+        array::from_fn(|h| {
+            // SAFETY: see above.
+            unsafe {
+                let [a, b] = array::from_fn(|at| {
+                    let (codes, x) = (weights[at][h], _mm256_set1_epi32(x[at]));
+                    if WIDE { signed_products(codes, x) } else { _mm256_maddubs_epi16(codes, x) }
+                });
+                let ones = _mm256_set1_epi16(1);
+                if WIDE {
+                    let sums = _mm256_add_epi32(sums[h], _mm256_madd_epi16(a, ones));
+                    return _mm256_add_epi32(sums, _mm256_madd_epi16(b, ones));
+                }
+                _mm256_add_epi32(sums[h], _mm256_madd_epi16(_mm256_add_epi16(a, b), ones))
+            }
+        })
+    }
+
+    #[inline(always)]
+    fn floats(self, sums: [__m256i; 2]) -> Pair {
+        // SAFETY: see above.
+        sums.map(|sums| unsafe { _mm256_cvtepi32_ps(sums) })
+    }
+
+    #[inline(always)]
+    fn float16(self, bytes: &[u8; 32]) -> Pair {
+        // SAFETY: 16 bytes each.
+        array::from_fn(|h| unsafe { _mm256_cvtph_ps(_mm_loadu_si128(bytes[16 * h..].as_ptr().cast())) })
+    }
+
+    #[inline(always)]
+    fn signed(self, bytes: &[u8; 16]) -> Pair {
+        // SAFETY: 8 bytes each.
+        array::from_fn(|h| unsafe {
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(bytes[8 * h..].as_ptr().cast())))
+        })
     }
 }
 

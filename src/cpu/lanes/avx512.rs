@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use super::vector::{LANES, Lanes, VectorLine};
 
-/// AVX-512 with bfloat16. A value exists only where [`Avx512::detected`] has seen it.
+/// AVX-512 with bfloat16 and VNNI. A value exists only where [`Avx512::detected`] has seen it.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cpu) struct Avx512(());
 
@@ -14,7 +14,8 @@ impl Avx512 {
         let detected = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl")
-            && is_x86_feature_detected!("avx512bf16");
+            && is_x86_feature_detected!("avx512bf16")
+            && is_x86_feature_detected!("avx512vnni");
         detected.then_some(Self(()))
     }
 }
@@ -53,7 +54,7 @@ impl Lanes for Avx512 {
 
     #[inline(always)]
     fn run<R>(self, kernel: impl FnOnce() -> R) -> R {
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni")]
         fn with<R>(kernel: impl FnOnce() -> R) -> R {
             kernel()
         }
@@ -197,6 +198,70 @@ impl Lanes for Avx512 {
     #[inline(always)]
     fn write_bfloat16_x(self, x: &[f32; 32], lines: &mut [VectorLine]) {
         lines[0] = self.bfloat16(x);
+    }
+
+    const QUERIES: usize = 6;
+    const CODED_ROWS: usize = 8;
+    const CENTER_OF_BYTES: u8 = 0;
+    type Codes = __m512i;
+    type Sums = __m512i;
+
+    #[inline(always)]
+    fn codes(self, line: &VectorLine) -> __m512i {
+        // SAFETY: a line is 64 aligned bytes.
+        unsafe { _mm512_load_si512(line.0.as_ptr().cast()) }
+    }
+
+    #[inline(always)]
+    fn field(self, bytes: __m512i, at: u32, width: u32, to: u32) -> __m512i {
+        // SAFETY: see above.
+        unsafe {
+            let moved = match to.cast_signed() - at.cast_signed() {
+                0 => bytes,
+                left @ 1.. => _mm512_sll_epi16(bytes, _mm_cvtsi32_si128(left)),
+                right => _mm512_srl_epi16(bytes, _mm_cvtsi32_si128(-right)),
+            };
+            _mm512_and_si512(moved, _mm512_set1_epi8((((1u32 << width) - 1) << to) as i8))
+        }
+    }
+
+    #[inline(always)]
+    fn either(self, a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_or_si512(a, b) }
+    }
+
+    #[inline(always)]
+    fn integers(self, x: i32) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_set1_epi32(x) }
+    }
+
+    #[inline(always)]
+    fn add_pair<const WIDE: bool>(self, sums: __m512i, weights: [__m512i; 2], x: [i32; 2]) -> __m512i {
+        // SAFETY: see above.
+        unsafe {
+            let sums = _mm512_dpbusd_epi32(sums, weights[0], _mm512_set1_epi32(x[0]));
+            _mm512_dpbusd_epi32(sums, weights[1], _mm512_set1_epi32(x[1]))
+        }
+    }
+
+    #[inline(always)]
+    fn floats(self, sums: __m512i) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_cvtepi32_ps(sums) }
+    }
+
+    #[inline(always)]
+    fn float16(self, bytes: &[u8; 32]) -> __m512 {
+        // SAFETY: 32 bytes.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(bytes.as_ptr().cast())) }
+    }
+
+    #[inline(always)]
+    fn signed(self, bytes: &[u8; 16]) -> __m512 {
+        // SAFETY: 16 bytes.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes.as_ptr().cast()))) }
     }
 }
 

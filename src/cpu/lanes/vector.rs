@@ -1,6 +1,8 @@
 //! What a vector of 16 numbers can do, and lines of 64 bytes.
 #![expect(unsafe_code, reason = "lines are bytes without holes")]
 
+use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+
 /// Numbers of a vector.
 pub(in crate::cpu) const LANES: usize = 16;
 
@@ -20,6 +22,9 @@ pub(in crate::cpu) trait Lanes: Copy {
 
     /// Rows of x whose sums, with the weights, fill the registers ([`crate::cpu::dots`]).
     const BLOCK_ROWS: usize;
+
+    /// Queries whose products with a key fill the registers ([`crate::cpu::attention`]).
+    const QUERIES: usize;
 
     /// Runs a kernel compiled for these instructions.
     fn run<R>(self, kernel: impl FnOnce() -> R) -> R;
@@ -93,6 +98,42 @@ pub(in crate::cpu) trait Lanes: Copy {
     /// Numbers of x, rounded to bfloat16, as [`Lanes::add_products`] reads them: [`Lanes::BFLOAT16_X_LINES`] lines.
     fn write_bfloat16_x(self, x: &[f32; 32], lines: &mut [VectorLine]);
 
+    /// Rows of x whose sums fill the registers with codes of weights ([`crate::cpu::blocks`]).
+    const CODED_ROWS: usize;
+
+    /// 64 codes of 8 bits: 4 inputs of each of 16 outputs.
+    type Codes: Copy;
+
+    /// 16 sums in int32.
+    type Sums: Copy;
+
+    /// The codes of a line.
+    fn codes(self, line: &VectorLine) -> Self::Codes;
+
+    /// The field of `width` bits at bit `at` of each byte, as bits from `to` on.
+    fn field(self, bytes: Self::Codes, at: u32, width: u32, to: u32) -> Self::Codes;
+
+    /// a | b.
+    fn either(self, a: Self::Codes, b: Self::Codes) -> Self::Codes;
+
+    /// The same whole number in all lanes.
+    fn integers(self, x: i32) -> Self::Sums;
+
+    /// What [`Lanes::add_pair`] subtracts from codes of 8 bits.
+    const CENTER_OF_BYTES: u8;
+
+    /// Adds the products of two times 4 inputs: unsigned codes of weights, of up to 6 bits or (`WIDE`) 8, by four signed bytes of x each.
+    fn add_pair<const WIDE: bool>(self, sums: Self::Sums, weights: [Self::Codes; 2], x: [i32; 2]) -> Self::Sums;
+
+    /// As float32.
+    fn floats(self, sums: Self::Sums) -> Self::Vector;
+
+    /// 16 numbers in float16.
+    fn float16(self, bytes: &[u8; 32]) -> Self::Vector;
+
+    /// 16 signed bytes.
+    fn signed(self, bytes: &[u8; 16]) -> Self::Vector;
+
     /// e^x, within 2 units in the last place, NaN of NaN (a polynomial of degree 6 on half a power of two, as in Cephes).
     #[inline(always)]
     fn exp(self, x: Self::Vector) -> Self::Vector {
@@ -111,8 +152,25 @@ pub(in crate::cpu) trait Lanes: Copy {
     }
 }
 
+/// Fetches the line at an address, which need not be one's own, into the second cache.
+#[inline(always)]
+pub(in crate::cpu) fn fetch(line: *const VectorLine) {
+    // SAFETY: any address may be fetched; nothing is read.
+    #[allow(unused_unsafe, reason = "safe in newer versions of Rust than the oldest that builds this")]
+    unsafe {
+        _mm_prefetch::<_MM_HINT_T1>(line.cast());
+    }
+}
+
 /// The bytes of lines.
 pub(in crate::cpu) fn bytes_of(lines: &mut [VectorLine]) -> &mut [u8] {
     // SAFETY: lines are bytes without holes.
     unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), size_of_val(lines)) }
+}
+
+/// The bytes of lines, to be read.
+#[inline(always)]
+pub(in crate::cpu) fn bytes_in(lines: &[VectorLine]) -> &[u8] {
+    // SAFETY: lines are bytes without holes.
+    unsafe { std::slice::from_raw_parts(lines.as_ptr().cast(), size_of_val(lines)) }
 }

@@ -6,6 +6,7 @@ use super::import::notices::Notice;
 use crate::draft::error::DrafterError;
 use crate::draft::file::DrafterFile;
 use crate::draft::trained::TrainedDrafter;
+use crate::dtype::DraftDtype;
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -36,7 +37,7 @@ impl DrafterFile for HeadsFile {
         Ok(self.notices()?.into_iter().filter(is_other).map(|notice| notice.to_string()).collect())
     }
 
-    fn load(&self, backbone: &Llama) -> Result<Box<dyn TrainedDrafter>, DrafterError> {
-        Ok(Box::new(Heads::from_file(self, backbone)?.for_decoding()))
+    fn load(&self, backbone: &Llama, dtype: DraftDtype) -> Result<Box<dyn TrainedDrafter>, DrafterError> {
+        Ok(Box::new(Heads::from_file(self, backbone)?.for_decoding(dtype)))
     }
 }

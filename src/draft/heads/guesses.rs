@@ -182,6 +182,7 @@ mod tests {
     use super::super::HeadsShape;
     use super::*;
     use crate::draft::token_map::TokenMap;
+    use crate::dtype::DraftDtype;
     use crate::model::block_spec::LogitSpec;
     use crate::model::config::{FamilyTraits, LlamaConfig};
     use crate::torch::Generator;
@@ -237,15 +238,21 @@ mod tests {
                 Tensor::from_slice(&tokens.into_iter().map(output).collect::<Vec<_>>())
             };
             let oracle = outputs(&heads().guesses(3, 4, &hidden_bh, &backbone()));
-            let ours = outputs(&heads().for_decoding().guesses(3, 4, &hidden_bh, &backbone().for_decoding()));
+            let ours = outputs(&heads().for_decoding(DraftDtype::BFloat16).guesses(
+                3,
+                4,
+                &hidden_bh,
+                &backbone().for_decoding(),
+            ));
             // Near ties may swap places, so compare the guesses' logits instead of their ids.
             let logits: Vec<Tensor> =
                 (0..3).map(|head| heads().logits(head, &HeadInput::alone(&hidden_bh), &backbone())).collect();
             let probable = |guesses: &Tensor| Tensor::stack(&logits, 1).gather(-1, &guesses.view([3, 3, 4]), false);
             let off = (probable(&ours) - probable(&oracle)).abs().max().double_value(&[]);
             assert!(off < 1e-3, "{off}");
-            let [oracle, ours] = [(heads(), backbone()), (heads().for_decoding(), backbone().for_decoding())]
-                .map(|(heads, backbone)| heads.likeliest(3, 4, &hidden_bh, &backbone));
+            let [oracle, ours] =
+                [(heads(), backbone()), (heads().for_decoding(DraftDtype::BFloat16), backbone().for_decoding())]
+                    .map(|(heads, backbone)| heads.likeliest(3, 4, &hidden_bh, &backbone));
             let off =
                 oracle.iter().zip(&ours).map(|(oracle, ours)| (oracle.log_p - ours.log_p).abs()).fold(0.0, f32::max);
             assert!(off < 1e-2 && ours.len() == 3 * 3 * 4, "{off}"); // the kernels round activations to bfloat16

@@ -1,11 +1,12 @@
 //! One head: its input, its ResBlocks and its output layer.
 
 // N positions, H hidden, I = H, or (k+2)·H for sequential head k (0-based), V vocabulary
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::layout::HeadPart;
 use crate::cpu::arena::Arena;
 use crate::draft::trained::Dropout;
+use crate::dtype::DraftDtype;
 use crate::engine::cuda::draft::{BlockMatrices, LayerMatrices, OutputMatrix};
 use crate::fused::dropout::dropout;
 use crate::model::block_spec::LogitSpec;
@@ -171,8 +172,8 @@ impl Head {
     }
 
     /// Packs every layer for decoding; a sequential head's first block stays as it is where it has a layout of its own.
-    pub(super) fn packed(self, has_layout: bool, arena: &mut Arena) -> Self {
-        let mut pack = |linear: Linear| linear.for_few_rows(Kind::BFloat16, arena);
+    pub(super) fn packed(self, has_layout: bool, dtype: DraftDtype, arena: &mut Arena) -> Self {
+        let mut pack = |linear: Linear| linear.for_guesses(dtype, arena);
         let block = |block: ResBlock| match block.res_connection {
             Some(_) if has_layout => block,
             res_connection => ResBlock { linear: pack(block.linear), res_connection: res_connection.map(&mut pack) },

@@ -341,13 +341,13 @@ impl HeadsFile {
         }
     }
 
-    /// Checks that the file's lm_head, if it has one, equals the backbone's `own_vh` up to rounding.
+    /// Checks that the file's lm_head, if it has one, equals the backbone's up to rounding.
     ///
     /// # Errors
     /// [`DrafterError::OtherLmHead`].
-    pub fn compare_lm_head(&self, own_vh: &Tensor) -> Result<(), DrafterError> {
+    pub fn compare_lm_head(&self, own_vh: impl FnOnce() -> Tensor) -> Result<(), DrafterError> {
         let Some(found) = self.lm_head()? else { return Ok(()) };
-        if same_up_to_rounding(&found, own_vh) {
+        if same_up_to_rounding(&found, &own_vh()) {
             return Ok(());
         }
         Err(DrafterError::OtherLmHead { path: self.path.clone(), name: self.lm_head.clone().unwrap_or_default() })

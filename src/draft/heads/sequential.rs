@@ -12,7 +12,9 @@ use crate::cpu::arena::Arena;
 use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::{add_silu, add_to_each};
 use crate::cpu::team::Team;
-use crate::model::linear::{Linear, matrix_of};
+use crate::dtype::DraftDtype;
+use crate::model::linear::Linear;
+use crate::model::stored::dense::draft_matrix;
 use crate::torch::bytes;
 use crate::tree::dynamic::FrontierNode;
 
@@ -41,7 +43,7 @@ pub(crate) struct FirstBlockSums {
 
 impl SequentialLayout {
     /// `None` if the heads are not sequential, or the CPU lacks the kernels. `vocab_size` is the backbone's.
-    pub(super) fn new(heads: &[Head], vocab_size: i64, arena: &mut Arena) -> Option<Self> {
+    pub(super) fn new(heads: &[Head], vocab_size: i64, dtype: DraftDtype, arena: &mut Arena) -> Option<Self> {
         let hidden_size = heads.first()?.blocks[0].res_connection.as_ref()?.dense_weight()?.size()[0];
         let part = |input: usize| {
             let readers = &heads[input.saturating_sub(1)..];
@@ -49,9 +51,9 @@ impl SequentialLayout {
                 |layer: &Linear| Some(layer.dense_weight()?.narrow(1, input as i64 * hidden_size, hidden_size));
             let columns_oh = readers.iter().flat_map(first_layers).map(|layer| columns(layer?));
             let weight_oi = Tensor::cat(&columns_oh.collect::<Option<Vec<_>>>()?, 0);
-            Some(weight_oi.to_kind(Kind::BFloat16).contiguous())
+            Some(weight_oi)
         };
-        let mut matrix = |input: usize| matrix_of(&part(input)?, arena);
+        let mut matrix = |input: usize| draft_matrix(&part(input)?, dtype, arena);
         let hidden_matrix = matrix(0)?;
         let token_matrices: Vec<Matrix> = (1..=heads.len()).map(matrix).collect::<Option<_>>()?;
         let kept = KeptProducts::of(&token_matrices, vocab_size.unsigned_abs() as usize);

@@ -158,6 +158,7 @@ impl LevelGuesser for HydraLevels<'_> {
 mod tests {
     use super::*;
     use crate::draft::heads::{HeadsArchitecture, HeadsShape};
+    use crate::dtype::DraftDtype;
     use crate::engine::sample::{Chosen, Sampling, Stream};
     use crate::model::config::LlamaConfig;
     use crate::numbers::NonNegative;
@@ -236,7 +237,7 @@ mod tests {
             let backbone = || Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);
             let hidden_bh = exact(Generator::seeded(3).normal(&[2, hidden_size], (Kind::Float, Device::Cpu)));
             let oracle = levels(&mut HydraLevels::new(&backbone(), &heads(), 3), &hidden_bh);
-            let (fast, backbone) = (heads().for_decoding(), backbone().for_decoding());
+            let (fast, backbone) = (heads().for_decoding(DraftDtype::BFloat16), backbone().for_decoding());
             assert!(fast.sequential().is_some());
             let ours = levels(&mut HydraLevels::new(&backbone, &fast, 3), &hidden_bh);
             let off = oracle.iter().zip(&ours).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

@@ -69,7 +69,7 @@ impl Llama {
             return None;
         }
         Some(DenseWeights {
-            embed_tokens_vh: self.embed_tokens_vh.to_kind(self.kind),
+            embed_tokens_vh: self.embed_tokens.numbers(self.kind).to_kind(self.kind),
             layers: self.layers.iter().map(|layer| layer.dense_weights(self.kind)).collect::<Option<_>>()?,
             norm_h: self.norm_h.to_kind(self.kind),
             lm_head_vh: self.lm_head.in_rows()?.to_kind(self.kind),

@@ -1,10 +1,13 @@
-//! Blocks of a few bits per weight as a GGUF file has them: a weight's codes are rows of blocks, dequantised for each product.
+//! Blocks of a few bits per weight as a GGUF file has them: a weight's codes are rows of blocks, dequantised for each product, or multiplied as
+//! they are by the CPU's own kernels.
 
 // O outputs, I inputs, b bytes of a row
 use tch::{Device, Kind, Tensor};
 
 use super::format::{Codes, StoredFormat};
 use super::slices::{SLICE_ON_CPU, ranges};
+use crate::cpu::arena::Arena;
+use crate::cpu::matrix::Matrix;
 use crate::gguf::types::TensorType;
 use crate::torch::bytes;
 
@@ -50,5 +53,23 @@ impl Codes for Blocks {
             weight_oi.narrow(0, row, rows).copy_(&numbers);
         }
         weight_oi
+    }
+
+    fn matrix(&self, size_oi: [i64; 2], arena: &mut Arena) -> Option<Matrix> {
+        let rows = self.codes_ob.contiguous();
+        Matrix::from_blocks(bytes::raw(&rows), self.kind, size_oi.map(|size| size.unsigned_abs() as usize), arena)
+    }
+}
+
+impl Blocks {
+    /// Rows of the weight, `[N, I]` in float32.
+    pub fn rows(&self, rows: &[i64]) -> Vec<f32> {
+        let (codes, row_bytes) = (bytes::raw(&self.codes_ob), self.codes_ob.size()[1].unsigned_abs() as usize);
+        let width = row_bytes / self.kind.bytes * self.kind.numbers;
+        let mut numbers = vec![0.0; rows.len() * width];
+        for (&row, numbers) in rows.iter().zip(numbers.chunks_exact_mut(width)) {
+            self.kind.dequantize(&codes[row.unsigned_abs() as usize * row_bytes..][..row_bytes], numbers);
+        }
+        numbers
     }
 }

@@ -7,6 +7,7 @@ use super::format::StoredFormat;
 use crate::cpu::Number;
 use crate::cpu::arena::Arena;
 use crate::cpu::matrix::Matrix;
+use crate::dtype::DraftDtype;
 use crate::torch::bytes;
 
 /// Numbers of so many bytes.
@@ -30,8 +31,23 @@ pub(crate) fn matrix_of(weight_oi: &Tensor, arena: &mut Arena) -> Option<Matrix>
         Kind::BFloat16 => Number::BFloat16,
         _ => return None,
     };
-    let shape = weight_oi.size().iter().map(|&size| size.unsigned_abs() as usize).collect::<Vec<_>>();
-    let [outputs, inputs] = shape[..] else { return None };
-    (weight_oi.device() == Device::Cpu)
-        .then(|| Matrix::new(bytes::raw(&weight_oi.contiguous()), number, [outputs, inputs], arena))?
+    Matrix::new(bytes::raw(&weight_oi.contiguous()), number, shape_on_cpu(weight_oi)?, arena)
+}
+
+/// As [`matrix_of`], of a drafter's weight.
+pub(crate) fn draft_matrix(weight_oi: &Tensor, dtype: DraftDtype, arena: &mut Arena) -> Option<Matrix> {
+    match dtype {
+        DraftDtype::Float32 => matrix_of(&weight_oi.to_kind(Kind::Float), arena),
+        DraftDtype::BFloat16 => matrix_of(&weight_oi.to_kind(Kind::BFloat16), arena),
+        DraftDtype::Q8_0 => {
+            let weight_oi = weight_oi.to_kind(Kind::Float).contiguous();
+            Matrix::in_8_bits(bytes::numbers(&weight_oi), shape_on_cpu(&weight_oi)?, arena)
+        }
+    }
+}
+
+/// `[O, I]`.
+fn shape_on_cpu(weight_oi: &Tensor) -> Option<[usize; 2]> {
+    let size: [i64; 2] = weight_oi.size().try_into().ok()?;
+    (weight_oi.device() == Device::Cpu).then(|| size.map(|size| size.unsigned_abs() as usize))
 }

@@ -6,6 +6,8 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
+use crate::cpu::arena::Arena;
+use crate::cpu::matrix::Matrix;
 use crate::nvidia::launch::Launch;
 
 /// How the weight `[O, I]` of a linear layer lies in memory.
@@ -36,6 +38,11 @@ pub trait Codes: fmt::Debug + Send {
 
     /// `[O, I]` in `kind` by libtorch's calls; computed in float32.
     fn dequantize(&self, size_oi: [i64; 2], kind: Kind) -> Tensor;
+
+    /// The codes as the CPU's own kernels multiply them; `None`: they do not.
+    fn matrix(&self, _size_oi: [i64; 2], _arena: &mut Arena) -> Option<Matrix> {
+        None
+    }
 
     /// The kernel that does the same on a GPU; `None`: libtorch does it there, too.
     fn kernel(&self) -> Option<DequantizeKernel<'_>> {

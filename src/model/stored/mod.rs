@@ -14,7 +14,10 @@ pub mod format;
 pub mod int8;
 pub mod nf4;
 mod slices;
+pub mod table;
 
+use crate::cpu::arena::Arena;
+use crate::cpu::matrix::Matrix;
 use crate::fused;
 use crate::nvidia::launch::Launch;
 use crate::torch::rehearsal;
@@ -118,6 +121,11 @@ impl QuantizedWeight {
     /// The launch that writes the weight to `weight_oi`, if its format has a kernel.
     pub fn launch(&self, weight_oi: &Tensor) -> Option<Launch> {
         Some(self.codes.kernel()?(weight_oi))
+    }
+
+    /// The weight for the CPU's own kernels, if these multiply its codes.
+    pub fn matrix(&self, arena: &mut Arena) -> Option<Matrix> {
+        self.codes.matrix(self.size, arena)
     }
 
     /// Bytes that it takes, without the tables that it shares.

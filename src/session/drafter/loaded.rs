@@ -65,7 +65,7 @@ impl DrafterPlan {
             _ => None,
         };
         let heads = heads.map(|opened| -> Result<_, SessionError> {
-            let heads = opened.load(target.backbone, context.reporter)?;
+            let heads = opened.load(target.backbone, context)?;
             tree.iter().try_for_each(|tree| tree.check_fits(heads.reads().levels, heads.guessable()))?;
             let tree = match tree {
                 Some(PlannedTree::Of { tree, .. }) => tree,

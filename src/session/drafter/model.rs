@@ -3,6 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 
+use crate::cpu;
 use crate::data::tokenize::TextTokenizer;
 use crate::draft::levels::LevelDrafter;
 use crate::draft::model::{Guessing, ModelGuesser};
@@ -42,19 +43,28 @@ pub struct Target<'t> {
 }
 
 impl DraftModel {
-    /// Loads a draft model in the context's dtype, by default that of its weights, as a backbone is loaded.
+    /// Loads a draft model to compute in the context's dtype, by default that of its weights, as a backbone is loaded; on a CPU with the kernels its
+    /// weights have the dtype of drafters.
     ///
     /// # Errors
     /// As [`check_vocabulary`]; a folder without a backbone, or a tree with more guesses at a node than there are tokens.
     pub fn load(folder: &Path, tree: GuessTree, target: Target, context: LoadContext) -> Result<Self, SessionError> {
         let tokenizer = check_vocabulary(folder, target.tokenizer)?;
-        let model = load_backbone(&ModelSetup::new(OpenedBackbone::open(folder)?), target.purpose, context)?;
+        let purpose = match target.purpose {
+            Purpose::Decoding if cpu::available() => Purpose::Guesses(context.draft_dtype),
+            purpose => purpose,
+        };
+        let model = load_backbone(&ModelSetup::new(OpenedBackbone::open(folder)?), purpose, context)?;
         tokenizer.check_vocabulary(usize::try_from(model.config.vocab_size)?)?;
         let vocabulary = tokenizer.vocab_size().min(target.tokenizer.vocab_size());
         tree.check_fits(usize::MAX, vocabulary)?;
         let draft = Self { model, vocabulary, tree };
         let (name, parameters) = (folder.display(), counted(draft.parameters(), "parameter"));
-        let memory = draft.parameters() as u64 * draft.model.kind().elt_size_in_bytes() as u64; // it is not quantised
+        let weights = draft.parameters() as u64;
+        let memory = match purpose {
+            Purpose::Guesses(dtype) => dtype.bytes(weights),
+            _ => weights * draft.model.kind().elt_size_in_bytes() as u64,
+        };
         context.reporter.notice(&format_args!(
             "draft model {name}: {parameters}, {} of weights beside the backbone's",
             mebibytes(memory)

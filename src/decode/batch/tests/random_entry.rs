@@ -11,6 +11,7 @@ use crate::decode::DecodeLoop;
 use crate::decode::host_loop::HostLoop;
 use crate::decode::request::EmittedTokens;
 use crate::draft::by_load::LoadDrafter;
+use crate::dtype::DraftDtype;
 use crate::engine::cpu::CpuEngine;
 use crate::tree::by_load::{AtLoad, ByLoad};
 
@@ -89,7 +90,7 @@ fn each_text_is_the_one_that_is_decoded_alone() {
             vocab_size: 50,
             ..HeadsShape::default()
         };
-        let heads = Heads::random(shape, Kind::Float, Device::Cpu, seed as u64).for_decoding();
+        let heads = Heads::random(shape, Kind::Float, Device::Cpu, seed as u64).for_decoding(DraftDtype::default());
         let (tree, small) = (SparseTree::cartesian(&[12, 2]).unwrap(), SparseTree::chain(2).unwrap());
         let visits: Vec<Visit> = (0..count).map(|key| Visit::random(key, &mut rng)).collect();
         let mut alone = HostLoop::new(Box::new(CpuEngine::new(&llama).expect("kernels")), None);

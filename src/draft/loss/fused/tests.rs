@@ -336,7 +336,7 @@ fn hits_equal_those_of_top_k() {
     let tokens_m = guesses.gather(1, &positions_m.remainder(7).unsqueeze(1), false).squeeze_dim(1);
     let sums = level_loss(
         Some(&HeadPass::new(heads.head(0), &backbone)),
-        OutputLayer::plain(backbone.lm_head_weight()),
+        OutputLayer::plain(&backbone.lm_head_weight()),
         &hidden,
         &targets_of(positions_m, tokens_m),
         None,
