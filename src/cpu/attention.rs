@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "rows of a cache, whose bounds are checked before the loops")]
 
 // N new tokens, Q query heads, G key/value heads, R = Q/G, S room of the cache, D head size
-use std::array;
+use std::{array, ptr};
 
 use super::lanes::{LANES, Lanes, with_lanes};
 use super::shared::Shared;
@@ -12,6 +12,10 @@ use super::{AttentionShape, Number, Plane};
 
 /// Products below which the work is not shared.
 const WORTH_SHARING: usize = 1 << 15;
+/// Queries of a part of the work, where one key has no more heads ([`Lanes::QUERIES`]).
+const MOST_QUERIES: usize = 6;
+/// Running sums of weighted values: each waits for its last addition.
+const RUNNING_SUMS: usize = 4;
 
 /// The cached tokens that a new token sees, in the order of their positions; at least one, itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -73,28 +77,165 @@ pub(crate) fn attend(
     assert!(sequences.iter().all(|sequence| sequence.planes[0].head_size == d), "heads of one size");
     sequences.iter().for_each(|sequence| sequence.check(heads));
     let shared = Shared::new(out);
-    // The heads of one key where there are enough tokens, else single heads.
-    let heads_of_part = if tokens.len() < 2 * team.size() { 1 } else { heads.queries / heads.groups };
+    let heads_of_key = heads.queries / heads.groups;
+    // With few tokens single heads, so that there is a part for every thread.
+    let (tokens_of_part, heads_of_part) = match tokens.len() < 2 * team.size() {
+        true => (1, 1),
+        false => ((MOST_QUERIES / heads_of_key).max(1), heads_of_key),
+    };
+    let parts_of_tokens = heads.queries / heads_of_part;
     let part = |part: usize| {
-        let first = part * heads_of_part;
-        let (n, first) = (first / heads.queries, first % heads.queries);
-        let ([keys, values], slots) = tokens[n];
-        let mut scores = vec![0.0; slots.len().next_multiple_of(LANES)];
-        for head in first..first + heads_of_part {
-            let group = head / (heads.queries / heads.groups);
-            let q_d = &q[n * stride + head * d..][..d];
-            // SAFETY: each part has its own heads of its own token.
-            let out_d = unsafe { shared.part(n * width + head * d, d) };
-            let one = SingleQuery { q_d, keys, values, group, slots, heads };
-            with_lanes!(lanes => match keys.number {
-                Number::Float32 => one.attend::<_, false>(lanes, &mut scores, out_d),
-                Number::BFloat16 => one.attend::<_, true>(lanes, &mut scores, out_d),
+        let first = part / parts_of_tokens * tokens_of_part;
+        let heads_of_part = part % parts_of_tokens * heads_of_part..(part % parts_of_tokens + 1) * heads_of_part;
+        let part_tokens = first..tokens.len().min(first + tokens_of_part);
+        let places: Vec<(usize, usize)> =
+            part_tokens.flat_map(|n| heads_of_part.clone().map(move |head| (n, head))).collect();
+        for places in places.chunk_by(|(n, _), (m, _)| ptr::eq(tokens[*n].0[0].bytes, tokens[*m].0[0].bytes)) {
+            let query = |&(n, head): &(usize, usize)| {
+                let ([keys, values], slots) = tokens[n];
+                let q_d = &q[n * stride + head * d..][..d];
+                SingleQuery { q_d, keys, values, group: head / heads_of_key, slots, heads }
+            };
+            let queries: Vec<SingleQuery> = places.iter().map(query).collect();
+            // SAFETY: each part has its own heads of its own tokens.
+            let outs = places.iter().map(|&(n, head)| unsafe { shared.part(n * width + head * d, d) });
+            let mut outs: Vec<&mut [f32]> = outs.collect();
+            with_lanes!(lanes => match queries[0].keys.number {
+                Number::Float32 => attend_all::<_, false>(lanes, &queries, &mut outs),
+                Number::BFloat16 => attend_all::<_, true>(lanes, &queries, &mut outs),
             });
         }
     };
-    let parts = tokens.len() * heads.queries / heads_of_part;
+    let parts = tokens.len().div_ceil(tokens_of_part) * parts_of_tokens;
     let work = 2 * width * tokens.iter().map(|(_, slots)| slots.len()).sum::<usize>();
     if work >= WORTH_SHARING { team.run(parts, part) } else { (0..parts).for_each(part) }
+}
+
+/// Queries for the keys of one head of one sequence.
+#[inline(always)]
+fn attend_all<L: Lanes, const BF16: bool>(lanes: L, queries: &[SingleQuery], outs: &mut [&mut [f32]]) {
+    let longest = queries.iter().map(|query| query.slots.len()).max().unwrap_or(0).next_multiple_of(LANES);
+    let mut scores = vec![0.0; longest * L::QUERIES.min(queries.len())];
+    for (queries, outs) in queries.chunks(L::QUERIES).zip(outs.chunks_mut(L::QUERIES)) {
+        match queries.len() {
+            1 => queries[0].attend::<L, BF16>(lanes, &mut scores, outs[0]),
+            2 => attend_together::<L, BF16, 2>(lanes, queries, &mut scores, outs),
+            3 => attend_together::<L, BF16, 3>(lanes, queries, &mut scores, outs),
+            4 => attend_together::<L, BF16, 4>(lanes, queries, &mut scores, outs),
+            5 => attend_together::<L, BF16, 5>(lanes, queries, &mut scores, outs),
+            _ => attend_together::<L, BF16, 6>(lanes, queries, &mut scores, outs),
+        }
+    }
+}
+
+/// As [`SingleQuery::attend`] of each query, to the bit. The keys and values that all queries see first are read once.
+#[inline(always)]
+fn attend_together<L: Lanes, const BF16: bool, const M: usize>(
+    lanes: L,
+    queries: &[SingleQuery],
+    scores: &mut [f32],
+    outs: &mut [&mut [f32]],
+) {
+    let common = common_slots(queries);
+    let mut largest = [lanes.all(f32::NEG_INFINITY); M];
+    let room = scores.len() / M / LANES * LANES;
+    common_scores::<L, BF16, M>(lanes, queries, common, (&mut *scores, room), &mut largest);
+    let mut sums = [lanes.all(0.0); M];
+    for m in 0..M {
+        let (slots, scores) = (queries[m].slots.len(), &mut scores[m * room..]);
+        let scores = &mut scores[..slots.next_multiple_of(LANES)];
+        let largest = queries[m].scores_from::<L, BF16>(lanes, common, largest[m], scores);
+        sums[m] = lanes.all(softmax(lanes, scores, largest, slots));
+    }
+    for chunk in 0..queries[0].q_d.len().div_ceil(LANES) {
+        let mut weighted = [[lanes.all(0.0); RUNNING_SUMS]; M];
+        common_values::<L, BF16, M>(lanes, &queries[0], common, chunk, (&*scores, room), &mut weighted);
+        for m in 0..M {
+            let value = queries[m].weighted_from::<L, BF16>(lanes, &scores[m * room..], chunk, common, weighted[m]);
+            let end = outs[m].len().min((chunk + 1) * LANES);
+            lanes.store(&mut outs[m][chunk * LANES..end], lanes.divide(value, sums[m]));
+        }
+    }
+}
+
+/// How many tokens all queries see first, in whole vectors.
+fn common_slots(queries: &[SingleQuery]) -> usize {
+    let first = queries[0].slots;
+    let common = |other: &[u32]| match ptr::eq(first, other) {
+        true => first.len(),
+        false => first.iter().zip(other).take_while(|(a, b)| a == b).count(),
+    };
+    let common = queries.iter().map(|query| common(query.slots)).min().unwrap_or(0);
+    common / LANES * LANES
+}
+
+/// Keys whose products with all queries are summed side by side.
+const KEYS: usize = 4;
+
+/// Scaled scores of the first `common` tokens that all queries see, to rows of `room` numbers.
+#[inline(always)]
+fn common_scores<L: Lanes, const BF16: bool, const M: usize>(
+    lanes: L,
+    queries: &[SingleQuery],
+    common: usize,
+    (scores, room): (&mut [f32], usize),
+    largest: &mut [L::Vector; M],
+) {
+    let d = queries[0].q_d.len();
+    let mut q = vec![[[0.0; LANES]; M]; d.div_ceil(LANES)];
+    for (m, query) in queries.iter().enumerate() {
+        query.q_d.chunks(LANES).zip(&mut q).for_each(|(from, to)| to[m][..from.len()].copy_from_slice(from));
+    }
+    for block in (0..common).step_by(LANES) {
+        let keys = queries[0].sixteen(block);
+        let mut sums = [[lanes.all(0.0); LANES]; M];
+        for first in (0..LANES).step_by(KEYS) {
+            let mut some = [[lanes.all(0.0); KEYS]; M];
+            for (chunk, q) in q.iter().enumerate() {
+                let count = (d - chunk * LANES).min(LANES);
+                for key in 0..KEYS {
+                    // SAFETY: `sixteen`'s tokens are in the plane, and the numbers end with the head.
+                    let k = unsafe {
+                        lanes.numbers_at::<BF16>(queries[0].keys.bytes, keys[first + key] + chunk * LANES, count)
+                    };
+                    for m in 0..M {
+                        some[m][key] = lanes.multiply_add(lanes.load(&q[m]), k, some[m][key]);
+                    }
+                }
+            }
+            for m in 0..M {
+                sums[m][first..first + KEYS].copy_from_slice(&some[m]);
+            }
+        }
+        for m in 0..M {
+            let scaled = queries[m].scaled(lanes, sums[m]);
+            largest[m] = lanes.larger(largest[m], scaled);
+            lanes.store(&mut scores[m * room + block..][..LANES], scaled);
+        }
+    }
+}
+
+/// Adds the first `common` values that all queries see, weighted, to the running sums of each.
+#[inline(always)]
+fn common_values<L: Lanes, const BF16: bool, const M: usize>(
+    lanes: L,
+    query: &SingleQuery,
+    common: usize,
+    chunk: usize,
+    (p, room): (&[f32], usize),
+    sums: &mut [[L::Vector; RUNNING_SUMS]; M],
+) {
+    let (first, d, count) = query.values_of(chunk);
+    for (at, slots) in query.slots[..common].as_chunks::<RUNNING_SUMS>().0.iter().enumerate() {
+        for i in 0..RUNNING_SUMS {
+            // SAFETY: `check` has seen that the token is in the plane, and the numbers end with the head.
+            let value = unsafe { lanes.numbers_at::<BF16>(query.values.bytes, first + slots[i] as usize * d, count) };
+            for m in 0..M {
+                let p = lanes.all(p[m * room + at * RUNNING_SUMS + i]);
+                sums[m][i] = lanes.multiply_add(p, value, sums[m][i]);
+            }
+        }
+    }
 }
 
 /// One head of one token.
@@ -111,19 +252,25 @@ impl SingleQuery<'_> {
     /// `scores`: room for as many numbers as there are slots, in whole vectors.
     #[inline(always)]
     fn attend<L: Lanes, const BF16: bool>(&self, lanes: L, scores: &mut [f32], out_d: &mut [f32]) {
-        let largest = self.scores::<L, BF16>(lanes, scores);
+        let scores = &mut scores[..self.slots.len().next_multiple_of(LANES)];
+        let largest = self.scores_from::<L, BF16>(lanes, 0, lanes.all(f32::NEG_INFINITY), scores);
         let sum = lanes.all(softmax(lanes, scores, largest, self.slots.len()));
         for (chunk, out) in out_d.chunks_mut(LANES).enumerate() {
-            let weighted = lanes.divide(self.weighted::<L, BF16>(lanes, scores, chunk), sum);
-            lanes.store(out, weighted);
+            let weighted = self.weighted_from::<L, BF16>(lanes, scores, chunk, 0, [lanes.all(0.0); RUNNING_SUMS]);
+            lanes.store(out, lanes.divide(weighted, sum));
         }
     }
 
-    /// Scaled scores, and the largest; behind the last token the last one's come again.
+    /// Scaled scores from slot `from` on, a multiple of 16; the largest of them and of `largest`. Behind the last token the last one's come again.
     #[inline(always)]
-    fn scores<L: Lanes, const BF16: bool>(&self, lanes: L, scores: &mut [f32]) -> f32 {
-        let mut largest = lanes.all(f32::NEG_INFINITY);
-        for (block, scores) in scores.chunks_exact_mut(LANES).enumerate() {
+    fn scores_from<L: Lanes, const BF16: bool>(
+        &self,
+        lanes: L,
+        from: usize,
+        mut largest: L::Vector,
+        scores: &mut [f32],
+    ) -> f32 {
+        for (block, scores) in scores.chunks_exact_mut(LANES).enumerate().skip(from / LANES) {
             let keys = self.sixteen(block * LANES);
             let mut sums = [lanes.all(0.0); LANES];
             for (chunk, q) in self.q_d.chunks(LANES).enumerate() {
@@ -134,15 +281,21 @@ impl SingleQuery<'_> {
                     *sum = lanes.multiply_add(q, key, *sum);
                 }
             }
-            let scaled = lanes.multiply(lanes.sum_each(sums), lanes.all(self.heads.scale));
-            let scaled = match self.heads.softcap {
-                Some(cap) => capped(lanes, scaled, cap),
-                None => scaled,
-            };
+            let scaled = self.scaled(lanes, sums);
             largest = lanes.larger(largest, scaled);
             lanes.store(scores, scaled);
         }
         lanes.largest(largest)
+    }
+
+    /// Scores of 16 tokens, of which the lanes of `sums` are the parts.
+    #[inline(always)]
+    fn scaled<L: Lanes>(&self, lanes: L, sums: [L::Vector; LANES]) -> L::Vector {
+        let scaled = lanes.multiply(lanes.sum_each(sums), lanes.all(self.heads.scale));
+        match self.heads.softcap {
+            Some(cap) => capped(lanes, scaled, cap),
+            None => scaled,
+        }
     }
 
     /// Where the keys of 16 seen tokens start, from the `at`-th on; behind the last one, the last one again.
@@ -159,25 +312,39 @@ impl SingleQuery<'_> {
         }
     }
 
-    /// The values' 16 numbers from 16·`chunk` on, weighted: four running sums, since each waits for its last addition.
+    /// Where the 16 numbers of the first slot's value from 16·`chunk` on are, how far the next slot's, and how many there are.
     #[inline(always)]
-    fn weighted<L: Lanes, const BF16: bool>(&self, lanes: L, p: &[f32], chunk: usize) -> L::Vector {
+    fn values_of(&self, chunk: usize) -> (usize, usize, usize) {
         let d = self.values.head_size;
-        let (first, count) = (self.group * self.values.room * d + chunk * LANES, (d - chunk * LANES).min(LANES));
+        (self.group * self.values.room * d + chunk * LANES, d, (d - chunk * LANES).min(LANES))
+    }
+
+    /// The values' 16 numbers from 16·`chunk` on, weighted, from slot `from` on, a multiple of 4, with the running `sums` of those before.
+    #[inline(always)]
+    fn weighted_from<L: Lanes, const BF16: bool>(
+        &self,
+        lanes: L,
+        p: &[f32],
+        chunk: usize,
+        from: usize,
+        mut sums: [L::Vector; RUNNING_SUMS],
+    ) -> L::Vector {
+        let (first, d, count) = self.values_of(chunk);
         let add = |sum: L::Vector, p: f32, slot: u32| {
             // SAFETY: `check` has seen that the token is in the plane, and the numbers end with the head.
             let value = unsafe { lanes.numbers_at::<BF16>(self.values.bytes, first + slot as usize * d, count) };
             lanes.multiply_add(lanes.all(p), value, sum)
         };
-        let mut sums = [lanes.all(0.0); 4];
-        let ((p_of_4, _), (slots_of_4, rest)) = (p.as_chunks::<4>(), self.slots.as_chunks::<4>());
+        let p = &p[from..self.slots.len()];
+        let ((p_of_4, p_of_rest), (slots_of_4, rest)) =
+            (p.as_chunks::<RUNNING_SUMS>(), self.slots[from..].as_chunks::<RUNNING_SUMS>());
         for (slots, p) in slots_of_4.iter().zip(p_of_4) {
-            for i in 0..4 {
+            for i in 0..RUNNING_SUMS {
                 sums[i] = add(sums[i], p[i], slots[i]);
             }
         }
-        for (i, &slot) in rest.iter().enumerate() {
-            sums[i] = add(sums[i], p[4 * slots_of_4.len() + i], slot);
+        for (i, (&slot, &p)) in rest.iter().zip(p_of_rest).enumerate() {
+            sums[i] = add(sums[i], p, slot);
         }
         lanes.add(lanes.add(sums[0], sums[1]), lanes.add(sums[2], sums[3]))
     }
