@@ -36,7 +36,7 @@ fn python_of_tests() {
 fn cpu_with_kernels() {
     println!("cargo::rustc-check-cfg=cfg(kernels)");
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
         println!("cargo::rustc-cfg=kernels");
     }
 }

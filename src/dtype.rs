@@ -46,31 +46,23 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// What the CPU's kernels hold the weights of drafters in. Guesses are verified: rounding changes how many of them are right, not the text.
+/// What the CPU's kernels hold the dense weights of drafters in. Guesses are verified: rounding changes how many of them are right.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum DraftDtype {
-    /// 8 bits, and a scale for 32 weights; activations in 8 bits, too.
+    /// The fastest: `Int8`.
     #[default]
-    Q8_0,
+    Auto,
+    /// 8 bits, and a scale for 32 weights (GGUF's Q8_0); activations in 8 bits, too.
+    Int8,
     BFloat16,
     Float32,
-}
-
-impl DraftDtype {
-    /// Bytes of so many weights.
-    pub fn bytes(self, weights: u64) -> u64 {
-        match self {
-            Self::Q8_0 => weights / 32 * 34,
-            Self::BFloat16 => 2 * weights,
-            Self::Float32 => 4 * weights,
-        }
-    }
 }
 
 impl fmt::Display for DraftDtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Q8_0 => "q8_0",
+            Self::Auto => "auto",
+            Self::Int8 => "int8",
             Self::BFloat16 => "bfloat16",
             Self::Float32 => "float32",
         })
@@ -82,9 +74,9 @@ impl FromStr for DraftDtype {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let all = [Self::Q8_0, Self::BFloat16, Self::Float32];
+        let all = [Self::Auto, Self::Int8, Self::BFloat16, Self::Float32];
         let named = all.into_iter().find(|dtype| dtype.to_string() == text);
-        named.ok_or_else(|| format!("expected q8_0, bfloat16 or float32, got {text:?}"))
+        named.ok_or_else(|| format!("expected auto, int8, bfloat16 or float32, got {text:?}"))
     }
 }
 
@@ -96,5 +88,18 @@ impl FromStr for Dtype {
         let all = [Dtype::Float32, Dtype::BFloat16, Dtype::Float16];
         let named = all.into_iter().find(|dtype| dtype.to_string() == text);
         named.ok_or_else(|| format!("expected float32, bfloat16 or float16, got {text:?}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dtypes_of_drafters_have_names() {
+        for name in ["auto", "int8", "bfloat16", "float32"] {
+            assert_eq!(name.parse::<DraftDtype>().map(|dtype| dtype.to_string()), Ok(name.to_owned()));
+        }
+        assert!("float16".parse::<DraftDtype>().is_err_and(|why| why.contains("bfloat16 or float32, got \"float16\"")));
     }
 }

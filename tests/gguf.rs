@@ -10,6 +10,7 @@ use std::path::Path;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use medusa::data::tokenize::TextTokenizer;
+use medusa::engine::cpu::CpuEngine;
 use medusa::gguf::file::{GgufFile, in_folder};
 use medusa::gguf::folder;
 use medusa::gguf::types::TYPES;
@@ -85,6 +86,34 @@ pub(crate) fn llama() -> GgufBuilder {
         ] {
             tensor(&format!("blk.{layer}.{part}.weight"), shape, kind);
         }
+    }
+    gguf
+}
+
+/// A wider one in blocks of 256 numbers, with an LM head of its own.
+fn wide_llama() -> GgufBuilder {
+    let mut gguf = llama();
+    for (key, value) in
+        [("embedding_length", 256), ("feed_forward_length", 512), ("rope.dimension_count", 64), ("block_count", 1)]
+    {
+        gguf.set(&format!("llama.{key}"), Meta::U32(value));
+    }
+    gguf.tensors.clear();
+    for (name, shape, kind) in [
+        ("token_embd", &[260, 256][..], "Q4_K"),
+        ("output_norm", &[256], "F32"),
+        ("output", &[260, 256], "Q6_K"),
+        ("blk.0.attn_norm", &[256], "F32"),
+        ("blk.0.attn_q", &[256, 256], "Q4_K"),
+        ("blk.0.attn_k", &[128, 256], "Q5_K"),
+        ("blk.0.attn_v", &[128, 256], "Q6_K"),
+        ("blk.0.attn_output", &[256, 256], "Q4_K"),
+        ("blk.0.ffn_norm", &[256], "F32"),
+        ("blk.0.ffn_gate", &[512, 256], "Q5_K"),
+        ("blk.0.ffn_up", &[512, 256], "Q4_K"),
+        ("blk.0.ffn_down", &[256, 512], "Q6_K"),
+    ] {
+        gguf.random(&format!("{name}.weight"), shape, kind);
     }
     gguf
 }
@@ -196,6 +225,36 @@ fn weights_in_blocks_compute_what_their_numbers_compute() {
         [&blocks, &numbers].map(|llama| llama.logits(&llama.hidden_states(&ids, &rows, Adapters::Off), Adapters::Off));
     assert!((one - other).abs().max().double_value(&[]) < 1e-5);
     assert!(blocks.weights().len() < numbers.weights().len(), "blocks are not held as numbers");
+}
+
+/// Tied embeddings and an LM head of its own; q, k and v of different types, one of them dense.
+#[test]
+#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA and F16C")]
+fn decoding_on_the_cpus_kernels_multiplies_the_blocks() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, gguf) in [("narrow.gguf", llama()), ("wide.gguf", wide_llama())] {
+        let path = gguf.write(&dir.path().join(name));
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let [blocks, numbers] = [Purpose::Decoding, Purpose::Batches]
+                .map(|purpose| Llama::load(&path, kind, Device::Cpu, purpose).unwrap());
+            assert_eq!(CpuEngine::supports(&blocks), Ok(()), "{name}");
+            let ids = Tensor::from_slice(&[1i64, 2, 3, 200, 259]).view([1, 5]);
+            let rows = RowMask::causal(5, &blocks.config, Device::Cpu);
+            let [ours, exact] = [&blocks, &numbers].map(|llama| {
+                let states = llama.hidden_states(&ids, &rows, Adapters::Off);
+                llama.logits(&states, Adapters::Off).to_kind(Kind::Double)
+            });
+            let off = ((&ours - &exact).norm() / exact.norm()).double_value(&[]);
+            assert!(1e-5 < off && off < 0.1, "{name}, {kind:?}: activations are rounded to 8 bits: {off}");
+            assert_eq!(blocks.embed(&ids), numbers.embed(&ids), "{name}");
+            assert_eq!(
+                blocks.lm_head_weight().to_kind(Kind::Float),
+                numbers.lm_head_weight().to_kind(kind).to_kind(Kind::Float)
+            );
+            let embedded = Tensor::from_slice(&blocks.embed_numbers(&[200, 3])).to_kind(kind);
+            assert_eq!(embedded, blocks.embed(&Tensor::from_slice(&[200i64, 3])).view([-1]), "{name}");
+        }
+    }
 }
 
 #[test]

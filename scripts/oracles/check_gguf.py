@@ -87,7 +87,7 @@ def generate(options, prompts, tokens):
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
         file.write("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         file.flush()
-        command = [options.programs / "medusa", "generate", "--backbone", options.model, "--prompts", file.name, "--dtype", "float32",
+        command = [options.programs / "medusa", "generate", "--backbone", options.model, "--prompts", file.name, "--engine", "tch", "--dtype", "float32",
                    "--temperature", "0", "--max-new-tokens", str(tokens), "--logprobs", "5", "--json"]  # fmt: skip
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [json.loads(line) for line in out.rstrip("\n").split("\n")]

@@ -8,16 +8,24 @@ use clap::Args;
 use serde::Serialize;
 
 use super::{CommonFlags, print_json, print_text};
+use crate::cpu::team::Team;
 use crate::latency::busy_cores::{busy_cores, cores, disturb};
 use crate::latency::processors::{cpu_name, gpu_names};
+use crate::latency::products::{ProductSpeed, ProductSpeeds, RowsTime};
 use crate::nvidia::device;
+use crate::plural::counted;
+use crate::session::error::UsageError;
 use crate::torch::device_name;
 use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, cuda_runtime, memory};
 
 /// Check the installation: libtorch, devices, memory, threads, and how to get what is missing.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  medusa doctor --json")]
-pub struct DoctorArgs {}
+pub struct DoctorArgs {
+    /// Time the CPU kernels' products with weights of each format, beside reading the memory (about 30 s).
+    #[arg(long)]
+    products: bool,
+}
 
 #[derive(Debug, Serialize)]
 struct DoctorReport {
@@ -28,6 +36,8 @@ struct DoctorReport {
     engine: EngineState,
     cpu: Cpu,
     memory: Option<MachineMemory>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    products: Option<ProductSpeeds>,
     missing: Vec<String>,
 }
 
@@ -103,9 +113,17 @@ impl MachineMemory {
 ///
 /// # Errors
 /// If stdout cannot be written.
-pub fn run(_: &DoctorArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let report = look(common);
+pub fn run(args: &DoctorArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let products = args.products.then(|| measured_products(common)).transpose()?;
+    let report = DoctorReport { products, ..look(common) };
     if common.json { print_json(&report) } else { print_text(text(&report)?.trim_end()) }
+}
+
+/// A [`UsageError`] where the CPU lacks the kernels.
+fn measured_products(common: &CommonFlags) -> Result<ProductSpeeds, UsageError> {
+    let progress = |weights: &str| common.say(format_args!("timing {weights}"));
+    let measured = ProductSpeeds::measure(Team::shared(), progress);
+    measured.ok_or_else(|| UsageError("--products times the CPU kernels, which need AVX2 with FMA and F16C".into()))
 }
 
 fn look(common: &CommonFlags) -> DoctorReport {
@@ -121,6 +139,7 @@ fn look(common: &CommonFlags) -> DoctorReport {
         engine: EngineState { cuda: reason.is_none(), reason },
         cpu: cpu(),
         memory: memory::machine().map(|(total_bytes, available_bytes)| MachineMemory { total_bytes, available_bytes }),
+        products: None,
         missing,
     }
 }
@@ -221,7 +240,7 @@ fn missing(cuda: &Cuda, libtorch: &Libtorch) -> Vec<String> {
     }
     if !crate::cpu::available() {
         missing.push(
-            "AVX2 with FMA (nearly all x86-64 CPUs since 2013): decoding on the CPU uses libtorch's operations".into(),
+            "AVX2 with FMA and F16C (nearly all x86-64 CPUs since 2013): decoding on the CPU uses libtorch's operations".into(),
         );
     }
     missing.push(match (&cuda.driver, accelerator::open()) {
@@ -272,7 +291,29 @@ fn text(report: &DoctorReport) -> Result<String, std::fmt::Error> {
     for missing in &report.missing {
         writeln!(out, "missing      {missing}")?;
     }
+    if let Some(products) = &report.products {
+        write_products(&mut out, products)?;
+    }
     Ok(out)
+}
+
+fn write_products(out: &mut String, products: &ProductSpeeds) -> std::fmt::Result {
+    let ProductSpeeds { threads, read_gigabytes_per_second, products } = products;
+    writeln!(out, "memory read  {read_gigabytes_per_second:.1} GB/s by {}", counted(*threads, "thread"))?;
+    writeln!(
+        out,
+        "products     GB/s of weights for one row of activations, % of the memory's, and how many times as long more rows take"
+    )?;
+    for ProductSpeed { weights, gigabytes_per_second, rows } in products {
+        write!(
+            out,
+            "  {weights:<10} {gigabytes_per_second:5.1} {:4.0} %",
+            100.0 * gigabytes_per_second / read_gigabytes_per_second
+        )?;
+        rows.iter().skip(1).try_for_each(|RowsTime { rows, times }| write!(out, "  {rows} rows {times:.2}"))?;
+        writeln!(out)?;
+    }
+    Ok(())
 }
 
 fn yes_no(there: bool) -> &'static str {

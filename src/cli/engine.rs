@@ -37,7 +37,7 @@ impl ValueEnum for EngineName {
         let help = match self {
             Self::Auto => "The fastest engine that supports the request: cuda, else cpu, else tch",
             Self::Tch => "libtorch operations on any device; the reference for the other engines",
-            Self::Cpu => "Custom CPU kernels (AVX2 with FMA, or AVX-512 with bfloat16)",
+            Self::Cpu => "Custom CPU kernels (AVX2 with FMA and F16C, or AVX-512 with bfloat16 and VNNI)",
             Self::Cuda => "Custom CUDA kernels",
         };
         Some(PossibleValue::new(self.flag()).help(help))

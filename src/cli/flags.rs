@@ -23,7 +23,7 @@ pub struct CommonFlags {
     /// Compute dtype: float32, bfloat16 or float16 [default: that of the backbone's weights; on a CPU never float16].
     #[arg(long, global = true, value_name = "DTYPE")]
     pub dtype: Option<Dtype>,
-    /// Drafters' weights on the CPU's kernels: q8_0, bfloat16 or float32; rounding changes how many guesses are right, not the text.
+    /// Weights of heads and draft models on the CPU's kernels: int8, bfloat16 or float32; rounding changes how many guesses are right [auto: int8].
     #[arg(long, global = true, value_name = "DTYPE", default_value_t)]
     pub draft_dtype: DraftDtype,
     /// CPU threads [default: `OMP_NUM_THREADS`, else one per core].

@@ -5,7 +5,7 @@
 // N new tokens, Q query heads, G key/value heads, R = Q/G, S room of the cache, D head size
 use std::{array, ptr};
 
-use super::lanes::{LANES, Lanes, with_lanes};
+use super::lanes::{Instructions, LANES, Lanes, with_lanes};
 use super::shared::Shared;
 use super::team::Team;
 use super::{AttentionShape, Number, Plane};
@@ -63,6 +63,17 @@ pub(crate) fn attend(
     out: &mut [f32],
     team: &Team,
 ) {
+    let instructions = Instructions::detected().expect("there is a matrix, so the CPU has the kernels");
+    attend_with(instructions, queries, sequences, heads, (out, team));
+}
+
+fn attend_with(
+    instructions: Instructions,
+    queries: (&[f32], usize),
+    sequences: &[SequenceTokens],
+    heads: AttentionShape,
+    (out, team): (&mut [f32], &Team),
+) {
     let Some(first) = sequences.first() else { return };
     let ((q, stride), d) = (queries, first.planes[0].head_size);
     let width = heads.queries * d;
@@ -100,7 +111,7 @@ pub(crate) fn attend(
             // SAFETY: each part has its own heads of its own tokens.
             let outs = places.iter().map(|&(n, head)| unsafe { shared.part(n * width + head * d, d) });
             let mut outs: Vec<&mut [f32]> = outs.collect();
-            with_lanes!(lanes => match queries[0].keys.number {
+            with_lanes!(instructions, lanes => match queries[0].keys.number {
                 Number::Float32 => attend_all::<_, false>(lanes, &queries, &mut outs),
                 Number::BFloat16 => attend_all::<_, true>(lanes, &queries, &mut outs),
             });
@@ -432,6 +443,45 @@ mod tests {
                         );
                     }
                 }
+            }
+        }
+    }
+
+    /// Trees behind common tokens of several lengths: with many threads each query goes alone, with one thread they go together.
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+    fn queries_give_the_same_bits_alone_and_together_with_all_vectors() {
+        let (alone, together, [room, d]) = (Team::new(6), Team::new(1), [80, 20]);
+        for (number, softcap) in [(Number::Float32, None), (Number::BFloat16, Some(2.0))] {
+            for (queries, groups, common, tokens) in
+                [(3, 1, 40, 5), (4, 4, 15, 7), (4, 2, 16, 6), (8, 1, 17, 4), (2, 1, 33, 9)]
+            {
+                let width = queries * d;
+                let plane = |seed| {
+                    let mut bytes = vec![0; groups * room * d * number.bytes()];
+                    number.write(&random(groups * room * d, seed), &mut bytes);
+                    bytes
+                };
+                let [keys, values] = [1, 2].map(plane);
+                let planes = [&keys, &values].map(|bytes| Plane { bytes, number, room, head_size: d });
+                // A chain, but for every third token, which sees only the common ones and itself.
+                let slots = |n: usize| match n % 3 {
+                    2 => (0..common).chain([common + n]).collect(),
+                    _ => (0..=common + n).collect(),
+                };
+                let seen: Vec<SeenTokens> = (0..tokens).map(slots).collect();
+                let heads = AttentionShape { queries, groups, scale: 0.3, softcap };
+                let q = random(tokens * width, 3);
+                let mut first: Option<Vec<f32>> = None;
+                for instructions in Instructions::all_detected().into_iter().flatten() {
+                    for team in [&alone, &together] {
+                        let mut out = vec![f32::NAN; tokens * width];
+                        let sequences = [SequenceTokens { planes, seen: &seen }];
+                        attend_with(instructions, (&q, width), &sequences, heads, (&mut out, team));
+                        assert_eq!(&out, first.get_or_insert_with(|| out.clone()), "{number:?}, {common} common");
+                    }
+                }
+                assert!(first.is_some_and(|out| out.iter().all(|x| x.is_finite())));
             }
         }
     }

@@ -37,6 +37,8 @@ pub(super) struct BlockWeights {
     strip_lines: usize,
     kind: &'static TensorType,
     inputs: usize,
+    /// Of every output.
+    factor: f32,
 }
 
 impl BlockWeights {
@@ -56,7 +58,12 @@ impl BlockWeights {
         let lines = arena.lines(strips * strip_lines, |lines| {
             with_layout!(kind, B => layout::fill::<B>(lines, strip_lines, rows, (kind, row_bytes)));
         });
-        Self { lines, strip_lines, kind, inputs }
+        Self { lines, strip_lines, kind, inputs, factor: 1.0 }
+    }
+
+    /// These weights times `factor`.
+    pub(super) fn times(self, factor: f32) -> Self {
+        Self { factor: self.factor * factor, ..self }
     }
 
     /// The first outputs of rows `x_ni` `[N, I]`, to `y`.
@@ -99,7 +106,8 @@ impl BlockWeights {
             let strip = &self.lines[o / LANES * self.strip_lines..][..self.strip_lines];
             for (first, rows, x) in x.row_blocks() {
                 strip_sums_of::<L, B>(lanes, strip, (rows, x), first == 0, &mut sums);
-                for (r, sums) in sums[..rows].iter().enumerate() {
+                for (r, sums) in sums[..rows].iter_mut().enumerate() {
+                    sums.iter_mut().for_each(|sum| *sum *= self.factor);
                     // SAFETY: the caller's promise.
                     unsafe { y.write(first + r, o, &sums[..LANES.min(range.end - o)]) };
                 }

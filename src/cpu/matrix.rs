@@ -76,12 +76,18 @@ impl Matrix {
             return None;
         }
         let kind = TensorType::named("Q8_0").expect("a type of GGUF");
-        let (mut rows, mut row) = (vec![], vec![0.0; inputs.next_multiple_of(kind.numbers)]);
-        for weights in weights_oi.chunks_exact(inputs) {
-            row[..inputs].copy_from_slice(weights);
-            kind.encode(&row, &mut rows);
+        let largest = weights_oi.iter().fold(0.0f32, |largest, weight| largest.max(weight.abs()));
+        // A power of two that brings the largest weight near 127, so that no scale is too small for float16.
+        let factor = if largest.is_normal() { 2.0f32.powi(6 - largest.log2().floor() as i32) } else { 1.0 };
+        let padded = inputs.next_multiple_of(kind.numbers);
+        let mut numbers = vec![0.0; outputs * padded];
+        for (to, weights) in numbers.chunks_exact_mut(padded).zip(weights_oi.chunks_exact(inputs)) {
+            to.iter_mut().zip(weights).for_each(|(to, weight)| *to = weight * factor);
         }
-        Some(Self::in_one_layout(MatrixLayout::Blocks(BlockWeights::new(&rows, kind, shape, arena)), shape))
+        let mut rows = vec![];
+        kind.encode(&numbers, &mut rows);
+        let weights = BlockWeights::new(&rows, kind, shape, arena).times(factor.recip());
+        Some(Self::in_one_layout(MatrixLayout::Blocks(weights), shape))
     }
 
     fn in_one_layout(layout: MatrixLayout, [outputs, inputs]: [usize; 2]) -> Self {
@@ -220,8 +226,9 @@ mod tests {
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn weights_rounded_to_8_bits_give_products_within_a_percent() {
-        for (outputs, inputs) in [(3, 5), (50, 172), (70, 576)] {
-            let (w, x) = (random(outputs * inputs, 1), random(4 * inputs, 2));
+        for (outputs, inputs, size) in [(3, 5, 1.0), (50, 172, 1e-9), (70, 576, 1e9)] {
+            let w: Vec<f32> = random(outputs * inputs, 1).into_iter().map(|w| w * size).collect();
+            let x = random(4 * inputs, 2);
             let matrix = Matrix::in_8_bits(&w, [outputs, inputs], &mut Arena::default()).unwrap();
             let mut y = vec![f32::NAN; 4 * outputs];
             matrix.multiply(&x, &mut y, &Team::new(2));

@@ -32,7 +32,7 @@ const TOGETHER: usize = 64;
 pub enum Unsupported {
     #[error("the backbone is not on the CPU")]
     Device,
-    #[error("this CPU has no AVX2 with FMA, which the CPU kernels need")]
+    #[error("this CPU has no AVX2 with FMA and F16C, which the CPU kernels need")]
     Processor,
     #[error("the CPU kernels compute in float32 or bfloat16, not in float16: use --dtype bfloat16")]
     Dtype,

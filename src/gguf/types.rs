@@ -36,11 +36,8 @@ enum Elements {
 #[derive(Clone, Copy)]
 pub struct CodeFormat {
     take_apart: TakeApart,
-    /// Bits of a code, once taken apart.
-    pub bits: u32,
     /// The code that stands for zero, before a minimum is subtracted.
     pub center: u8,
-    pub has_minima: bool,
 }
 
 impl CodeFormat {
@@ -143,28 +140,15 @@ const fn dense(id: u32, name: &'static str, bytes: usize, read: fn(&[u8]) -> f32
     TensorType { name, id, numbers: 1, bytes, elements: Elements::Number(read) }
 }
 
-/// Of blocks without minima, of `[numbers, bytes]`; codes of `[bits, center]`.
-const fn centered(
+/// Of blocks of `[numbers, bytes]`.
+const fn blocks(
     id: u32,
     name: &'static str,
     [numbers, bytes]: [usize; 2],
-    [bits, center]: [u8; 2],
+    center: u8,
     take_apart: TakeApart,
 ) -> TensorType {
-    let format = CodeFormat { take_apart, bits: bits as u32, center, has_minima: false };
-    TensorType { name, id, numbers, bytes, elements: Elements::Codes(format) }
-}
-
-/// Of blocks with minima, of `[numbers, bytes]`.
-const fn with_minima(
-    id: u32,
-    name: &'static str,
-    [numbers, bytes]: [usize; 2],
-    bits: u32,
-    take_apart: TakeApart,
-) -> TensorType {
-    let format = CodeFormat { take_apart, bits, center: 0, has_minima: true };
-    TensorType { name, id, numbers, bytes, elements: Elements::Codes(format) }
+    TensorType { name, id, numbers, bytes, elements: Elements::Codes(CodeFormat { take_apart, center }) }
 }
 
 /// Types that are read.
@@ -172,18 +156,18 @@ pub static TYPES: [TensorType; 15] = [
     dense(0, "F32", 4, |b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
     dense(1, "F16", 2, |b| f16::from_le_bytes([b[0], b[1]]).to_f32()),
     dense(30, "BF16", 2, |b| bf16::from_le_bytes([b[0], b[1]]).to_f32()),
-    centered(2, "Q4_0", [32, 18], [4, 8], codes::q4_0),
-    with_minima(3, "Q4_1", [32, 20], 4, codes::q4_1),
-    centered(6, "Q5_0", [32, 22], [5, 16], codes::q5_0),
-    with_minima(7, "Q5_1", [32, 24], 5, codes::q5_1),
-    centered(8, "Q8_0", [32, 34], [8, 128], codes::q8_0),
-    with_minima(10, "Q2_K", [256, 84], 2, codes::q2_k),
-    centered(11, "Q3_K", [256, 110], [3, 4], codes::q3_k),
-    with_minima(12, "Q4_K", [256, 144], 4, codes::q4_k),
-    with_minima(13, "Q5_K", [256, 176], 5, codes::q5_k),
-    centered(14, "Q6_K", [256, 210], [6, 32], codes::q6_k),
-    centered(20, "IQ4_NL", [32, 18], [8, 128], codes::iq4_nl),
-    centered(23, "IQ4_XS", [256, 136], [8, 128], codes::iq4_xs),
+    blocks(2, "Q4_0", [32, 18], 8, codes::q4_0),
+    blocks(3, "Q4_1", [32, 20], 0, codes::q4_1),
+    blocks(6, "Q5_0", [32, 22], 16, codes::q5_0),
+    blocks(7, "Q5_1", [32, 24], 0, codes::q5_1),
+    blocks(8, "Q8_0", [32, 34], 128, codes::q8_0),
+    blocks(10, "Q2_K", [256, 84], 0, codes::q2_k),
+    blocks(11, "Q3_K", [256, 110], 4, codes::q3_k),
+    blocks(12, "Q4_K", [256, 144], 0, codes::q4_k),
+    blocks(13, "Q5_K", [256, 176], 0, codes::q5_k),
+    blocks(14, "Q6_K", [256, 210], 32, codes::q6_k),
+    blocks(20, "IQ4_NL", [32, 18], 128, codes::iq4_nl),
+    blocks(23, "IQ4_XS", [256, 136], 128, codes::iq4_xs),
 ];
 
 /// Types that are written.

@@ -22,6 +22,7 @@ pub mod busy_cores;
 mod choice;
 mod identity;
 pub mod processors;
+pub mod products;
 mod rows;
 mod turns;
 

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::cpu;
 use crate::dtype::DraftDtype;
 use crate::model::block_spec::names;
 use crate::model::config::{ConfigError, LlamaConfig};
@@ -65,14 +66,24 @@ pub enum Purpose {
     Saving,
     /// As [`Purpose::Training`], with float32 copies of all weights, which are trained and compute in this dtype.
     FineTuning(Kind),
-    /// A few tokens at a time: q, k, v and gate, up merged, and laid out for the CPU's own kernels.
+    /// A few tokens at a time: q, k, v and gate, up merged, and laid out for the CPU's own kernels. There, weights in the blocks of a GGUF file
+    /// stay so, and are multiplied by activations in 8 bits.
     Decoding,
-    /// As [`Purpose::Decoding`]; on a CPU, weights in the blocks of a GGUF file stay so, and are multiplied by activations in 8 bits.
-    DecodingBlocks,
-    /// As [`Purpose::DecodingBlocks`], of a draft model: on a CPU with the kernels, dense weights are in this dtype.
+    /// As [`Purpose::Decoding`], of a draft model: on the CPU's own kernels, dense weights are in this dtype.
     Guesses(DraftDtype),
     /// A token of each of many generations at a time: merged, and packed on the CPU by oneDNN, which is faster from some 20 rows on.
     Batches,
+}
+
+impl Purpose {
+    /// Whether linear layers stay in the blocks of a GGUF file, on a CPU.
+    fn keeps_blocks(self) -> bool {
+        match self {
+            Self::Training => true,
+            Self::Decoding | Self::Guesses(_) => cpu::available(),
+            Self::Saving | Self::FineTuning(_) | Self::Batches => false,
+        }
+    }
 }
 
 impl Llama {
@@ -129,14 +140,12 @@ impl Llama {
         tensors::check_tied(folder, &config, &files)?;
         let store = |device: Device| match (quantization, purpose) {
             (Some(quantization), _) => LinearStore::Quantized(Quantizer::new(quantization, device)),
-            (None, Purpose::Training | Purpose::DecodingBlocks | Purpose::Guesses(_)) if device == Device::Cpu => {
-                LinearStore::Blocks(&files, kind)
-            }
+            (None, purpose) if device == Device::Cpu && purpose.keeps_blocks() => LinearStore::Blocks(&files, kind),
             (None, _) => LinearStore::Dense,
         };
         let on_cpu = stages.devices().all(|device| device == Device::Cpu);
-        let for_blocks = matches!(purpose, Purpose::DecodingBlocks | Purpose::Guesses(_));
-        let keeps_blocks = |name: &str| for_blocks && on_cpu && files.is_in_blocks(name);
+        let keeps_tables = purpose.keeps_blocks() && purpose != Purpose::Training;
+        let keeps_blocks = |name: &str| keeps_tables && on_cpu && files.is_in_blocks(name);
         let embedding = match keeps_blocks(names::EMBED_TOKENS) {
             true => absent(&[config.vocab_size, config.hidden_size], kind, Device::Cpu),
             false => embedding(&files, &config, kind, stages.first())?,
@@ -163,9 +172,9 @@ impl Llama {
         if let Some(blocks) = blocks(names::EMBED_TOKENS)? {
             llama.embed_tokens = TokenTable::Blocks(blocks);
         }
-        if let Some((table, weight)) = blocks(lm_head)?.zip(blocks(lm_head)?) {
-            llama.lm_head_table = TokenTable::Blocks(table);
-            llama.lm_head = Linear::quantized(QuantizedWeight::from_blocks(weight, kind), None);
+        if let Some(blocks) = blocks(lm_head)? {
+            llama.lm_head = Linear::quantized(QuantizedWeight::from_blocks(blocks.shallow_clone(), kind), None);
+            llama.lm_head_table = TokenTable::Blocks(blocks);
         }
         let llama = llama.prepared_for(purpose);
         files.release(); // also what was read to be copied
@@ -339,7 +348,7 @@ impl Llama {
         match purpose {
             Purpose::Training | Purpose::Saving => self,
             Purpose::FineTuning(kind) => self.for_fine_tuning(kind),
-            Purpose::Decoding | Purpose::DecodingBlocks => self.for_decoding(),
+            Purpose::Decoding => self.for_decoding(),
             Purpose::Guesses(dtype) => self.for_guesses(dtype),
             Purpose::Batches => self.for_batches(),
         }

@@ -11,8 +11,10 @@ use super::error::SessionError;
 use super::loading::load_backbone;
 use super::reporter::{LoadContext, Reporter};
 use super::setup::{ModelSetup, on_libtorch};
+use crate::cpu;
 use crate::data::chat_template::ChatTemplate;
 use crate::data::tokenize::{TextTokenizer, narrow};
+use crate::dtype::DraftDtype;
 use crate::engine::cpu::{CpuEngine, Unsupported};
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
@@ -49,6 +51,7 @@ impl Decoder {
         if purpose == Purpose::Decoding {
             report_missing_kernels(&backbone, context.reporter);
         }
+        report_unused_draft_dtype(&backbone, purpose, &drafters, context);
         tokenizer.check_vocabulary(usize::try_from(backbone.config.vocab_size)?)?;
         let target = Target { backbone: &backbone, tokenizer: &tokenizer, purpose };
         let load = |plan: DrafterPlan| plan.load(target, context);
@@ -81,6 +84,16 @@ fn spare_threads(backbone: &Llama) {
         backbone.device() == Device::Cpu && largest < WORTH_SHARING && std::env::var_os("OMP_NUM_THREADS").is_none();
     if few || CpuEngine::supports(backbone).is_ok() {
         tch::set_num_threads(1);
+    }
+}
+
+/// Reports a dtype of drafters that were not made for the CPU's kernels.
+fn report_unused_draft_dtype(backbone: &Llama, purpose: Purpose, drafters: &[DrafterPlan], context: LoadContext) {
+    let has_weights = drafters.iter().any(|plan| plan.heads.is_some() || !plan.models.is_empty());
+    let has_kernels = backbone.device() == Device::Cpu && cpu::available() && purpose == Purpose::Decoding;
+    if context.draft_dtype != DraftDtype::Auto && !(has_weights && has_kernels) {
+        let why = if has_weights { "only the CPU kernels have one" } else { "no drafter has weights" };
+        context.reporter.notice(&format_args!("--draft-dtype {} has no effect: {why}", context.draft_dtype));
     }
 }
 

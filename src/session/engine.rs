@@ -45,7 +45,7 @@ pub enum EngineName {
     Auto,
     /// libtorch operations on any device; the reference for the other engines.
     Tch,
-    /// Custom CPU kernels (AVX2 with FMA, or AVX-512 with bfloat16).
+    /// Custom CPU kernels (AVX2 with FMA and F16C, or AVX-512 with bfloat16 and VNNI).
     Cpu,
     /// Custom CUDA kernels.
     Cuda,

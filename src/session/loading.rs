@@ -6,7 +6,6 @@ use super::error::{SessionError, UsageError};
 use super::opened::OpenedHeads;
 use super::reporter::{LoadContext, Reporter};
 use super::setup::ModelSetup;
-use crate::cpu;
 use crate::dtype::Dtype;
 use crate::engine::dtype::default_dtype;
 use crate::files::is_folder;
@@ -37,11 +36,6 @@ pub fn load_backbone(setup: &ModelSetup, purpose: Purpose, context: LoadContext)
     let dtype = match context.dtype {
         Some(dtype) => dtype,
         None => dtype_of_weights(own_dtype(setup)?, setup.trained_dtype, device, context.reporter),
-    };
-    let purpose = match purpose {
-        // A dtype is asked for: weights in blocks are dequantised to it.
-        Purpose::Decoding if context.dtype.is_none() && cpu::available() => Purpose::DecodingBlocks,
-        purpose => purpose,
     };
     let heads = setup.heads.as_deref();
     let stages = match &setup.device_map {

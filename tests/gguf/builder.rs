@@ -59,6 +59,9 @@ fn layout(kind: &str) -> (u32, usize, usize) {
         "Q5_1" => (7, 32, 24),
         "Q8_0" => (8, 32, 34),
         "IQ4_NL" => (20, 32, 18),
+        "Q4_K" => (12, 256, 144),
+        "Q5_K" => (13, 256, 176),
+        "Q6_K" => (14, 256, 210),
         other => panic!("{other}"),
     }
 }
@@ -88,6 +91,8 @@ impl GgufBuilder {
                 "BF16" => block[1] = 0x3d | (block[1] & 0x80),
                 "F16" => block[1] = 0x2c | (block[1] & 0x80),
                 "Q4_1" | "Q5_1" => [block[1], block[3]] = [0x20, 0xa0],
+                "Q4_K" | "Q5_K" => [block[1], block[3]] = [0x04, 0x04],
+                "Q6_K" => block[209] = 0x01,
                 _ => block[1] = 0x20,
             }
         }

@@ -71,7 +71,7 @@ macro_rules! with_layout {
             "Q2_K" => with!(4, ByteScales<2, true>),
             "Q3_K" => with!(4, ByteScales<2, false>),
             "Q6_K" => with!(6, ByteScales<2, false>),
-            "IQ4_XS" => with!(8, ByteScales<2, false>),
+            "IQ4_XS" => with!(8, ByteScales<1, false>),
             name => unreachable!("{name} has no blocks"),
         }
     }};

@@ -250,6 +250,10 @@ mod tests {
             let probable = |guesses: &Tensor| Tensor::stack(&logits, 1).gather(-1, &guesses.view([3, 3, 4]), false);
             let off = (probable(&ours) - probable(&oracle)).abs().max().double_value(&[]);
             assert!(off < 1e-3, "{off}");
+            let rounded = heads().for_decoding(DraftDtype::Int8);
+            let rounded = outputs(&rounded.guesses(3, 4, &hidden_bh, &backbone().for_decoding()));
+            let off = (probable(&rounded) - probable(&oracle)).abs().max().double_value(&[]);
+            assert!(off < 2e-2, "in 8 bits: {off}");
             let [oracle, ours] =
                 [(heads(), backbone()), (heads().for_decoding(DraftDtype::BFloat16), backbone().for_decoding())]
                     .map(|(heads, backbone)| heads.likeliest(3, 4, &hidden_bh, &backbone));

@@ -242,6 +242,10 @@ mod tests {
             let ours = levels(&mut HydraLevels::new(&backbone, &fast, 3), &hidden_bh);
             let off = oracle.iter().zip(&ours).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(off < 2e-2 && ours.len() == 4 * (2 + 4 + 8), "{off}");
+            let rounded = heads().for_decoding(DraftDtype::Int8);
+            let rounded = levels(&mut HydraLevels::new(&backbone, &rounded, 3), &hidden_bh);
+            let off = oracle.iter().zip(&rounded).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(off < 5e-2, "in 8 bits: {off}");
         }
     }
 }

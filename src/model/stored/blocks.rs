@@ -30,6 +30,12 @@ pub struct Blocks {
 }
 
 impl Blocks {
+    /// The same blocks.
+    #[must_use]
+    pub fn shallow_clone(&self) -> Self {
+        Self { kind: self.kind, codes_ob: self.codes_ob.shallow_clone() }
+    }
+
     /// `[O, I]` as numbers.
     pub fn size(&self) -> [i64; 2] {
         let size = self.codes_ob.size();

@@ -4,9 +4,9 @@
 use tch::{Device, Kind, Tensor};
 
 use super::format::StoredFormat;
-use crate::cpu::Number;
 use crate::cpu::arena::Arena;
 use crate::cpu::matrix::Matrix;
+use crate::cpu::{self, Number};
 use crate::dtype::DraftDtype;
 use crate::torch::bytes;
 
@@ -31,17 +31,19 @@ pub(crate) fn matrix_of(weight_oi: &Tensor, arena: &mut Arena) -> Option<Matrix>
         Kind::BFloat16 => Number::BFloat16,
         _ => return None,
     };
-    Matrix::new(bytes::raw(&weight_oi.contiguous()), number, shape_on_cpu(weight_oi)?, arena)
+    let shape = shape_on_cpu(weight_oi)?;
+    Matrix::new(bytes::raw(&weight_oi.contiguous()), number, shape, arena)
 }
 
 /// As [`matrix_of`], of a drafter's weight.
 pub(crate) fn draft_matrix(weight_oi: &Tensor, dtype: DraftDtype, arena: &mut Arena) -> Option<Matrix> {
+    let shape = shape_on_cpu(weight_oi).filter(|_| cpu::available())?;
     match dtype {
         DraftDtype::Float32 => matrix_of(&weight_oi.to_kind(Kind::Float), arena),
         DraftDtype::BFloat16 => matrix_of(&weight_oi.to_kind(Kind::BFloat16), arena),
-        DraftDtype::Q8_0 => {
+        DraftDtype::Auto | DraftDtype::Int8 => {
             let weight_oi = weight_oi.to_kind(Kind::Float).contiguous();
-            Matrix::in_8_bits(bytes::numbers(&weight_oi), shape_on_cpu(&weight_oi)?, arena)
+            Matrix::in_8_bits(bytes::numbers(&weight_oi), shape, arena)
         }
     }
 }

@@ -3,14 +3,13 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use crate::cpu;
 use crate::data::tokenize::TextTokenizer;
 use crate::draft::levels::LevelDrafter;
 use crate::draft::model::{Guessing, ModelGuesser};
 use crate::engine::fastest::fastest;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
-use crate::plural::{counted, mebibytes};
+use crate::plural::counted;
 use crate::session::error::SessionError;
 use crate::session::loading::load_backbone;
 use crate::session::opened::OpenedBackbone;
@@ -51,7 +50,7 @@ impl DraftModel {
     pub fn load(folder: &Path, tree: GuessTree, target: Target, context: LoadContext) -> Result<Self, SessionError> {
         let tokenizer = check_vocabulary(folder, target.tokenizer)?;
         let purpose = match target.purpose {
-            Purpose::Decoding if cpu::available() => Purpose::Guesses(context.draft_dtype),
+            Purpose::Decoding => Purpose::Guesses(context.draft_dtype),
             purpose => purpose,
         };
         let model = load_backbone(&ModelSetup::new(OpenedBackbone::open(folder)?), purpose, context)?;
@@ -60,15 +59,7 @@ impl DraftModel {
         tree.check_fits(usize::MAX, vocabulary)?;
         let draft = Self { model, vocabulary, tree };
         let (name, parameters) = (folder.display(), counted(draft.parameters(), "parameter"));
-        let weights = draft.parameters() as u64;
-        let memory = match purpose {
-            Purpose::Guesses(dtype) => dtype.bytes(weights),
-            _ => weights * draft.model.kind().elt_size_in_bytes() as u64,
-        };
-        context.reporter.notice(&format_args!(
-            "draft model {name}: {parameters}, {} of weights beside the backbone's",
-            mebibytes(memory)
-        ));
+        context.reporter.notice(&format_args!("draft model {name}: {parameters} beside the backbone's"));
         let [own, longest] = [&draft.model, target.backbone].map(|model| model.config.max_position_embeddings);
         if own < longest {
             context.reporter.notice(&format_args!(
