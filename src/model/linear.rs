@@ -4,6 +4,7 @@
 // O outputs, I inputs, N rows of a product
 use tch::{Device, Kind, Tensor};
 
+use crate::cpu;
 use crate::cpu::arena::Arena;
 use crate::cpu::matrix::Matrix;
 use crate::cpu::team::Team;
@@ -246,7 +247,11 @@ impl LinearGroup {
             let weight_oi = if let [one] = weights[..] { one.shallow_clone() } else { Tensor::cat(&weights, 0) };
             return Self { layers: vec![prepare(Linear::dense(weight_oi, bias_o))], is_merged: true };
         }
-        let layers: Vec<Linear> = self.layers.into_iter().map(prepare).collect();
+        let all_in_blocks =
+            self.layers.iter().all(|layer| layer.quantized_weight().is_some_and(QuantizedWeight::is_in_blocks));
+        // Then `prepare` makes matrices of all of them, whose bias is that of the group.
+        let layers = if all_in_blocks && cpu::available() { joined(self.layers) } else { self.layers };
+        let layers: Vec<Linear> = layers.into_iter().map(prepare).collect();
         if !layers.iter().all(|layer| layer.matrix().is_some()) {
             return Self { layers, is_merged: false };
         }
@@ -327,6 +332,20 @@ impl LinearGroup {
     pub fn outputs(&self) -> i64 {
         self.layers.iter().map(|layer| layer.outputs).sum()
     }
+}
+
+/// The layers, with neighbours in blocks of one type as one; their biases are left out.
+fn joined(layers: Vec<Linear>) -> Vec<Linear> {
+    let mut all: Vec<Linear> = vec![];
+    for layer in layers {
+        let last = all.pop();
+        let both = last.as_ref().and_then(Linear::quantized_weight).zip(layer.quantized_weight());
+        match (both.and_then(|(last, next)| last.above(next)), last) {
+            (Some(weight), _) => all.push(Linear::quantized(weight, None)),
+            (None, last) => all.extend(last.into_iter().chain([layer])),
+        }
+    }
+    all
 }
 
 /// `[…, I]` as `[N, I]`.

@@ -78,14 +78,14 @@ impl Quantizer {
     /// If the weight has another number of dimensions.
     pub fn quantize(&self, weight_oi: &Tensor) -> QuantizedWeight {
         let size = weight_oi.size().try_into().expect("a weight is [O, I]");
-        QuantizedWeight { codes: self.0(weight_oi), size, kind: weight_oi.kind() }
+        QuantizedWeight { codes: self.0(weight_oi), blocks: None, size, kind: weight_oi.kind() }
     }
 }
 
 impl QuantizedWeight {
     /// Of a GGUF file, which stand for numbers of `kind` in a pass.
     pub fn from_blocks(blocks: Blocks, kind: Kind) -> Self {
-        Self { size: blocks.size(), codes: Box::new(blocks), kind }
+        Self { size: blocks.size(), codes: Box::new(blocks.shallow_clone()), blocks: Some(blocks), kind }
     }
 }
 
@@ -93,6 +93,8 @@ impl QuantizedWeight {
 #[derive(Debug)]
 pub struct QuantizedWeight {
     codes: Box<dyn Codes>,
+    /// The same codes, if they are blocks of a GGUF file.
+    blocks: Option<Blocks>,
     size: [i64; 2],
     kind: Kind,
 }
@@ -121,6 +123,18 @@ impl QuantizedWeight {
     /// The launch that writes the weight to `weight_oi`, if its format has a kernel.
     pub fn launch(&self, weight_oi: &Tensor) -> Option<Launch> {
         Some(self.codes.kernel()?(weight_oi))
+    }
+
+    /// Whether it is in the blocks of a GGUF file.
+    pub fn is_in_blocks(&self) -> bool {
+        self.blocks.is_some()
+    }
+
+    /// This weight with the outputs of another one below its own, if both are in blocks of one type.
+    pub fn above(&self, other: &Self) -> Option<Self> {
+        let (blocks, others) = self.blocks.as_ref().zip(other.blocks.as_ref()).filter(|(a, b)| a.kind == b.kind)?;
+        let codes_ob = Tensor::cat(&[&blocks.codes_ob, &others.codes_ob], 0);
+        Some(Self::from_blocks(Blocks { kind: blocks.kind, codes_ob }, self.kind))
     }
 
     /// The weight for the CPU's own kernels, if these multiply its codes.
