@@ -164,7 +164,7 @@ fn equal_prompts_and_samples_of_one_prompt_are_drawn_apart() {
 fn a_draft_model_makes_the_plain_text_in_fewer_steps() {
     let world = World::new();
     world.lines("p.jsonl", &[json!({"prompt_ids": [1, 4, 5, 6, 4, 5]}), json!({"prompt": "abc abc"})]);
-    let flags = ["--dtype", "float32", "--max-new-tokens", "21"];
+    let flags = ["--dtype", "float32", "--draft-dtype", "float32", "--max-new-tokens", "21"];
     let run = |more: &[&str]| world.json(&[&PLAIN[..], &flags, more].concat());
     world.write("t.json", &json!([[0], [1], [0, 0]]));
     for (more, steps) in [(&[][..], 5), (&["--draft-tokens", "1"], 11), (&["--tree", "t.json"], 7)] {

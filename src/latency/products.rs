@@ -78,10 +78,10 @@ impl ProductSpeeds {
 
 /// 10^9 bytes per second.
 fn read_speed(team: &Team) -> f64 {
-    let numbers = vec![1u64; BYTES / size_of::<u64>()];
-    let parts: Vec<&[u64]> = numbers.chunks(numbers.len() / (4 * team.size())).collect();
-    let sum = |part: usize| _ = black_box(parts[part].iter().fold(0u64, |sum, x| sum.wrapping_add(*x)));
-    BYTES as f64 / 1e9 / median_seconds(|| team.run(parts.len(), sum))
+    let (lines, parts) = (BYTES / 64, 4 * team.size());
+    let memory = Arena::default().lines(lines, |_| {});
+    let sum = |part: usize| _ = black_box(memory.sum(lines * part / parts..lines * (part + 1) / parts));
+    BYTES as f64 / 1e9 / median_seconds(|| team.run(parts, sum))
 }
 
 /// Of matrices that `matrix` makes of so many outputs, each row of weights `row_bytes` long.

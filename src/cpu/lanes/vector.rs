@@ -9,7 +9,7 @@ pub(in crate::cpu) const LANES: usize = 16;
 /// 64 bytes, aligned.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
-pub struct VectorLine(pub(super) [u8; 64]);
+pub struct VectorLine(pub(in crate::cpu) [u8; 64]);
 
 impl VectorLine {
     pub(in crate::cpu) const ZERO: Self = Self([0; 64]);
