@@ -73,13 +73,21 @@ impl BlockWeights {
     }
 
     fn multiply_with(&self, instructions: Instructions, outputs: usize, x_ni: &[f32], y: &Outputs<'_>, team: &Team) {
-        with_layout!(self.kind, B => {
-            let x = with_lanes!(instructions, lanes => self.coded::<_, B>(lanes, x_ni));
-            let lines = outputs.div_ceil(LANES) * self.strip_lines;
-            share([outputs, LANES], [lines, x.rows.div_ceil(4)], team, |range| {
-                // SAFETY: parts write to different outputs.
-                with_lanes!(instructions, lanes => unsafe { self.outputs_of::<_, B>(lanes, range.clone(), &x, y) });
-            });
+        with_layout!(self.kind, B => self.multiply_in::<B>(instructions, outputs, (x_ni, y), team));
+    }
+
+    fn multiply_in<B: BlockLayout>(
+        &self,
+        instructions: Instructions,
+        outputs: usize,
+        (x_ni, y): (&[f32], &Outputs<'_>),
+        team: &Team,
+    ) {
+        let x = with_lanes!(instructions, lanes => self.coded::<_, B>(lanes, x_ni));
+        let lines = outputs.div_ceil(LANES) * self.strip_lines;
+        share([outputs, LANES], [lines, x.rows.div_ceil(4)], team, |range| {
+            // SAFETY: parts write to different outputs.
+            with_lanes!(instructions, lanes => unsafe { self.outputs_of::<_, B>(lanes, range.clone(), &x, y) });
         });
     }
 

@@ -238,22 +238,16 @@ mod tests {
                 Tensor::from_slice(&tokens.into_iter().map(output).collect::<Vec<_>>())
             };
             let oracle = outputs(&heads().guesses(3, 4, &hidden_bh, &backbone()));
-            let ours = outputs(&heads().for_decoding(DraftDtype::BFloat16).guesses(
-                3,
-                4,
-                &hidden_bh,
-                &backbone().for_decoding(),
-            ));
+            let guesses_in =
+                |dtype| outputs(&heads().for_decoding(dtype).guesses(3, 4, &hidden_bh, &backbone().for_decoding()));
             // Near ties may swap places, so compare the guesses' logits instead of their ids.
             let logits: Vec<Tensor> =
                 (0..3).map(|head| heads().logits(head, &HeadInput::alone(&hidden_bh), &backbone())).collect();
             let probable = |guesses: &Tensor| Tensor::stack(&logits, 1).gather(-1, &guesses.view([3, 3, 4]), false);
-            let off = (probable(&ours) - probable(&oracle)).abs().max().double_value(&[]);
-            assert!(off < 1e-3, "{off}");
-            let rounded = heads().for_decoding(DraftDtype::Int8);
-            let rounded = outputs(&rounded.guesses(3, 4, &hidden_bh, &backbone().for_decoding()));
-            let off = (probable(&rounded) - probable(&oracle)).abs().max().double_value(&[]);
-            assert!(off < 2e-2, "in 8 bits: {off}");
+            for (dtype, limit) in [(DraftDtype::BFloat16, 1e-3), (DraftDtype::Int8, 2e-2)] {
+                let off = (probable(&guesses_in(dtype)) - probable(&oracle)).abs().max().double_value(&[]);
+                assert!(off < limit, "{dtype}: {off}");
+            }
             let [oracle, ours] =
                 [(heads(), backbone()), (heads().for_decoding(DraftDtype::BFloat16), backbone().for_decoding())]
                     .map(|(heads, backbone)| heads.likeliest(3, 4, &hidden_bh, &backbone));
