@@ -28,6 +28,10 @@ from tokenizers import normalizers, pre_tokenizers
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "oracles"))
 NEAR = 1e-4
+PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time", "To make a cake, first", "In 1969, the", "The most important rule of",
+           "import numpy as np\n", "Dear Sir or Madam,", "A prime number is", "The human heart", "fn main() {", "Water boils at", "My favourite book",
+           "SELECT name FROM", "The theory of relativity", "Q: What is 12 times 12?\nA:", "The quick brown fox", "In the beginning", "Roses are red,",
+           "Monday, Tuesday,"]  # fmt: skip
 # Parts of the published tokenizer.json that transformers leaves out, by tokenizer.ggml.pre. Qwen's normalizer is that of transformers' Qwen2Tokenizer.
 DIGITS = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
 PUBLISHED = {"smollm": {"pre_tokenizer": pre_tokenizers.Sequence(DIGITS)}, "qwen2": {"normalizer": normalizers.NFC()}}
