@@ -1,8 +1,6 @@
 //! x rounded to 8 bits: 32 inputs share a scale, the largest of them by 127.
 
 // I inputs, N rows of x
-use std::array;
-
 use super::layout::BLOCK;
 use crate::cpu::lanes::Lanes;
 
@@ -31,7 +29,7 @@ pub(super) struct CodedActivations {
 impl CodedActivations {
     /// Of `x_ni` `[N, I]`, for weights with so many `groups` in a block and such a `center`.
     #[inline(always)]
-    pub(super) fn new<L: Lanes>(_: L, (x_ni, inputs): (&[f32], usize), (groups, center): (usize, u8)) -> Self {
+    pub(super) fn new<L: Lanes>(lanes: L, (x_ni, inputs): (&[f32], usize), (groups, center): (usize, u8)) -> Self {
         let (rows, blocks) = (x_ni.len() / inputs, inputs.div_ceil(BLOCK));
         let row_blocks = rows.div_ceil(L::CODED_ROWS);
         let mut coded = Self { inputs: vec![CodedInputs::default(); rows * blocks], rows, row_blocks, blocks };
@@ -41,12 +39,12 @@ impl CodedActivations {
                 let places = coded.inputs[first * blocks..].iter_mut().skip(r).step_by(rows);
                 let (whole, rest) = x_i.as_chunks::<BLOCK>();
                 for (x, place) in whole.iter().zip(places) {
-                    *place = code(x, groups, center);
+                    *place = code(lanes, x, groups, center);
                 }
                 if !rest.is_empty() {
                     let mut padded = [0.0; BLOCK];
                     padded[..rest.len()].copy_from_slice(rest);
-                    coded.inputs[first * blocks + (blocks - 1) * rows + r] = code(&padded, groups, center);
+                    coded.inputs[first * blocks + (blocks - 1) * rows + r] = code(lanes, &padded, groups, center);
                 }
             }
         }
@@ -70,20 +68,12 @@ impl CodedActivations {
 
 /// Of a NaN or an infinity, the scale is NaN or infinite, and so becomes every output.
 #[inline(always)]
-fn code(x: &[f32; BLOCK], groups: usize, center: u8) -> CodedInputs {
-    const ROUND: f32 = 12_582_912.0; // 1.5 · 2^23: adding it rounds to whole numbers, halves to even, in the lowest bits
-    // As whole numbers: of these NaN is the largest.
-    let largest = f32::from_bits(x.iter().fold(0, |largest, x| largest.max(x.to_bits() & 0x7fff_ffff)));
-    let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
-    let codes: [i8; BLOCK] = array::from_fn(|i| (x[i] * inverse + ROUND).to_bits() as i8);
+fn code<L: Lanes>(lanes: L, x: &[f32; BLOCK], groups: usize, center: u8) -> CodedInputs {
+    let largest = lanes.largest_magnitude(x);
     let scale = largest / 127.0;
-    let sum = |codes: &[i8]| codes.iter().map(|&code| i32::from(code)).sum::<i32>();
-    let (first, second) = codes.split_at(BLOCK / 2);
-    let sums = if groups == 1 { [sum(&codes), 0] } else { [sum(first), sum(second)] };
-    CodedInputs {
-        quads: array::from_fn(|quad| i32::from_ne_bytes(array::from_fn(|at| codes[4 * quad + at].cast_unsigned()))),
-        scale,
-        starts: sums.map(|sum| -i32::from(center) * sum),
-        minus_sums: sums.map(|sum| -scale * sum as f32),
-    }
+    let mut quads = [0; BLOCK / 4];
+    let [first, second] = lanes.write_rounded(x, if largest > 0.0 { 127.0 / largest } else { 0.0 }, &mut quads);
+    let sums = if groups == 1 { [first + second, 0] } else { [first, second] };
+    let [starts, minus_sums] = [-i32::from(center), -1].map(|factor| sums.map(|sum| factor * sum));
+    CodedInputs { quads, scale, starts, minus_sums: minus_sums.map(|sum| scale * sum as f32) }
 }

@@ -5,7 +5,7 @@ use std::array;
 
 use half::bf16;
 
-use super::vector::{LANES, Lanes, VectorLine, bytes_of};
+use super::vector::{LANES, Lanes, ROUNDING, VectorLine, bytes_of};
 
 /// Lanes of one register.
 const HALF: usize = LANES / 2;
@@ -303,6 +303,42 @@ impl Lanes for Avx2 {
     type Codes = [__m256i; 2];
     type Sums = [__m256i; 2];
 
+    /// As whole numbers without a sign: of these NaN is the largest.
+    #[inline(always)]
+    fn largest_magnitude(self, x: &[f32; 32]) -> f32 {
+        // SAFETY: 8 numbers each.
+        unsafe {
+            let magnitude = |h: usize| {
+                _mm256_and_si256(_mm256_loadu_si256(x[8 * h..].as_ptr().cast()), _mm256_set1_epi32(0x7fff_ffff))
+            };
+            let [low, high] = [0, 2].map(|h| _mm256_max_epu32(magnitude(h), magnitude(h + 1)));
+            let eight = _mm256_max_epu32(low, high);
+            let four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
+            let two = _mm_max_epu32(four, _mm_shuffle_epi32::<0b01_00_11_10>(four));
+            let one = _mm_max_epu32(two, _mm_shuffle_epi32::<0b10_11_00_01>(two));
+            f32::from_bits(_mm_cvtsi128_si32(one).cast_unsigned())
+        }
+    }
+
+    #[inline(always)]
+    fn write_rounded(self, x: &[f32; 32], factor: f32, quads: &mut [i32; 8]) -> [i32; 2] {
+        let half = |x: &[f32]| {
+            let rounded = self.add(self.multiply(self.load(x), self.all(factor)), self.all(ROUNDING));
+            // SAFETY: see above.
+            unsafe {
+                let [low, high] = rounded.map(|v| _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0xff)));
+                _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high))
+            }
+        };
+        // SAFETY: 32 bytes.
+        unsafe {
+            let bytes = _mm256_packus_epi16(half(&x[..16]), half(&x[16..]));
+            let bytes = _mm256_permute4x64_epi64::<0b11_01_10_00>(bytes);
+            _mm256_storeu_si256(quads.as_mut_ptr().cast(), bytes);
+            sums_of_halves(bytes)
+        }
+    }
+
     #[inline(always)]
     fn codes(self, line: &VectorLine) -> [__m256i; 2] {
         *bits(line)
@@ -375,6 +411,17 @@ impl Lanes for Avx2 {
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(bytes[8 * h..].as_ptr().cast())))
         })
     }
+}
+
+/// The sums of the first and the last 16 signed bytes.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) fn sums_of_halves(bytes: __m256i) -> [i32; 2] {
+    let words = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+    let fours = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
+    let twos = _mm256_hadd_epi32(fours, fours);
+    let sums = _mm256_hadd_epi32(twos, twos);
+    [_mm256_extract_epi32::<0>(sums), _mm256_extract_epi32::<4>(sums)]
 }
 
 #[inline(always)]

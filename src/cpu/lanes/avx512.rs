@@ -1,8 +1,10 @@
 //! Vectors of AVX-512: 16 numbers in one register.
 #![expect(unsafe_code, reason = "AVX-512, which a value of `Avx512` stands for, reads and writes under masks")]
 use std::arch::x86_64::*;
+use std::array;
 
-use super::vector::{LANES, Lanes, VectorLine};
+use super::avx2::sums_of_halves;
+use super::vector::{LANES, Lanes, ROUNDING, VectorLine};
 
 /// AVX-512 with bfloat16 and VNNI. A value exists only where [`Avx512::detected`] has seen it.
 #[derive(Debug, Clone, Copy)]
@@ -205,6 +207,32 @@ impl Lanes for Avx512 {
     const CENTER_OF_BYTES: u8 = 0;
     type Codes = __m512i;
     type Sums = __m512i;
+
+    /// As whole numbers without a sign: of these NaN is the largest.
+    #[inline(always)]
+    fn largest_magnitude(self, x: &[f32; 32]) -> f32 {
+        // SAFETY: 16 numbers each.
+        unsafe {
+            let [low, high] = array::from_fn(|h| _mm512_loadu_si512(x[16 * h..].as_ptr().cast()));
+            let magnitude = |bits| _mm512_and_si512(bits, _mm512_set1_epi32(0x7fff_ffff));
+            f32::from_bits(_mm512_reduce_max_epu32(_mm512_max_epu32(magnitude(low), magnitude(high))))
+        }
+    }
+
+    #[inline(always)]
+    fn write_rounded(self, x: &[f32; 32], factor: f32, quads: &mut [i32; 8]) -> [i32; 2] {
+        let half = |x: &[f32]| {
+            let rounded = self.add(self.multiply(self.load(x), self.all(factor)), self.all(ROUNDING));
+            // SAFETY: see above.
+            unsafe { _mm512_cvtepi32_epi8(_mm512_castps_si512(rounded)) }
+        };
+        // SAFETY: 32 bytes.
+        unsafe {
+            let bytes = _mm256_set_m128i(half(&x[16..]), half(&x[..16]));
+            _mm256_storeu_si256(quads.as_mut_ptr().cast(), bytes);
+            sums_of_halves(bytes)
+        }
+    }
 
     #[inline(always)]
     fn codes(self, line: &VectorLine) -> __m512i {

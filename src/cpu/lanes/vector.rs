@@ -15,6 +15,9 @@ impl VectorLine {
     pub(in crate::cpu) const ZERO: Self = Self([0; 64]);
 }
 
+/// 1.5 · 2^23: adding it leaves a small number, rounded to a whole one, in the lowest bits.
+pub(in crate::cpu) const ROUNDING: f32 = 12_582_912.0;
+
 /// Vectors of 16 float32 numbers. Whoever has a value of such a type may use its instructions.
 pub(in crate::cpu) trait Lanes: Copy {
     /// 16 numbers.
@@ -106,6 +109,13 @@ pub(in crate::cpu) trait Lanes: Copy {
 
     /// 16 sums in int32.
     type Sums: Copy;
+
+    /// The largest magnitude of 32 numbers; NaN if one of them is.
+    fn largest_magnitude(self, x: &[f32; 32]) -> f32;
+
+    /// Writes 32 numbers times `factor`, rounded to whole numbers from -127 to 127 (halves to even), four bytes each; returns the sums of the first
+    /// and the last 16.
+    fn write_rounded(self, x: &[f32; 32], factor: f32, quads: &mut [i32; 8]) -> [i32; 2];
 
     /// The codes of a line.
     fn codes(self, line: &VectorLine) -> Self::Codes;
