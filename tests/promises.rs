@@ -98,6 +98,7 @@ mod panicking_libraries;
 // Programs and packages
 mod command_line;
 mod launcher;
+mod scripts;
 mod setup;
 mod terminal;
 mod wheel;
