@@ -3,9 +3,10 @@
 #![expect(unsafe_code, reason = "rows of a cache, whose bounds are checked before the loops")]
 
 // N new tokens, Q query heads, G key/value heads, R = Q/G, S room of the cache, D head size
+use std::ops::Range;
 use std::{array, ptr};
 
-use super::lanes::{Instructions, LANES, Lanes, with_lanes};
+use super::lanes::{Instructions, LANES, Lanes, VectorLine, fetch, with_lanes};
 use super::shared::Shared;
 use super::team::Team;
 use super::{AttentionShape, Number, Plane};
@@ -15,7 +16,9 @@ const WORTH_SHARING: usize = 1 << 15;
 /// Queries of a part of the work, where one key has no more heads ([`Lanes::QUERIES`]).
 const MOST_QUERIES: usize = 6;
 /// Running sums of weighted values: each waits for its last addition.
-const RUNNING_SUMS: usize = 4;
+const RUNNING_SUMS: usize = 2;
+/// Numbers of a head that are multiplied together.
+const STEP: usize = 2 * LANES;
 
 /// The cached tokens that a new token sees, in the order of their positions; at least one, itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -90,7 +93,7 @@ fn attend_with(
     let shared = Shared::new(out);
     let heads_of_key = heads.queries / heads.groups;
     // With few tokens single heads, so that there is a part for every thread.
-    let (tokens_of_part, heads_of_part) = match tokens.len() < 2 * team.size() {
+    let (tokens_of_part, heads_of_part) = match tokens.len() * heads.groups < team.size() {
         true => (1, 1),
         false => ((MOST_QUERIES / heads_of_key).max(1), heads_of_key),
     };
@@ -105,7 +108,7 @@ fn attend_with(
             let query = |&(n, head): &(usize, usize)| {
                 let ([keys, values], slots) = tokens[n];
                 let q_d = &q[n * stride + head * d..][..d];
-                SingleQuery { q_d, keys, values, group: head / heads_of_key, slots, heads }
+                SingleQuery { q_d, keys, values, group: head / heads_of_key, slots, heads, fetches: first == 0 }
             };
             let queries: Vec<SingleQuery> = places.iter().map(query).collect();
             // SAFETY: each part has its own heads of its own tokens.
@@ -126,46 +129,112 @@ fn attend_with(
 #[inline(always)]
 fn attend_all<L: Lanes, const BF16: bool>(lanes: L, queries: &[SingleQuery], outs: &mut [&mut [f32]]) {
     let longest = queries.iter().map(|query| query.slots.len()).max().unwrap_or(0).next_multiple_of(LANES);
-    let mut scores = vec![0.0; longest * L::QUERIES.min(queries.len())];
+    let steps = queries[0].q_d.len().div_ceil(STEP);
+    let mut work = Work {
+        q: vec![],
+        scores: vec![0.0; longest * L::QUERIES.min(queries.len())],
+        room: longest,
+        largest: vec![],
+        weighted: vec![],
+        steps,
+    };
     for (queries, outs) in queries.chunks(L::QUERIES).zip(outs.chunks_mut(L::QUERIES)) {
-        match queries.len() {
-            1 => queries[0].attend::<L, BF16>(lanes, &mut scores, outs[0]),
-            2 => attend_together::<L, BF16, 2>(lanes, queries, &mut scores, outs),
-            3 => attend_together::<L, BF16, 3>(lanes, queries, &mut scores, outs),
-            4 => attend_together::<L, BF16, 4>(lanes, queries, &mut scores, outs),
-            5 => attend_together::<L, BF16, 5>(lanes, queries, &mut scores, outs),
-            _ => attend_together::<L, BF16, 6>(lanes, queries, &mut scores, outs),
+        work.q.clear();
+        queries.iter().for_each(|query| push_steps::<BF16>(query.q_d, &mut work.q));
+        work.largest = vec![lanes.all(f32::NEG_INFINITY); queries.len()];
+        work.weighted = vec![[[lanes.all(0.0); 2]; RUNNING_SUMS]; queries.len() * steps];
+        attend_together::<L, BF16>(lanes, queries, &mut work, outs);
+    }
+}
+
+/// What is computed for some queries, query after query.
+struct Work<V> {
+    /// By step.
+    q: Vec<StepOfHead>,
+    /// Rows of `room` numbers.
+    scores: Vec<f32>,
+    room: usize,
+    largest: Vec<V>,
+    /// By step.
+    weighted: Vec<[[V; 2]; RUNNING_SUMS]>,
+    steps: usize,
+}
+
+/// Queries whose common keys and values are read once; each gets the bits that it gets alone.
+#[inline(always)]
+fn attend_together<L: Lanes, const BF16: bool>(
+    lanes: L,
+    queries: &[SingleQuery],
+    work: &mut Work<L::Vector>,
+    outs: &mut [&mut [f32]],
+) {
+    let common = common_slots(queries);
+    scores_of::<L, BF16>(lanes, (queries, 0), 0..common, work);
+    for (first, token) in by_token(queries) {
+        scores_of::<L, BF16>(lanes, (token, first), common..token[0].slots.len(), work);
+    }
+    let mut sums = vec![lanes.all(0.0); queries.len()];
+    for (m, query) in queries.iter().enumerate() {
+        let slots = query.slots.len();
+        let scores = &mut work.scores[m * work.room..][..slots.next_multiple_of(LANES)];
+        sums[m] = lanes.all(softmax(lanes, scores, lanes.largest(work.largest[m]), slots));
+    }
+    values_of::<L, BF16>(lanes, (queries, 0), 0..common, work);
+    for (first, token) in by_token(queries) {
+        values_of::<L, BF16>(lanes, (token, first), common..token[0].slots.len(), work);
+    }
+    for ((out, weighted), &sum) in outs.iter_mut().zip(work.weighted.chunks_exact(work.steps)).zip(&sums) {
+        for ([first, second], out) in weighted.iter().zip(out.chunks_mut(STEP)) {
+            let mut values = [[0.0; LANES]; 2];
+            lanes.store(&mut values[0], lanes.divide(lanes.add(first[0], second[0]), sum));
+            lanes.store(&mut values[1], lanes.divide(lanes.add(first[1], second[1]), sum));
+            write_step::<BF16>(&values, out);
         }
     }
 }
 
-/// As [`SingleQuery::attend`] of each query, to the bit. The keys and values that all queries see first are read once.
+/// The queries of each token, and where they begin: they see the same tokens.
+fn by_token<'q, 'a>(queries: &'q [SingleQuery<'a>]) -> impl Iterator<Item = (usize, &'q [SingleQuery<'a>])> {
+    let mut end = 0;
+    queries.chunk_by(|a, b| ptr::eq(a.slots, b.slots)).map(move |token| {
+        end += token.len();
+        (end - token.len(), token)
+    })
+}
+
+/// [`write_scores`] of a number of queries.
 #[inline(always)]
-fn attend_together<L: Lanes, const BF16: bool, const M: usize>(
+fn scores_of<L: Lanes, const BF16: bool>(
     lanes: L,
-    queries: &[SingleQuery],
-    scores: &mut [f32],
-    outs: &mut [&mut [f32]],
+    queries: (&[SingleQuery], usize),
+    slots: Range<usize>,
+    work: &mut Work<L::Vector>,
 ) {
-    let common = common_slots(queries);
-    let mut largest = [lanes.all(f32::NEG_INFINITY); M];
-    let room = scores.len() / M / LANES * LANES;
-    common_scores::<L, BF16, M>(lanes, queries, common, (&mut *scores, room), &mut largest);
-    let mut sums = [lanes.all(0.0); M];
-    for m in 0..M {
-        let (slots, scores) = (queries[m].slots.len(), &mut scores[m * room..]);
-        let scores = &mut scores[..slots.next_multiple_of(LANES)];
-        let largest = queries[m].scores_from::<L, BF16>(lanes, common, largest[m], scores);
-        sums[m] = lanes.all(softmax(lanes, scores, largest, slots));
+    match queries.0.len() {
+        1 => write_scores::<L, BF16, 1>(lanes, queries, slots, work),
+        2 => write_scores::<L, BF16, 2>(lanes, queries, slots, work),
+        3 => write_scores::<L, BF16, 3>(lanes, queries, slots, work),
+        4 => write_scores::<L, BF16, 4>(lanes, queries, slots, work),
+        5 => write_scores::<L, BF16, 5>(lanes, queries, slots, work),
+        _ => write_scores::<L, BF16, 6>(lanes, queries, slots, work),
     }
-    for chunk in 0..queries[0].q_d.len().div_ceil(LANES) {
-        let mut weighted = [[lanes.all(0.0); RUNNING_SUMS]; M];
-        common_values::<L, BF16, M>(lanes, &queries[0], common, chunk, (&*scores, room), &mut weighted);
-        for m in 0..M {
-            let value = queries[m].weighted_from::<L, BF16>(lanes, &scores[m * room..], chunk, common, weighted[m]);
-            let end = outs[m].len().min((chunk + 1) * LANES);
-            lanes.store(&mut outs[m][chunk * LANES..end], lanes.divide(value, sums[m]));
-        }
+}
+
+/// [`add_values`] of a number of queries.
+#[inline(always)]
+fn values_of<L: Lanes, const BF16: bool>(
+    lanes: L,
+    queries: (&[SingleQuery], usize),
+    slots: Range<usize>,
+    work: &mut Work<L::Vector>,
+) {
+    match queries.0.len() {
+        1 => add_values::<L, BF16, 1>(lanes, queries, slots, work),
+        2 => add_values::<L, BF16, 2>(lanes, queries, slots, work),
+        3 => add_values::<L, BF16, 3>(lanes, queries, slots, work),
+        4 => add_values::<L, BF16, 4>(lanes, queries, slots, work),
+        5 => add_values::<L, BF16, 5>(lanes, queries, slots, work),
+        _ => add_values::<L, BF16, 6>(lanes, queries, slots, work),
     }
 }
 
@@ -180,72 +249,141 @@ fn common_slots(queries: &[SingleQuery]) -> usize {
     common / LANES * LANES
 }
 
+/// 32 numbers of a head in the order of [`Lanes::step_at`].
+type StepOfHead = [[f32; LANES]; 2];
+
+/// Vector and lane of a number of a step.
+#[inline(always)]
+fn place<const BF16: bool>(at: usize) -> [usize; 2] {
+    if BF16 { [at % 2, at / 2] } else { [at / LANES, at % LANES] }
+}
+
+/// The steps of a head; what is left of the last one is zero.
+#[inline(always)]
+fn push_steps<const BF16: bool>(q_d: &[f32], steps: &mut Vec<StepOfHead>) {
+    for numbers in q_d.chunks(STEP) {
+        let (mut padded, mut step) = ([0.0; STEP], [[0.0; LANES]; 2]);
+        padded[..numbers.len()].copy_from_slice(numbers);
+        for at in 0..STEP {
+            step[place::<BF16>(at)[0]][place::<BF16>(at)[1]] = padded[at];
+        }
+        steps.push(step);
+    }
+}
+
+/// Writes a step to the numbers of a head that it has.
+#[inline(always)]
+fn write_step<const BF16: bool>(step: &StepOfHead, out: &mut [f32]) {
+    let mut numbers = [0.0; STEP];
+    for at in 0..STEP {
+        numbers[at] = step[place::<BF16>(at)[0]][place::<BF16>(at)[1]];
+    }
+    out.copy_from_slice(&numbers[..out.len()]);
+}
+
 /// Keys whose products with all queries are summed side by side.
 const KEYS: usize = 4;
 
-/// Scaled scores of the first `common` tokens that all queries see, to rows of `room` numbers.
+/// Scaled scores of slots, from a multiple of 16 on, that some queries see, of which the first one is the `first` of all, and the largest of them.
+/// Behind the last token the last one's come again.
 #[inline(always)]
-fn common_scores<L: Lanes, const BF16: bool, const M: usize>(
+fn write_scores<L: Lanes, const BF16: bool, const M: usize>(
     lanes: L,
-    queries: &[SingleQuery],
-    common: usize,
-    (scores, room): (&mut [f32], usize),
-    largest: &mut [L::Vector; M],
+    (queries, first): (&[SingleQuery], usize),
+    slots: Range<usize>,
+    work: &mut Work<L::Vector>,
 ) {
-    let d = queries[0].q_d.len();
-    let mut q = vec![[[0.0; LANES]; M]; d.div_ceil(LANES)];
-    for (m, query) in queries.iter().enumerate() {
-        query.q_d.chunks(LANES).zip(&mut q).for_each(|(from, to)| to[m][..from.len()].copy_from_slice(from));
-    }
-    for block in (0..common).step_by(LANES) {
-        let keys = queries[0].sixteen(block);
+    let (keys, d, steps) = (queries[0].keys.bytes, queries[0].q_d.len(), work.steps);
+    let q = &work.q[first * steps..][..M * steps];
+    for block in slots.step_by(LANES) {
+        let starts = queries[0].sixteen(block);
+        if queries[0].fetches {
+            queries[0].fetch_rows(block);
+        }
         let mut sums = [[lanes.all(0.0); LANES]; M];
-        for first in (0..LANES).step_by(KEYS) {
+        for four in (0..LANES).step_by(KEYS) {
             let mut some = [[lanes.all(0.0); KEYS]; M];
-            for (chunk, q) in q.iter().enumerate() {
-                let count = (d - chunk * LANES).min(LANES);
+            for step in 0..steps {
+                let count = (d - step * STEP).min(STEP);
                 for key in 0..KEYS {
                     // SAFETY: `sixteen`'s tokens are in the plane, and the numbers end with the head.
-                    let k = unsafe {
-                        lanes.numbers_at::<BF16>(queries[0].keys.bytes, keys[first + key] + chunk * LANES, count)
-                    };
+                    let k = unsafe { lanes.step_at::<BF16>(keys, starts[four + key] + step * STEP, count) };
                     for m in 0..M {
-                        some[m][key] = lanes.multiply_add(lanes.load(&q[m]), k, some[m][key]);
+                        let q = &q[m * steps + step];
+                        let sum = lanes.multiply_add(lanes.load(&q[0]), k[0], some[m][key]);
+                        some[m][key] = lanes.multiply_add(lanes.load(&q[1]), k[1], sum);
                     }
                 }
             }
             for m in 0..M {
-                sums[m][first..first + KEYS].copy_from_slice(&some[m]);
+                sums[m][four..four + KEYS].copy_from_slice(&some[m]);
             }
         }
         for m in 0..M {
             let scaled = queries[m].scaled(lanes, sums[m]);
-            largest[m] = lanes.larger(largest[m], scaled);
-            lanes.store(&mut scores[m * room + block..][..LANES], scaled);
+            work.largest[first + m] = lanes.larger(work.largest[first + m], scaled);
+            lanes.store(&mut work.scores[(first + m) * work.room + block..][..LANES], scaled);
         }
     }
 }
 
-/// Adds the first `common` values that all queries see, weighted, to the running sums of each.
+/// Slots whose values stay in the first cache while all steps of a head are added up.
+const VALUES: usize = 64;
+
+/// Adds the values of slots, from a multiple of 16 on, that some queries see, weighted, to the running sums of each, step by step.
 #[inline(always)]
-fn common_values<L: Lanes, const BF16: bool, const M: usize>(
+fn add_values<L: Lanes, const BF16: bool, const M: usize>(
     lanes: L,
-    query: &SingleQuery,
-    common: usize,
-    chunk: usize,
-    (p, room): (&[f32], usize),
-    sums: &mut [[L::Vector; RUNNING_SUMS]; M],
+    (queries, first): (&[SingleQuery], usize),
+    slots: Range<usize>,
+    work: &mut Work<L::Vector>,
 ) {
-    let (first, d, count) = query.values_of(chunk);
-    for (at, slots) in query.slots[..common].as_chunks::<RUNNING_SUMS>().0.iter().enumerate() {
-        for i in 0..RUNNING_SUMS {
-            // SAFETY: `check` has seen that the token is in the plane, and the numbers end with the head.
-            let value = unsafe { lanes.numbers_at::<BF16>(query.values.bytes, first + slots[i] as usize * d, count) };
+    let (query, end) = (&queries[0], slots.end);
+    let (values, d) = (query.values.bytes, query.values.head_size);
+    let start = query.group * query.values.room * d;
+    let p = &work.scores[first * work.room..];
+    for block in slots.step_by(VALUES) {
+        let block = block..end.min(block + VALUES);
+        for step in 0..work.steps {
+            let (start, count) = (start + step * STEP, (d - step * STEP).min(STEP));
+            let mut sums = [[[lanes.all(0.0); 2]; RUNNING_SUMS]; M];
             for m in 0..M {
-                let p = lanes.all(p[m * room + at * RUNNING_SUMS + i]);
-                sums[m][i] = lanes.multiply_add(p, value, sums[m][i]);
+                sums[m] = work.weighted[(first + m) * work.steps + step];
+            }
+            let (slots_of_2, rest) = query.slots[block.clone()].as_chunks::<RUNNING_SUMS>();
+            for (at, slots) in slots_of_2.iter().enumerate() {
+                for i in 0..RUNNING_SUMS {
+                    // SAFETY: `check` has seen that the token is in the plane, and the numbers end with the head.
+                    let value = unsafe { lanes.step_at::<BF16>(values, start + slots[i] as usize * d, count) };
+                    let p = &p[block.start + RUNNING_SUMS * at + i..];
+                    add_value::<L, M>(lanes, value, (p, work.room), i, &mut sums);
+                }
+            }
+            for &slot in rest {
+                // SAFETY: as above.
+                let value = unsafe { lanes.step_at::<BF16>(values, start + slot as usize * d, count) };
+                add_value::<L, M>(lanes, value, (&p[block.end - 1..], work.room), 0, &mut sums);
+            }
+            for m in 0..M {
+                work.weighted[(first + m) * work.steps + step] = sums[m];
             }
         }
+    }
+}
+
+/// Adds a value to a running sum of each query; the first number of each of its rows of `room` numbers is what it is weighted with.
+#[inline(always)]
+fn add_value<L: Lanes, const M: usize>(
+    lanes: L,
+    value: [L::Vector; 2],
+    (p, room): (&[f32], usize),
+    i: usize,
+    sums: &mut [[[L::Vector; 2]; RUNNING_SUMS]; M],
+) {
+    for m in 0..M {
+        let p = lanes.all(p[m * room]);
+        sums[m][i][0] = lanes.multiply_add(p, value[0], sums[m][i][0]);
+        sums[m][i][1] = lanes.multiply_add(p, value[1], sums[m][i][1]);
     }
 }
 
@@ -257,48 +395,11 @@ struct SingleQuery<'a> {
     group: usize,
     slots: &'a [u32],
     heads: AttentionShape,
+    /// Whether nobody read these keys and values before.
+    fetches: bool,
 }
 
 impl SingleQuery<'_> {
-    /// `scores`: room for as many numbers as there are slots, in whole vectors.
-    #[inline(always)]
-    fn attend<L: Lanes, const BF16: bool>(&self, lanes: L, scores: &mut [f32], out_d: &mut [f32]) {
-        let scores = &mut scores[..self.slots.len().next_multiple_of(LANES)];
-        let largest = self.scores_from::<L, BF16>(lanes, 0, lanes.all(f32::NEG_INFINITY), scores);
-        let sum = lanes.all(softmax(lanes, scores, largest, self.slots.len()));
-        for (chunk, out) in out_d.chunks_mut(LANES).enumerate() {
-            let weighted = self.weighted_from::<L, BF16>(lanes, scores, chunk, 0, [lanes.all(0.0); RUNNING_SUMS]);
-            lanes.store(out, lanes.divide(weighted, sum));
-        }
-    }
-
-    /// Scaled scores from slot `from` on, a multiple of 16; the largest of them and of `largest`. Behind the last token the last one's come again.
-    #[inline(always)]
-    fn scores_from<L: Lanes, const BF16: bool>(
-        &self,
-        lanes: L,
-        from: usize,
-        mut largest: L::Vector,
-        scores: &mut [f32],
-    ) -> f32 {
-        for (block, scores) in scores.chunks_exact_mut(LANES).enumerate().skip(from / LANES) {
-            let keys = self.sixteen(block * LANES);
-            let mut sums = [lanes.all(0.0); LANES];
-            for (chunk, q) in self.q_d.chunks(LANES).enumerate() {
-                let (count, q) = (q.len(), lanes.load(q));
-                for (sum, key) in sums.iter_mut().zip(keys) {
-                    // SAFETY: `sixteen`'s tokens are in the plane, and the numbers end with the head.
-                    let key = unsafe { lanes.numbers_at::<BF16>(self.keys.bytes, key + chunk * LANES, count) };
-                    *sum = lanes.multiply_add(q, key, *sum);
-                }
-            }
-            let scaled = self.scaled(lanes, sums);
-            largest = lanes.larger(largest, scaled);
-            lanes.store(scores, scaled);
-        }
-        lanes.largest(largest)
-    }
-
     /// Scores of 16 tokens, of which the lanes of `sums` are the parts.
     #[inline(always)]
     fn scaled<L: Lanes>(&self, lanes: L, sums: [L::Vector; LANES]) -> L::Vector {
@@ -323,41 +424,17 @@ impl SingleQuery<'_> {
         }
     }
 
-    /// Where the 16 numbers of the first slot's value from 16·`chunk` on are, how far the next slot's, and how many there are.
+    /// Fetches the values of 16 tokens from the `at`-th on, and the keys of the next 16, if they lie side by side.
     #[inline(always)]
-    fn values_of(&self, chunk: usize) -> (usize, usize, usize) {
-        let d = self.values.head_size;
-        (self.group * self.values.room * d + chunk * LANES, d, (d - chunk * LANES).min(LANES))
-    }
-
-    /// The values' 16 numbers from 16·`chunk` on, weighted, from slot `from` on, a multiple of 4, with the running `sums` of those before.
-    #[inline(always)]
-    fn weighted_from<L: Lanes, const BF16: bool>(
-        &self,
-        lanes: L,
-        p: &[f32],
-        chunk: usize,
-        from: usize,
-        mut sums: [L::Vector; RUNNING_SUMS],
-    ) -> L::Vector {
-        let (first, d, count) = self.values_of(chunk);
-        let add = |sum: L::Vector, p: f32, slot: u32| {
-            // SAFETY: `check` has seen that the token is in the plane, and the numbers end with the head.
-            let value = unsafe { lanes.numbers_at::<BF16>(self.values.bytes, first + slot as usize * d, count) };
-            lanes.multiply_add(lanes.all(p), value, sum)
-        };
-        let p = &p[from..self.slots.len()];
-        let ((p_of_4, p_of_rest), (slots_of_4, rest)) =
-            (p.as_chunks::<RUNNING_SUMS>(), self.slots[from..].as_chunks::<RUNNING_SUMS>());
-        for (slots, p) in slots_of_4.iter().zip(p_of_4) {
-            for i in 0..RUNNING_SUMS {
-                sums[i] = add(sums[i], p[i], slots[i]);
+    fn fetch_rows(&self, at: usize) {
+        let (d, size) = (self.keys.head_size, self.keys.number.bytes());
+        let first = (self.group * self.keys.room + self.slots[at] as usize) * d * size;
+        let row = LANES * d * size;
+        for (plane, from) in [(self.values, first), (self.keys, first + row)] {
+            for byte in (from..from + row).step_by(size_of::<VectorLine>()) {
+                fetch(plane.bytes.as_ptr().wrapping_add(byte).cast());
             }
         }
-        for (i, (&slot, &p)) in rest.iter().zip(p_of_rest).enumerate() {
-            sums[i] = add(sums[i], p, slot);
-        }
-        lanes.add(lanes.add(sums[0], sums[1]), lanes.add(sums[2], sums[3]))
     }
 }
 

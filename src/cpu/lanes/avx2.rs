@@ -243,21 +243,32 @@ impl Lanes for Avx2 {
     /// # Safety
     /// The numbers are in the plane.
     #[inline(always)]
-    unsafe fn numbers_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> Pair {
+    unsafe fn step_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> [Pair; 2] {
         let size = if BF16 { 2 } else { 4 };
-        if count < LANES {
-            let mut padded = [0; LANES * 4];
+        if count < 2 * LANES {
+            let mut padded = [0; 2 * LANES * 4];
             padded[..count * size].copy_from_slice(&plane[at * size..][..count * size]);
-            // SAFETY: 16 numbers.
-            return unsafe { self.numbers_at::<BF16>(&padded, 0, LANES) };
+            // SAFETY: 32 numbers.
+            return unsafe { self.step_at::<BF16>(&padded, 0, 2 * LANES) };
         }
-        // SAFETY: the caller promises that 16 numbers are in the plane.
+        // SAFETY: the caller promises that 32 numbers are in the plane.
         unsafe {
             let first = plane.as_ptr().add(at * size);
             if BF16 {
-                return [widened(first.cast()), widened(first.add(HALF * size).cast())];
+                let (low, high) = (_mm256_loadu_si256(first.cast()), _mm256_loadu_si256(first.add(32).cast()));
+                let odd = _mm256_set1_epi32(0xffff_0000u32.cast_signed());
+                let even = [_mm256_slli_epi32::<16>(low), _mm256_slli_epi32::<16>(high)];
+                let odd = [_mm256_and_si256(low, odd), _mm256_and_si256(high, odd)];
+                return [
+                    [_mm256_castsi256_ps(even[0]), _mm256_castsi256_ps(even[1])],
+                    [_mm256_castsi256_ps(odd[0]), _mm256_castsi256_ps(odd[1])],
+                ];
             }
-            [_mm256_loadu_ps(first.cast()), _mm256_loadu_ps(first.add(HALF * size).cast())]
+            let eighth = first.cast::<f32>();
+            [
+                [_mm256_loadu_ps(eighth), _mm256_loadu_ps(eighth.add(HALF))],
+                [_mm256_loadu_ps(eighth.add(2 * HALF)), _mm256_loadu_ps(eighth.add(3 * HALF))],
+            ]
         }
     }
 

@@ -169,15 +169,23 @@ impl Lanes for Avx512 {
     /// # Safety
     /// The numbers are in the plane.
     #[inline(always)]
-    unsafe fn numbers_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> __m512 {
-        let mask = mask_of(count);
+    unsafe fn step_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> [__m512; 2] {
+        let mask = (1u64 << count).wrapping_sub(1) as u32;
         // SAFETY: only the lanes of the mask are read, and the caller promises that they are in the plane.
         unsafe {
             if BF16 {
-                let bits = _mm256_maskz_loadu_epi16(mask, plane.as_ptr().cast::<i16>().add(at));
-                return _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)));
+                let first = plane.as_ptr().cast::<i16>().add(at);
+                // A load under a mask takes one instruction more.
+                let bits = if count == 32 { _mm512_loadu_epi16(first) } else { _mm512_maskz_loadu_epi16(mask, first) };
+                let odd = _mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000u32.cast_signed()));
+                return [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits)), _mm512_castsi512_ps(odd)];
             }
-            _mm512_maskz_loadu_ps(mask, plane.as_ptr().cast::<f32>().add(at))
+            let first = plane.as_ptr().cast::<f32>().add(at);
+            if count == 32 {
+                return [_mm512_loadu_ps(first), _mm512_loadu_ps(first.add(LANES))];
+            }
+            let second = _mm512_maskz_loadu_ps((mask >> LANES) as u16, first.wrapping_add(LANES));
+            [_mm512_maskz_loadu_ps(mask as u16, first), second]
         }
     }
 

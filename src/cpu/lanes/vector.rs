@@ -80,11 +80,12 @@ pub(in crate::cpu) trait Lanes: Copy {
     /// Which of up to 16 numbers are larger than `least`, or NaN: bit i is number i.
     fn above(self, x: &[f32], least: f32) -> u16;
 
-    /// `count` numbers of a plane from number `at` on, as float32; then zeros.
+    /// `count` numbers of a plane from number `at` on, up to 32, as float32; then zeros. Those of bfloat16 are in turn in the first and in the second
+    /// vector.
     ///
     /// # Safety
     /// The numbers are in the plane.
-    unsafe fn numbers_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> Self::Vector;
+    unsafe fn step_at<const BF16: bool>(self, plane: &[u8], at: usize, count: usize) -> [Self::Vector; 2];
 
     /// Adds the products of `R` rows of x and `T` rows of weights, a line of each row of weights, to `sums`. In bfloat16 a lane has two neighbours:
     /// the product of the first is added, then that of the second.
