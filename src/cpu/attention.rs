@@ -22,14 +22,19 @@ const STEP: usize = 2 * LANES;
 
 /// The cached tokens that a new token sees, in the order of their positions; at least one, itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SeenTokens(Vec<u32>);
+pub struct SeenTokens {
+    slots: Vec<u32>,
+    /// So many of the first ones lie side by side.
+    run: usize,
+}
 
 impl FromIterator<usize> for SeenTokens {
     fn from_iter<I: IntoIterator<Item = usize>>(slots: I) -> Self {
         let slot = |slot| u32::try_from(slot).expect("a context has less than 2^32 tokens");
         let slots: Vec<u32> = slots.into_iter().map(slot).collect();
         assert!(slots.windows(2).all(|pair| pair[0] < pair[1]), "positions grow with slots");
-        Self(slots)
+        let run = slots.iter().zip(slots[0]..).take_while(|(slot, next)| *slot == next).count();
+        Self { slots, run }
     }
 }
 
@@ -49,7 +54,7 @@ impl SequenceTokens<'_> {
         assert_eq!(shape(keys), shape(values), "one shape");
         let numbers = heads.groups * keys.room * keys.head_size;
         assert_eq!(keys.bytes.len(), numbers * keys.number.bytes(), "[G, S, D]");
-        let in_cache = |seen: &SeenTokens| seen.0.last().is_some_and(|&last| (last as usize) < keys.room);
+        let in_cache = |seen: &SeenTokens| seen.slots.last().is_some_and(|&last| (last as usize) < keys.room);
         assert!(self.seen.iter().all(in_cache), "in the cache"); // slots grow, so the last one is the largest
     }
 }
@@ -80,9 +85,8 @@ fn attend_with(
     let Some(first) = sequences.first() else { return };
     let ((q, stride), d) = (queries, first.planes[0].head_size);
     let width = heads.queries * d;
-    let tokens: Vec<([Plane; 2], &[u32])> = (sequences.iter())
-        .flat_map(|sequence| sequence.seen.iter().map(|seen| (sequence.planes, &seen.0[..])))
-        .collect();
+    let tokens: Vec<([Plane; 2], &SeenTokens)> =
+        (sequences.iter()).flat_map(|sequence| sequence.seen.iter().map(|seen| (sequence.planes, seen))).collect();
     assert!(
         out.len() == tokens.len() * width && q.len() >= tokens.len().saturating_sub(1) * stride + width,
         "[N, Q, D]"
@@ -106,9 +110,10 @@ fn attend_with(
             part_tokens.flat_map(|n| heads_of_part.clone().map(move |head| (n, head))).collect();
         for places in places.chunk_by(|(n, _), (m, _)| ptr::eq(tokens[*n].0[0].bytes, tokens[*m].0[0].bytes)) {
             let query = |&(n, head): &(usize, usize)| {
-                let ([keys, values], slots) = tokens[n];
+                let ([keys, values], SeenTokens { slots, run }) = tokens[n];
                 let q_d = &q[n * stride + head * d..][..d];
-                SingleQuery { q_d, keys, values, group: head / heads_of_key, slots, heads, fetches: first == 0 }
+                let (group, run, fetches) = (head / heads_of_key, *run, first == 0);
+                SingleQuery { q_d, keys, values, group, slots, run, heads, fetches }
             };
             let queries: Vec<SingleQuery> = places.iter().map(query).collect();
             // SAFETY: each part has its own heads of its own tokens.
@@ -121,7 +126,7 @@ fn attend_with(
         }
     };
     let parts = tokens.len().div_ceil(tokens_of_part) * parts_of_tokens;
-    let work = 2 * width * tokens.iter().map(|(_, slots)| slots.len()).sum::<usize>();
+    let work = 2 * width * tokens.iter().map(|(_, seen)| seen.slots.len()).sum::<usize>();
     if work >= WORTH_SHARING { team.run(parts, part) } else { (0..parts).for_each(part) }
 }
 
@@ -238,15 +243,13 @@ fn values_of<L: Lanes, const BF16: bool>(
     }
 }
 
-/// How many tokens all queries see first, in whole vectors.
+/// How many tokens all queries see first, side by side, in whole vectors.
 fn common_slots(queries: &[SingleQuery]) -> usize {
-    let first = queries[0].slots;
-    let common = |other: &[u32]| match ptr::eq(first, other) {
-        true => first.len(),
-        false => first.iter().zip(other).take_while(|(a, b)| a == b).count(),
-    };
-    let common = queries.iter().map(|query| common(query.slots)).min().unwrap_or(0);
-    common / LANES * LANES
+    let first = queries[0].slots[0];
+    match queries.iter().all(|query| query.slots[0] == first) {
+        true => queries.iter().map(|query| query.run).min().unwrap_or(0) / LANES * LANES,
+        false => 0,
+    }
 }
 
 /// 32 numbers of a head in the order of [`Lanes::step_at`].
@@ -294,7 +297,9 @@ fn write_scores<L: Lanes, const BF16: bool, const M: usize>(
     work: &mut Work<L::Vector>,
 ) {
     let (keys, d, steps) = (queries[0].keys.bytes, queries[0].q_d.len(), work.steps);
-    let q = &work.q[first * steps..][..M * steps];
+    // By step.
+    let of_step = |step: usize| array::from_fn(|m| work.q[(first + m) * steps + step]);
+    let q: Vec<[StepOfHead; M]> = (0..steps).map(of_step).collect();
     for block in slots.step_by(LANES) {
         let starts = queries[0].sixteen(block);
         if queries[0].fetches {
@@ -303,15 +308,14 @@ fn write_scores<L: Lanes, const BF16: bool, const M: usize>(
         let mut sums = [[lanes.all(0.0); LANES]; M];
         for four in (0..LANES).step_by(KEYS) {
             let mut some = [[lanes.all(0.0); KEYS]; M];
-            for step in 0..steps {
+            for (step, q) in q.iter().enumerate() {
                 let count = (d - step * STEP).min(STEP);
                 for key in 0..KEYS {
                     // SAFETY: `sixteen`'s tokens are in the plane, and the numbers end with the head.
                     let k = unsafe { lanes.step_at::<BF16>(keys, starts[four + key] + step * STEP, count) };
                     for m in 0..M {
-                        let q = &q[m * steps + step];
-                        let sum = lanes.multiply_add(lanes.load(&q[0]), k[0], some[m][key]);
-                        some[m][key] = lanes.multiply_add(lanes.load(&q[1]), k[1], sum);
+                        let sum = lanes.multiply_add(lanes.load(&q[m][0]), k[0], some[m][key]);
+                        some[m][key] = lanes.multiply_add(lanes.load(&q[m][1]), k[1], sum);
                     }
                 }
             }
@@ -338,10 +342,10 @@ fn add_values<L: Lanes, const BF16: bool, const M: usize>(
     slots: Range<usize>,
     work: &mut Work<L::Vector>,
 ) {
-    let (query, end) = (&queries[0], slots.end);
+    let (query, end, room) = (&queries[0], slots.end, work.room);
     let (values, d) = (query.values.bytes, query.values.head_size);
     let start = query.group * query.values.room * d;
-    let p = &work.scores[first * work.room..];
+    let p: [*const f32; M] = array::from_fn(|m| work.scores[(first + m) * room..][..end].as_ptr());
     for block in slots.step_by(VALUES) {
         let block = block..end.min(block + VALUES);
         for step in 0..work.steps {
@@ -351,18 +355,23 @@ fn add_values<L: Lanes, const BF16: bool, const M: usize>(
                 sums[m] = work.weighted[(first + m) * work.steps + step];
             }
             let (slots_of_2, rest) = query.slots[block.clone()].as_chunks::<RUNNING_SUMS>();
-            for (at, slots) in slots_of_2.iter().enumerate() {
+            let mut at = block.start;
+            for slots in slots_of_2 {
                 for i in 0..RUNNING_SUMS {
-                    // SAFETY: `check` has seen that the token is in the plane, and the numbers end with the head.
-                    let value = unsafe { lanes.step_at::<BF16>(values, start + slots[i] as usize * d, count) };
-                    let p = &p[block.start + RUNNING_SUMS * at + i..];
-                    add_value::<L, M>(lanes, value, (p, work.room), i, &mut sums);
+                    // SAFETY: `check` has seen that the token is in the plane, the numbers end with the head, and rows have `end` numbers.
+                    unsafe {
+                        let value = lanes.step_at::<BF16>(values, start + slots[i] as usize * d, count);
+                        add_value::<L, M>(lanes, value, (p, at + i), i, &mut sums);
+                    }
                 }
+                at += RUNNING_SUMS;
             }
             for &slot in rest {
                 // SAFETY: as above.
-                let value = unsafe { lanes.step_at::<BF16>(values, start + slot as usize * d, count) };
-                add_value::<L, M>(lanes, value, (&p[block.end - 1..], work.room), 0, &mut sums);
+                unsafe {
+                    let value = lanes.step_at::<BF16>(values, start + slot as usize * d, count);
+                    add_value::<L, M>(lanes, value, (p, at), 0, &mut sums);
+                }
             }
             for m in 0..M {
                 work.weighted[(first + m) * work.steps + step] = sums[m];
@@ -371,17 +380,21 @@ fn add_values<L: Lanes, const BF16: bool, const M: usize>(
     }
 }
 
-/// Adds a value to a running sum of each query; the first number of each of its rows of `room` numbers is what it is weighted with.
+/// Adds a value to a running sum of each query, weighted with the number `at` of each row.
+///
+/// # Safety
+/// The rows are so long.
 #[inline(always)]
-fn add_value<L: Lanes, const M: usize>(
+unsafe fn add_value<L: Lanes, const M: usize>(
     lanes: L,
     value: [L::Vector; 2],
-    (p, room): (&[f32], usize),
+    (rows, at): ([*const f32; M], usize),
     i: usize,
     sums: &mut [[[L::Vector; 2]; RUNNING_SUMS]; M],
 ) {
     for m in 0..M {
-        let p = lanes.all(p[m * room]);
+        // SAFETY: the caller's promise.
+        let p = lanes.all(unsafe { *rows[m].add(at) });
         sums[m][i][0] = lanes.multiply_add(p, value[0], sums[m][i][0]);
         sums[m][i][1] = lanes.multiply_add(p, value[1], sums[m][i][1]);
     }
@@ -394,6 +407,8 @@ struct SingleQuery<'a> {
     values: Plane<'a>,
     group: usize,
     slots: &'a [u32],
+    /// So many slots lie side by side, from the first one on.
+    run: usize,
     heads: AttentionShape,
     /// Whether nobody read these keys and values before.
     fetches: bool,
@@ -405,7 +420,7 @@ impl SingleQuery<'_> {
     fn scaled<L: Lanes>(&self, lanes: L, sums: [L::Vector; LANES]) -> L::Vector {
         let scaled = lanes.multiply(lanes.sum_each(sums), lanes.all(self.heads.scale));
         match self.heads.softcap {
-            Some(cap) => capped(lanes, scaled, cap),
+            Some(cap) => lanes.capped(scaled, cap),
             None => scaled,
         }
     }
@@ -436,15 +451,6 @@ impl SingleQuery<'_> {
             }
         }
     }
-}
-
-/// `c·tanh(s / c) = c·(1 - 2 / (1 + e^(2s/c)))`.
-#[inline(always)]
-fn capped<L: Lanes>(lanes: L, scores: L::Vector, cap: f32) -> L::Vector {
-    let (one, two) = (lanes.all(1.0), lanes.all(2.0));
-    let exponential = lanes.exp(lanes.multiply(scores, lanes.all(2.0 / cap)));
-    let tanh = lanes.subtract(one, lanes.divide(two, lanes.add(one, exponential)));
-    lanes.multiply(tanh, lanes.all(cap))
 }
 
 /// Scores to e^(score - largest), in place; returns their sum. Those from `len` on become 0.

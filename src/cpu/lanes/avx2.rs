@@ -179,6 +179,12 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    fn where_at_least(self, x: Pair, least: f32, v: Pair) -> Pair {
+        // SAFETY: see above.
+        array::from_fn(|h| unsafe { _mm256_and_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(x[h], _mm256_set1_ps(least)), v[h]) })
+    }
+
+    #[inline(always)]
     fn larger(self, a: Pair, b: Pair) -> Pair {
         // SAFETY: see above.
         unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }

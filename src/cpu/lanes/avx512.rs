@@ -113,6 +113,12 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn where_at_least(self, x: __m512, least: f32, v: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(least)), v) }
+    }
+
+    #[inline(always)]
     fn larger(self, a: __m512, b: __m512) -> __m512 {
         // SAFETY: see above.
         unsafe { _mm512_max_ps(a, b) }

@@ -145,11 +145,26 @@ pub(in crate::cpu) trait Lanes: Copy {
     /// 16 signed bytes.
     fn signed(self, bytes: &[u8; 16]) -> Self::Vector;
 
-    /// e^x, within 2 units in the last place, NaN of NaN (a polynomial of degree 6 on half a power of two, as in Cephes).
+    /// `c·tanh(x / c) = c·(1 - 2 / (1 + e^(2x/c)))`.
+    #[inline(always)]
+    fn capped(self, x: Self::Vector, c: f32) -> Self::Vector {
+        let (one, two) = (self.all(1.0), self.all(2.0));
+        let exponential = self.exp(self.multiply(x, self.all(2.0 / c)));
+        let tanh = self.subtract(one, self.divide(two, self.add(one, exponential)));
+        self.multiply(tanh, self.all(c))
+    }
+
+    /// `v` where x is at least `least` or NaN, else 0.
+    fn where_at_least(self, x: Self::Vector, least: f32, v: Self::Vector) -> Self::Vector;
+
+    /// e^x, within 2 units in the last place, NaN of NaN; 0 where it is below the smallest normal number, since smaller ones take the CPU a hundred
+    /// times as long (a polynomial of degree 6 on half a power of two, as in Cephes).
     #[inline(always)]
     fn exp(self, x: Self::Vector) -> Self::Vector {
-        // Beyond these bounds e^x is 0 or infinite anyway. `x` is the second operand, so that NaN stays.
-        let x = self.smaller(self.all(89.0), self.larger(self.all(-104.0), x));
+        const LEAST: f32 = -87.33;
+        // Above 89, e^x is infinite. `x` is the second operand, so that NaN stays.
+        let given = x;
+        let x = self.smaller(self.all(89.0), self.larger(self.all(LEAST), x));
         let powers = self.rounded(self.multiply(x, self.all(std::f32::consts::LOG2_E)));
         let minus = self.subtract(self.all(0.0), powers);
         let rest = self.multiply_add(minus, self.all(355.0 / 512.0), x); // ln 2 in two parts: the first product is exact
@@ -159,7 +174,7 @@ pub(in crate::cpu) trait Lanes: Copy {
             series = self.multiply_add(series, rest, self.all(coefficient));
         }
         let value = self.multiply_add(series, self.multiply(rest, rest), self.add(rest, self.all(1.0)));
-        self.times_power_of_two(value, powers)
+        self.where_at_least(given, LEAST, self.times_power_of_two(value, powers))
     }
 }
 
