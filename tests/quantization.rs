@@ -5,13 +5,18 @@ use std::io::Write as _;
 use std::path::Path;
 use std::process::Command;
 
+use medusa::engine::cpu::CpuEngine;
+use medusa::engine::tch::TchEngine;
+use medusa::engine::{Engine, RowTokens};
 use medusa::files::write_atomic;
 use medusa::model::adapters::attach_new;
 use medusa::model::attention::RowMask;
 use medusa::model::config::LlamaConfig;
+use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::{Adapters, LoraConfig};
+use medusa::model::new_tokens::NewTokens;
 use medusa::model::peft::save_adapters;
 use medusa::model::stored::format::Codes;
 use medusa::model::stored::int8::Int8;
@@ -156,6 +161,45 @@ fn the_error_of_normal_weights_is_that_of_their_bits() {
     let bytes = |quantization| Quantizer::new(quantization, Device::Cpu).quantize(&weight_oi).bytes() as f64;
     let bits = |quantization| 8.0 * bytes(quantization) / weight_oi.numel() as f64;
     assert!(bits(Quantization::Nf4) < 4.13 && bits(Quantization::Int8) < 8.04);
+}
+
+#[test]
+fn blocks_of_ggml_have_the_error_of_their_bits() {
+    let weight_oi = Generator::seeded(1).normal(&[512, 1024], (Kind::Float, Device::Cpu)) * 0.02;
+    let bytes = |quantization| Quantizer::new(quantization, Device::Cpu).quantize(&weight_oi).bytes() as f64;
+    // Measured: 0.0053, 0.0852 and 0.0741.
+    for (quantization, most, bits) in
+        [(Quantization::Q8, 0.0058, 8.5), (Quantization::Q4, 0.09, 4.5), (Quantization::Q4K, 0.08, 4.5)]
+    {
+        let error = relative_error(&weight_oi, quantization);
+        assert!(error <= most, "{quantization}: {error}");
+        assert_eq!(8.0 * bytes(quantization) / weight_oi.numel() as f64, bits, "{quantization}");
+    }
+}
+
+/// The kernels multiply the blocks; libtorch multiplies the numbers that they stand for.
+#[test]
+#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+fn a_folder_quantised_to_blocks_decodes_on_the_kernels() {
+    let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/data/tiny/backbone"));
+    let load =
+        |purpose, quantization| Llama::load_quantized(folder, Kind::Float, Device::Cpu, purpose, Some(quantization));
+    let states = |engine: &dyn Engine| {
+        let config = &engine.backbone().config;
+        let mut cache = KvCache::with_one_row(config, Kind::Float, Device::Cpu);
+        let nodes = NewTokens::chain(40, config, Kind::Float, Device::Cpu);
+        let tokens = Tensor::from_slice(&(0..40).map(|at| at * 31 % 1500).collect::<Vec<i64>>());
+        engine.extend(&mut cache, &tokens, &[RowTokens { row: 0, nodes: &nodes }])
+    };
+    for quantization in [Quantization::Q8, Quantization::Q4] {
+        let [exact, ours] =
+            [Purpose::Training, Purpose::Decoding].map(|purpose| load(purpose, quantization).expect("a model"));
+        let (exact, ours) = (states(&TchEngine::new(&exact)), states(&CpuEngine::new(&ours).expect("kernels")));
+        let error = (&ours - &exact).norm().double_value(&[]) / exact.norm().double_value(&[]);
+        assert!(error > 0.0 && error < 0.02, "{quantization}: {error}");
+    }
+    let error = load(Purpose::Decoding, Quantization::Q4K).expect_err("rows of 192").to_string();
+    assert!(error.contains("q4_k has blocks of 256 weights of a row, but self_attn.q_proj has rows of 192"), "{error}");
 }
 
 /// Logits of a model on its own text, compared with float32: relative error (by norm), and the share of positions with

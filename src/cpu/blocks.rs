@@ -83,7 +83,7 @@ impl BlockWeights {
         (x_ni, y): (&[f32], &Outputs<'_>),
         team: &Team,
     ) {
-        let x = with_lanes!(instructions, lanes => self.coded::<_, B>(lanes, x_ni));
+        let x = self.coded::<B>(instructions, x_ni, team);
         let lines = outputs.div_ceil(LANES) * self.strip_lines;
         share([outputs, LANES], [lines, x.rows.div_ceil(4)], team, |range| {
             // SAFETY: parts write to different outputs.
@@ -91,10 +91,10 @@ impl BlockWeights {
         });
     }
 
-    #[inline(always)]
-    fn coded<L: Lanes, B: BlockLayout>(&self, lanes: L, x_ni: &[f32]) -> CodedActivations {
-        let center = self.kind.codes().expect("blocks").center - if B::BITS == 8 { L::CENTER_OF_BYTES } else { 0 };
-        CodedActivations::new(lanes, (x_ni, self.inputs), (B::Scales::GROUPS, center))
+    fn coded<B: BlockLayout>(&self, instructions: Instructions, x_ni: &[f32], team: &Team) -> CodedActivations {
+        let center_of_bytes = with_lanes!(instructions, lanes => center_of_bytes(lanes));
+        let center = self.kind.codes().expect("blocks").center - if B::BITS == 8 { center_of_bytes } else { 0 };
+        CodedActivations::new(instructions, (x_ni, self.inputs), (B::Scales::GROUPS, center), team)
     }
 
     /// Some outputs of all rows of x, 16 after 16: their weights stay in the first cache for all rows, and the next ones are fetched.
@@ -122,6 +122,10 @@ impl BlockWeights {
             }
         }
     }
+}
+
+fn center_of_bytes<L: Lanes>(_: L) -> u8 {
+    L::CENTER_OF_BYTES
 }
 
 /// [`strip_sums`] of a number of rows.

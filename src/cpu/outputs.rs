@@ -48,6 +48,8 @@ pub(super) fn share(
     part: impl Fn(Range<usize>) + Sync,
 ) {
     let parts = (lines / LINES_OF_PART).clamp(1, PARTS_OF_THREAD * team.size());
+    // As many for each thread.
+    let parts = if parts > team.size() { parts / team.size() * team.size() } else { parts };
     let at_once = outputs.div_ceil(parts).next_multiple_of(unit);
     let parts = outputs.div_ceil(at_once);
     let part = |index: usize| part(index * at_once..outputs.min((index + 1) * at_once));

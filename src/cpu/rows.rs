@@ -6,6 +6,24 @@ use super::lanes::{LANES, Lanes, with_lanes};
 use super::shared::Shared;
 use super::team::Team;
 
+/// Numbers of rows that are worth sharing among threads.
+const WORTH_SHARING: usize = 1 << 14;
+
+/// Runs `work` on parts of rows of `width` numbers, with the number of each part's first row.
+pub(crate) fn in_parts(rows: &mut [f32], width: usize, team: &Team, work: impl Fn(usize, &mut [f32]) + Sync) {
+    if rows.len() < WORTH_SHARING {
+        return work(0, rows);
+    }
+    let part_rows = (rows.len() / width).div_ceil(2 * team.size());
+    let (parts, len) = (rows.len().div_ceil(part_rows * width), rows.len());
+    let rows = Shared::new(rows);
+    team.run(parts, |part| {
+        let at = part * part_rows * width;
+        // SAFETY: parts do not meet.
+        work(part * part_rows, unsafe { rows.part(at, (part_rows * width).min(len - at)) });
+    });
+}
+
 /// `x / rms(x) · weight` for each row of `x_nh`, to `out_nh`.
 pub(crate) fn rms_norm(x_nh: &[f32], weight_h: &[f32], eps: f32, out_nh: &mut [f32]) {
     let h = weight_h.len();

@@ -14,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockE
 use std::thread;
 
 /// Looks at the ticket before a waiting thread sleeps; some 500 µs.
-const LOOKS_BEFORE_SLEEP: u32 = 10_000;
+const LOOKS_BEFORE_SLEEP: u32 = 40_000;
 /// Looks before a thread that waits for the others lets the machine run something else.
 const LOOKS_BEFORE_YIELD: u32 = 10_000;
 

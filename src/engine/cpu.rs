@@ -10,7 +10,7 @@ use crate::cpu;
 use crate::cpu::attention::{SeenTokens, SequenceTokens, attend};
 use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::{
-    add, add_to_each, gelu_tanh_product, rms_norm, rms_norm_in_place, rotate, rotation, silu_product,
+    add, add_to_each, gelu_tanh_product, in_parts, rms_norm, rms_norm_in_place, rotate, rotation, silu_product,
 };
 use crate::cpu::team::Team;
 use crate::cpu::{AttentionShape, Number, Plane};
@@ -127,12 +127,16 @@ impl<'a> KernelLinear<'a> {
 }
 
 /// The gated MLP between its products.
-fn gated_product(gate_up_nf: &[f32], out_nf: &mut [f32], mlp: MlpSpec) {
+fn gated_product(gate_up_nf: &[f32], out_nf: &mut [f32], mlp: MlpSpec, team: &Team) {
     let MlpSpec::Gated { width, activation } = mlp;
-    match activation {
-        Activation::Silu => silu_product(gate_up_nf, out_nf, width as usize),
-        Activation::GeluTanh => gelu_tanh_product(gate_up_nf, out_nf, width as usize),
-    }
+    let f = width as usize;
+    in_parts(out_nf, f, team, |first, out_nf| {
+        let gate_up_nf = &gate_up_nf[first * 2 * f..][..2 * out_nf.len()];
+        match activation {
+            Activation::Silu => silu_product(gate_up_nf, out_nf, f),
+            Activation::GeluTanh => gelu_tanh_product(gate_up_nf, out_nf, f),
+        }
+    });
 }
 
 fn numbers(tensor: &Tensor) -> Vec<f32> {
@@ -164,7 +168,7 @@ impl<'a> CpuEngine<'a> {
         let mut buffers = self.buffers(x_nh.to_vec(), pass);
         self.write_tap(0, &buffers.x_nh, states_nw);
         for (index, layer) in self.layers.iter().enumerate() {
-            buffers.norm_stream(layer.norms.at(NormPlace::AttentionInput), eps);
+            buffers.norm_stream(layer.norms.at(NormPlace::AttentionInput), eps, self.team);
             layer.qkv.multiply(&buffers.normed_nh, &mut buffers.qkv, self.team);
             self.norm_and_rotate(layer, &mut buffers);
             pass.iter().for_each(|piece| self.write_keys_and_values(cache, index, piece, &buffers));
@@ -172,15 +176,15 @@ impl<'a> CpuEngine<'a> {
             layer.o.multiply(&buffers.attended, &mut buffers.normed_nh, self.team);
             layer.norms.apply(NormPlace::AttentionOutput, &mut buffers.normed_nh, eps);
             self.add_to_stream(&mut buffers);
-            buffers.norm_stream(layer.norms.at(NormPlace::MlpInput), eps);
+            buffers.norm_stream(layer.norms.at(NormPlace::MlpInput), eps, self.team);
             layer.gate_up.multiply(&buffers.normed_nh, &mut buffers.gate_up, self.team);
-            gated_product(&buffers.gate_up, &mut buffers.gated_nf, block.mlp);
+            gated_product(&buffers.gate_up, &mut buffers.gated_nf, block.mlp, self.team);
             layer.down.multiply(&buffers.gated_nf, &mut buffers.normed_nh, self.team);
             layer.norms.apply(NormPlace::MlpOutput, &mut buffers.normed_nh, eps);
             self.add_to_stream(&mut buffers);
             self.write_tap(index + 1, &buffers.x_nh, states_nw);
         }
-        buffers.norm_stream(Some(&self.norm_h), eps);
+        buffers.norm_stream(Some(&self.norm_h), eps, self.team);
         self.write_states(0, &buffers.normed_nh, states_nw);
     }
 
@@ -238,13 +242,16 @@ impl<'a> CpuEngine<'a> {
         let (q, kv, d) = (config.query_size() as usize, config.key_value_size() as usize, config.head_dim as usize);
         let eps = config.rms_norm_eps as f32;
         let rotations = buffers.rotations[layer.kind].as_deref();
-        for (n, qkv) in buffers.qkv.chunks_exact_mut(q + 2 * kv).enumerate() {
-            layer.norms.apply(NormPlace::Query, &mut qkv[..q], eps);
-            layer.norms.apply(NormPlace::Key, &mut qkv[q..q + kv], eps);
-            if let Some(rotations) = rotations {
-                rotate(&mut qkv[..q + kv], d, &rotations[n]);
+        let width = q + 2 * kv;
+        in_parts(&mut buffers.qkv, width, self.team, |first, rows| {
+            for (n, qkv) in (first..).zip(rows.chunks_exact_mut(width)) {
+                layer.norms.apply(NormPlace::Query, &mut qkv[..q], eps);
+                layer.norms.apply(NormPlace::Key, &mut qkv[q..q + kv], eps);
+                if let Some(rotations) = rotations {
+                    rotate(&mut qkv[..q + kv], d, &rotations[n]);
+                }
             }
-        }
+        });
     }
 
     /// Writes the keys and values of a piece to its row of the cache.
@@ -350,9 +357,12 @@ struct Buffers {
 
 impl Buffers {
     /// The residual stream after a norm, if there is one, as the next product reads it.
-    fn norm_stream(&mut self, weight_h: Option<&[f32]>, eps: f32) {
+    fn norm_stream(&mut self, weight_h: Option<&[f32]>, eps: f32, team: &Team) {
         match weight_h {
-            Some(weight_h) => rms_norm(&self.x_nh, weight_h, eps, &mut self.normed_nh),
+            Some(weight_h) => in_parts(&mut self.normed_nh, weight_h.len(), team, |first, normed_nh| {
+                let x_nh = &self.x_nh[first * weight_h.len()..][..normed_nh.len()];
+                rms_norm(x_nh, weight_h, eps, normed_nh);
+            }),
             None => self.normed_nh.copy_from_slice(&self.x_nh),
         }
     }

@@ -171,8 +171,14 @@ pub static TYPES: [TensorType; 15] = [
 ];
 
 /// Types that are written.
-pub const WRITTEN: [(&str, Encode); 4] =
-    [("F32", quantize::f32), ("F16", quantize::f16), ("BF16", quantize::bf16), ("Q8_0", quantize::q8_0)];
+pub const WRITTEN: [(&str, Encode); 6] = [
+    ("F32", quantize::f32),
+    ("F16", quantize::f16),
+    ("BF16", quantize::bf16),
+    ("Q8_0", quantize::q8_0),
+    ("Q4_0", quantize::q4_0),
+    ("Q4_K", quantize::q4_k),
+];
 
 /// Types that are not read, so that an error can name them.
 const OTHERS: [(u32, &str); 19] = [

@@ -14,7 +14,7 @@ use crate::model::llama::Llama;
 use crate::model::peft::{self, PeftError};
 use crate::model::stages::{StageBorders, Stages};
 use crate::model::stored::table::TokenTable;
-use crate::model::stored::{Quantization, QuantizedWeight, Quantizer};
+use crate::model::stored::{Quantization, QuantizationError, QuantizedWeight, Quantizer};
 use crate::model::taps::Taps;
 use crate::model::weights::{WeightFiles, WeightsError};
 use crate::torch::Generator;
@@ -34,6 +34,8 @@ pub enum LoadError {
     Adapter(#[from] PeftError),
     #[error(transparent)]
     Tensors(#[from] TensorsError),
+    #[error(transparent)]
+    Quantization(#[from] QuantizationError),
 }
 
 /// Where a backbone's tensors come from: name, shape and device to tensor.
@@ -135,6 +137,9 @@ impl Llama {
         purpose: Purpose,
         quantization: Option<Quantization>,
     ) -> Result<Self, LoadError> {
+        if let Some(quantization) = quantization {
+            quantization.check(&config.block(), stages.devices())?;
+        }
         let files = WeightFiles::open(folder)?;
         tensors::check(folder, &config, &files)?;
         tensors::check_tied(folder, &config, &files)?;

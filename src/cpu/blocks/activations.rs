@@ -1,8 +1,14 @@
 //! x rounded to 8 bits: 32 inputs share a scale, the largest of them by 127.
+#![expect(unsafe_code, reason = "parts of a job write to row blocks of their own")]
 
 // I inputs, N rows of x
 use super::layout::BLOCK;
-use crate::cpu::lanes::Lanes;
+use crate::cpu::lanes::{Instructions, Lanes, with_lanes};
+use crate::cpu::shared::Shared;
+use crate::cpu::team::Team;
+
+/// Numbers of x that are worth sharing among threads.
+const WORTH_SHARING: usize = 1 << 14;
 
 /// 32 inputs of a row.
 #[derive(Debug, Clone, Copy, Default)]
@@ -28,27 +34,29 @@ pub(super) struct CodedActivations {
 
 impl CodedActivations {
     /// Of `x_ni` `[N, I]`, for weights with so many `groups` in a block and such a `center`.
-    #[inline(always)]
-    pub(super) fn new<L: Lanes>(lanes: L, (x_ni, inputs): (&[f32], usize), (groups, center): (usize, u8)) -> Self {
+    pub(super) fn new(
+        instructions: Instructions,
+        (x_ni, inputs): (&[f32], usize),
+        (groups, center): (usize, u8),
+        team: &Team,
+    ) -> Self {
         let (rows, blocks) = (x_ni.len() / inputs, inputs.div_ceil(BLOCK));
-        let row_blocks = rows.div_ceil(L::CODED_ROWS);
-        let mut coded = Self { inputs: vec![CodedInputs::default(); rows * blocks], rows, row_blocks, blocks };
-        for index in 0..row_blocks {
-            let (first, rows) = coded.row_block(index);
-            for (r, x_i) in x_ni[first * inputs..(first + rows) * inputs].chunks_exact(inputs).enumerate() {
-                let places = coded.inputs[first * blocks..].iter_mut().skip(r).step_by(rows);
-                let (whole, rest) = x_i.as_chunks::<BLOCK>();
-                for (x, place) in whole.iter().zip(places) {
-                    *place = code(lanes, x, groups, center);
-                }
-                if !rest.is_empty() {
-                    let mut padded = [0.0; BLOCK];
-                    padded[..rest.len()].copy_from_slice(rest);
-                    coded.inputs[first * blocks + (blocks - 1) * rows + r] = code(lanes, &padded, groups, center);
-                }
-            }
+        let most = with_lanes!(instructions, lanes => most_rows(lanes));
+        let shape = Self { inputs: vec![], rows, row_blocks: rows.div_ceil(most), blocks };
+        let mut coded = vec![CodedInputs::default(); rows * blocks];
+        let out = Shared::new(&mut coded);
+        let write = |index: usize| {
+            let (first, rows) = shape.row_block(index);
+            // SAFETY: row blocks do not meet.
+            let places = unsafe { out.part(first * blocks, rows * blocks) };
+            let x_ni = &x_ni[first * inputs..(first + rows) * inputs];
+            with_lanes!(instructions, lanes => code_rows(lanes, (x_ni, inputs), (groups, center), places));
+        };
+        match x_ni.len() >= WORTH_SHARING {
+            true => team.run(shape.row_blocks, write),
+            false => (0..shape.row_blocks).for_each(write),
         }
-        coded
+        Self { inputs: coded, ..shape }
     }
 
     /// First row and number of rows of a row block.
@@ -63,6 +71,32 @@ impl CodedActivations {
             let (first, rows) = self.row_block(index);
             (first, rows, &self.inputs[first * self.blocks..][..rows * self.blocks])
         })
+    }
+}
+
+fn most_rows<L: Lanes>(_: L) -> usize {
+    L::CODED_ROWS
+}
+
+/// The rows of a row block, to `[I / 32, rows]`.
+#[inline(always)]
+fn code_rows<L: Lanes>(
+    lanes: L,
+    (x_ni, inputs): (&[f32], usize),
+    (groups, center): (usize, u8),
+    places: &mut [CodedInputs],
+) {
+    let rows = x_ni.len() / inputs;
+    for (r, x_i) in x_ni.chunks_exact(inputs).enumerate() {
+        let (whole, rest) = x_i.as_chunks::<BLOCK>();
+        for (block, x) in whole.iter().enumerate() {
+            places[block * rows + r] = code(lanes, x, groups, center);
+        }
+        if !rest.is_empty() {
+            let mut padded = [0.0; BLOCK];
+            padded[..rest.len()].copy_from_slice(rest);
+            places[whole.len() * rows + r] = code(lanes, &padded, groups, center);
+        }
     }
 }
 

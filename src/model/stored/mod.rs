@@ -11,6 +11,7 @@ use tch::{Device, Kind, Tensor};
 pub mod blocks;
 pub mod dense;
 pub mod format;
+pub mod ggml;
 pub mod int8;
 pub mod nf4;
 mod slices;
@@ -19,12 +20,14 @@ pub mod table;
 use crate::cpu::arena::Arena;
 use crate::cpu::matrix::Matrix;
 use crate::fused;
+use crate::model::block_spec::{BlockSpec, LinearSpec};
 use crate::nvidia::launch::Launch;
 use crate::torch::rehearsal;
 
 use blocks::Blocks;
 use dense::Dense;
 use format::{Codes, Quantize, QuantizedFormat, StoredFormat};
+use ggml::BlockFormat;
 
 /// What weights are reduced to. Recipes have [`QuantizedFormat::name`], the variant's name in lower case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,17 +37,64 @@ pub enum Quantization {
     Nf4,
     /// See [`int8`].
     Int8,
+    /// See [`ggml`], also of the next ones.
+    #[serde(rename = "q8_0")]
+    Q8,
+    #[serde(rename = "q4_0")]
+    Q4,
+    #[serde(rename = "q4_k")]
+    Q4K,
+}
+
+/// Why weights cannot be quantised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum QuantizationError {
+    #[error("{0} weights are for a CPU: quantise to nf4 or int8 on this device")]
+    Device(Quantization),
+    #[error(
+        "{quantization} has blocks of {numbers} weights of a row, but {part} has rows of {inputs}: quantise to q8_0 or q4_0"
+    )]
+    Row { quantization: Quantization, numbers: i64, part: &'static str, inputs: i64 },
 }
 
 impl Quantization {
     /// All of them, those of fewest bits first.
-    pub const ALL: [Self; 2] = [Self::Nf4, Self::Int8];
+    pub const ALL: [Self; 5] = [Self::Nf4, Self::Q4, Self::Q4K, Self::Int8, Self::Q8];
 
     /// What its format says of itself.
     pub fn format(self) -> &'static dyn QuantizedFormat {
         match self {
             Self::Nf4 => &nf4::Nf4Format,
             Self::Int8 => &int8::Int8Format,
+            Self::Q8 | Self::Q4 | Self::Q4K => self.blocks().expect("in blocks"),
+        }
+    }
+
+    /// Its format, if it is one of blocks.
+    fn blocks(self) -> Option<&'static BlockFormat> {
+        match self {
+            Self::Nf4 | Self::Int8 => None,
+            Self::Q8 => Some(&ggml::Q8_0),
+            Self::Q4 => Some(&ggml::Q4_0),
+            Self::Q4K => Some(&ggml::Q4_K),
+        }
+    }
+
+    /// Checks that the linear layers of a block can be quantised, on these devices.
+    ///
+    /// # Errors
+    /// [`QuantizationError`] says what does not fit.
+    pub fn check(self, block: &BlockSpec, mut devices: impl Iterator<Item = Device>) -> Result<(), QuantizationError> {
+        let Some(format) = self.blocks() else { return Ok(()) };
+        if devices.any(|device| device != Device::Cpu) {
+            return Err(QuantizationError::Device(self));
+        }
+        let (linears, numbers) = (block.linears(), format.numbers());
+        match linears.all().find(|linear| linear.size[1] % numbers != 0) {
+            None => Ok(()),
+            Some(LinearSpec { part, size: [_, inputs], .. }) => {
+                Err(QuantizationError::Row { quantization: self, numbers, part, inputs })
+            }
         }
     }
 }
@@ -61,29 +111,38 @@ pub fn stored_format(quantization: Option<Quantization>, dense: &Dense) -> &dyn 
 }
 
 /// Quantises the weights of a backbone, which share its tables.
-pub struct Quantizer(Quantize);
+pub enum Quantizer {
+    Codes(Quantize),
+    Blocks(&'static BlockFormat),
+}
 
 impl Quantizer {
     /// For weights on `device`.
     pub fn new(quantization: Quantization, device: Device) -> Self {
-        Self(match quantization {
-            Quantization::Nf4 => nf4::quantizer(device),
-            Quantization::Int8 => int8::quantizer(),
-        })
+        match quantization.blocks() {
+            Some(format) => Self::Blocks(format),
+            None if quantization == Quantization::Nf4 => Self::Codes(nf4::quantizer(device)),
+            None => Self::Codes(int8::quantizer()),
+        }
     }
 
     /// `weight_oi` is `[O, I]`, of any floating-point dtype.
     ///
     /// # Panics
-    /// If the weight has another number of dimensions.
+    /// If the weight has another number of dimensions, or its rows are not whole blocks ([`Quantization::check`]).
     pub fn quantize(&self, weight_oi: &Tensor) -> QuantizedWeight {
         let size = weight_oi.size().try_into().expect("a weight is [O, I]");
-        QuantizedWeight { codes: self.0(weight_oi), blocks: None, size, kind: weight_oi.kind() }
+        match self {
+            Self::Codes(quantize) => {
+                QuantizedWeight { codes: quantize(weight_oi), blocks: None, size, kind: weight_oi.kind() }
+            }
+            Self::Blocks(format) => QuantizedWeight::from_blocks(format.quantize(weight_oi), weight_oi.kind()),
+        }
     }
 }
 
 impl QuantizedWeight {
-    /// Of a GGUF file, which stand for numbers of `kind` in a pass.
+    /// Of blocks, which stand for numbers of `kind` in a pass.
     pub fn from_blocks(blocks: Blocks, kind: Kind) -> Self {
         Self { size: blocks.size(), codes: Box::new(blocks.shallow_clone()), blocks: Some(blocks), kind }
     }
@@ -93,7 +152,7 @@ impl QuantizedWeight {
 #[derive(Debug)]
 pub struct QuantizedWeight {
     codes: Box<dyn Codes>,
-    /// The same codes, if they are blocks of a GGUF file.
+    /// The same codes, if they are blocks of GGUF.
     blocks: Option<Blocks>,
     size: [i64; 2],
     kind: Kind,
@@ -125,7 +184,7 @@ impl QuantizedWeight {
         Some(self.codes.kernel()?(weight_oi))
     }
 
-    /// Whether it is in the blocks of a GGUF file.
+    /// Whether it is in the blocks of GGUF.
     pub fn is_in_blocks(&self) -> bool {
         self.blocks.is_some()
     }
@@ -179,6 +238,9 @@ mod tests {
     fn a_format_says_the_bytes_that_its_weights_take() {
         for quantization in Quantization::ALL {
             for size in [[1, 1], [3, 67], [64, 64], [129, 256]] {
+                if quantization.blocks().is_some_and(|blocks| size[1] % blocks.numbers() != 0) {
+                    continue;
+                }
                 let weight_oi = Tensor::ones(size, (Kind::Float, Device::Cpu));
                 let weight = Quantizer::new(quantization, Device::Cpu).quantize(&weight_oi);
                 let planned = quantization.format().bytes(size.map(i64::unsigned_abs));
