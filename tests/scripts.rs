@@ -22,7 +22,7 @@ for file in sys.argv[1:]:
 ";
 
 fn python_files(folder: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let entries = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path());
     let files = |path: PathBuf| match path.is_dir() {
         true => python_files(&path),
         false if is_python(&path) => vec![path],
@@ -32,8 +32,8 @@ fn python_files(folder: &Path) -> Vec<PathBuf> {
 }
 
 fn is_python(file: &Path) -> bool {
-    let first = std::fs::read(file).unwrap();
-    let first = first.split(|&byte| byte == b'\n').next().unwrap();
+    let first = std::fs::read(file).expect("a file");
+    let first = first.split(|&byte| byte == b'\n').next().unwrap_or(&[]);
     file.extension().is_some_and(|end| end == "py") || first.starts_with(b"#!") && first.ends_with(b"python3")
 }
 

@@ -135,7 +135,7 @@ fn attend_with(
 fn attend_all<L: Lanes, const BF16: bool>(lanes: L, queries: &[SingleQuery], outs: &mut [&mut [f32]]) {
     let longest = queries.iter().map(|query| query.slots.len()).max().unwrap_or(0).next_multiple_of(LANES);
     let steps = queries[0].q_d.len().div_ceil(STEP);
-    let mut work = Work {
+    let mut buffers = AttentionBuffers {
         q: vec![],
         scores: vec![0.0; longest * L::QUERIES.min(queries.len())],
         room: longest,
@@ -144,16 +144,16 @@ fn attend_all<L: Lanes, const BF16: bool>(lanes: L, queries: &[SingleQuery], out
         steps,
     };
     for (queries, outs) in queries.chunks(L::QUERIES).zip(outs.chunks_mut(L::QUERIES)) {
-        work.q.clear();
-        queries.iter().for_each(|query| push_steps::<BF16>(query.q_d, &mut work.q));
-        work.largest = vec![lanes.all(f32::NEG_INFINITY); queries.len()];
-        work.weighted = vec![[[lanes.all(0.0); 2]; RUNNING_SUMS]; queries.len() * steps];
-        attend_together::<L, BF16>(lanes, queries, &mut work, outs);
+        buffers.q.clear();
+        queries.iter().for_each(|query| push_steps::<BF16>(query.q_d, &mut buffers.q));
+        buffers.largest = vec![lanes.all(f32::NEG_INFINITY); queries.len()];
+        buffers.weighted = vec![[[lanes.all(0.0); 2]; RUNNING_SUMS]; queries.len() * steps];
+        attend_together::<L, BF16>(lanes, queries, &mut buffers, outs);
     }
 }
 
 /// What is computed for some queries, query after query.
-struct Work<V> {
+struct AttentionBuffers<V> {
     /// By step.
     q: Vec<StepOfHead>,
     /// Rows of `room` numbers.
@@ -170,25 +170,25 @@ struct Work<V> {
 fn attend_together<L: Lanes, const BF16: bool>(
     lanes: L,
     queries: &[SingleQuery],
-    work: &mut Work<L::Vector>,
+    buffers: &mut AttentionBuffers<L::Vector>,
     outs: &mut [&mut [f32]],
 ) {
     let common = common_slots(queries);
-    scores_of::<L, BF16>(lanes, (queries, 0), 0..common, work);
+    scores_of::<L, BF16>(lanes, (queries, 0), 0..common, buffers);
     for (first, token) in by_token(queries) {
-        scores_of::<L, BF16>(lanes, (token, first), common..token[0].slots.len(), work);
+        scores_of::<L, BF16>(lanes, (token, first), common..token[0].slots.len(), buffers);
     }
     let mut sums = vec![lanes.all(0.0); queries.len()];
     for (m, query) in queries.iter().enumerate() {
         let slots = query.slots.len();
-        let scores = &mut work.scores[m * work.room..][..slots.next_multiple_of(LANES)];
-        sums[m] = lanes.all(softmax(lanes, scores, lanes.largest(work.largest[m]), slots));
+        let scores = &mut buffers.scores[m * buffers.room..][..slots.next_multiple_of(LANES)];
+        sums[m] = lanes.all(softmax(lanes, scores, lanes.largest(buffers.largest[m]), slots));
     }
-    values_of::<L, BF16>(lanes, (queries, 0), 0..common, work);
+    values_of::<L, BF16>(lanes, (queries, 0), 0..common, buffers);
     for (first, token) in by_token(queries) {
-        values_of::<L, BF16>(lanes, (token, first), common..token[0].slots.len(), work);
+        values_of::<L, BF16>(lanes, (token, first), common..token[0].slots.len(), buffers);
     }
-    for ((out, weighted), &sum) in outs.iter_mut().zip(work.weighted.chunks_exact(work.steps)).zip(&sums) {
+    for ((out, weighted), &sum) in outs.iter_mut().zip(buffers.weighted.chunks_exact(buffers.steps)).zip(&sums) {
         for ([first, second], out) in weighted.iter().zip(out.chunks_mut(STEP)) {
             let mut values = [[0.0; LANES]; 2];
             lanes.store(&mut values[0], lanes.divide(lanes.add(first[0], second[0]), sum));
@@ -213,15 +213,15 @@ fn scores_of<L: Lanes, const BF16: bool>(
     lanes: L,
     queries: (&[SingleQuery], usize),
     slots: Range<usize>,
-    work: &mut Work<L::Vector>,
+    buffers: &mut AttentionBuffers<L::Vector>,
 ) {
     match queries.0.len() {
-        1 => write_scores::<L, BF16, 1>(lanes, queries, slots, work),
-        2 => write_scores::<L, BF16, 2>(lanes, queries, slots, work),
-        3 => write_scores::<L, BF16, 3>(lanes, queries, slots, work),
-        4 => write_scores::<L, BF16, 4>(lanes, queries, slots, work),
-        5 => write_scores::<L, BF16, 5>(lanes, queries, slots, work),
-        _ => write_scores::<L, BF16, 6>(lanes, queries, slots, work),
+        1 => write_scores::<L, BF16, 1>(lanes, queries, slots, buffers),
+        2 => write_scores::<L, BF16, 2>(lanes, queries, slots, buffers),
+        3 => write_scores::<L, BF16, 3>(lanes, queries, slots, buffers),
+        4 => write_scores::<L, BF16, 4>(lanes, queries, slots, buffers),
+        5 => write_scores::<L, BF16, 5>(lanes, queries, slots, buffers),
+        _ => write_scores::<L, BF16, 6>(lanes, queries, slots, buffers),
     }
 }
 
@@ -231,15 +231,15 @@ fn values_of<L: Lanes, const BF16: bool>(
     lanes: L,
     queries: (&[SingleQuery], usize),
     slots: Range<usize>,
-    work: &mut Work<L::Vector>,
+    buffers: &mut AttentionBuffers<L::Vector>,
 ) {
     match queries.0.len() {
-        1 => add_values::<L, BF16, 1>(lanes, queries, slots, work),
-        2 => add_values::<L, BF16, 2>(lanes, queries, slots, work),
-        3 => add_values::<L, BF16, 3>(lanes, queries, slots, work),
-        4 => add_values::<L, BF16, 4>(lanes, queries, slots, work),
-        5 => add_values::<L, BF16, 5>(lanes, queries, slots, work),
-        _ => add_values::<L, BF16, 6>(lanes, queries, slots, work),
+        1 => add_values::<L, BF16, 1>(lanes, queries, slots, buffers),
+        2 => add_values::<L, BF16, 2>(lanes, queries, slots, buffers),
+        3 => add_values::<L, BF16, 3>(lanes, queries, slots, buffers),
+        4 => add_values::<L, BF16, 4>(lanes, queries, slots, buffers),
+        5 => add_values::<L, BF16, 5>(lanes, queries, slots, buffers),
+        _ => add_values::<L, BF16, 6>(lanes, queries, slots, buffers),
     }
 }
 
@@ -294,12 +294,12 @@ fn write_scores<L: Lanes, const BF16: bool, const M: usize>(
     lanes: L,
     (queries, first): (&[SingleQuery], usize),
     slots: Range<usize>,
-    work: &mut Work<L::Vector>,
+    buffers: &mut AttentionBuffers<L::Vector>,
 ) {
-    let (keys, d, steps) = (queries[0].keys.bytes, queries[0].q_d.len(), work.steps);
+    let (keys, d, steps) = (queries[0].keys.bytes, queries[0].q_d.len(), buffers.steps);
     // By step.
-    let of_step = |step: usize| array::from_fn(|m| work.q[(first + m) * steps + step]);
-    let q: Vec<[StepOfHead; M]> = (0..steps).map(of_step).collect();
+    let queries_of = |step: usize| array::from_fn(|m| buffers.q[(first + m) * steps + step]);
+    let q: Vec<[StepOfHead; M]> = (0..steps).map(queries_of).collect();
     for block in slots.step_by(LANES) {
         let starts = queries[0].sixteen(block);
         if queries[0].fetches {
@@ -325,8 +325,8 @@ fn write_scores<L: Lanes, const BF16: bool, const M: usize>(
         }
         for m in 0..M {
             let scaled = queries[m].scaled(lanes, sums[m]);
-            work.largest[first + m] = lanes.larger(work.largest[first + m], scaled);
-            lanes.store(&mut work.scores[(first + m) * work.room + block..][..LANES], scaled);
+            buffers.largest[first + m] = lanes.larger(buffers.largest[first + m], scaled);
+            lanes.store(&mut buffers.scores[(first + m) * buffers.room + block..][..LANES], scaled);
         }
     }
 }
@@ -340,27 +340,27 @@ fn add_values<L: Lanes, const BF16: bool, const M: usize>(
     lanes: L,
     (queries, first): (&[SingleQuery], usize),
     slots: Range<usize>,
-    work: &mut Work<L::Vector>,
+    buffers: &mut AttentionBuffers<L::Vector>,
 ) {
-    let (query, end, room) = (&queries[0], slots.end, work.room);
+    let (query, end, room) = (&queries[0], slots.end, buffers.room);
     let (values, d) = (query.values.bytes, query.values.head_size);
     let start = query.group * query.values.room * d;
-    let p: [*const f32; M] = array::from_fn(|m| work.scores[(first + m) * room..][..end].as_ptr());
+    let p: [*const f32; M] = array::from_fn(|m| buffers.scores[(first + m) * room..][..end].as_ptr());
     for block in slots.step_by(VALUES) {
         let block = block..end.min(block + VALUES);
-        for step in 0..work.steps {
+        for step in 0..buffers.steps {
             let (start, count) = (start + step * STEP, (d - step * STEP).min(STEP));
             let mut sums = [[[lanes.all(0.0); 2]; RUNNING_SUMS]; M];
-            for m in 0..M {
-                sums[m] = work.weighted[(first + m) * work.steps + step];
+            for (m, sums) in sums.iter_mut().enumerate() {
+                *sums = buffers.weighted[(first + m) * buffers.steps + step];
             }
             let (slots_of_2, rest) = query.slots[block.clone()].as_chunks::<RUNNING_SUMS>();
             let mut at = block.start;
             for slots in slots_of_2 {
-                for i in 0..RUNNING_SUMS {
+                for (i, &slot) in slots.iter().enumerate() {
                     // SAFETY: `check` has seen that the token is in the plane, the numbers end with the head, and rows have `end` numbers.
                     unsafe {
-                        let value = lanes.step_at::<BF16>(values, start + slots[i] as usize * d, count);
+                        let value = lanes.step_at::<BF16>(values, start + slot as usize * d, count);
                         add_value::<L, M>(lanes, value, (p, at + i), i, &mut sums);
                     }
                 }
@@ -373,8 +373,8 @@ fn add_values<L: Lanes, const BF16: bool, const M: usize>(
                     add_value::<L, M>(lanes, value, (p, at), 0, &mut sums);
                 }
             }
-            for m in 0..M {
-                work.weighted[(first + m) * work.steps + step] = sums[m];
+            for (m, sums) in sums.into_iter().enumerate() {
+                buffers.weighted[(first + m) * buffers.steps + step] = sums;
             }
         }
     }

@@ -81,18 +81,6 @@ fn even_or_odd(line: __m256i, odd: bool) -> __m256 {
     _mm256_castsi256_ps(if odd { _mm256_and_si256(line, odd_places) } else { _mm256_slli_epi32::<16>(line) })
 }
 
-/// 8 bfloat16 numbers as float32.
-///
-/// # Safety
-/// There are 8 numbers.
-#[inline]
-#[target_feature(enable = "avx2")]
-unsafe fn widened(first: *const __m128i) -> __m256 {
-    // SAFETY: the caller's promise.
-    let bits = unsafe { _mm_loadu_si128(first) };
-    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
-}
-
 /// The sums of two products each, in int16, of codes from which 128 is subtracted.
 #[inline]
 #[target_feature(enable = "avx2")]
