@@ -167,7 +167,7 @@ fn the_error_of_normal_weights_is_that_of_their_bits() {
 fn blocks_of_ggml_have_the_error_of_their_bits() {
     let weight_oi = Generator::seeded(1).normal(&[512, 1024], (Kind::Float, Device::Cpu)) * 0.02;
     let bytes = |quantization| Quantizer::new(quantization, Device::Cpu).quantize(&weight_oi).bytes() as f64;
-    // Measured: 0.0053, 0.0852 and 0.0741.
+    // Measured with other normal weights: 0.0054, 0.0860 and 0.0718.
     for (quantization, most, bits) in
         [(Quantization::Q8, 0.0058, 8.5), (Quantization::Q4, 0.09, 4.5), (Quantization::Q4K, 0.08, 4.5)]
     {
