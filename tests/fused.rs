@@ -259,7 +259,7 @@ fn nf4_weights_are_the_numbers_of_libtorch() {
 fn the_weights_of_a_backbone_are_the_numbers_of_libtorch() {
     let memory = Memory::default();
     for (at, size) in [[1, 1], [3, 67], [5, 8], [16, 2048], [3, 2056], [2, 4099]].into_iter().enumerate() {
-        for quantization in Quantization::ALL {
+        for quantization in [Quantization::Nf4, Quantization::Int8] {
             let weight = Quantizer::new(quantization, Device::Cpu).quantize(&normal(at as u64, &size));
             for (kind, order) in KINDS.into_iter().zip(ORDERS.into_iter().cycle()) {
                 let y_oi = memory.poisoned(&size, kind);
