@@ -180,7 +180,12 @@ fn another_choice_than_the_heads_is_reported_once_and_dense_engines_refuse_quant
     assert!(printed.contains(&format!("--quantization nf4: {trained} that was not quantised")), "{printed}");
     world.write("h/config.json", &json!({"quantization": "awq"}));
     let unknown = refused(&[]);
-    assert!(unknown.contains("config.json: quantization: expected \"nf4\" or \"q4_0\" or \"q4_k\" or \"int8\" or \"q8_0\", got \"awq\""), "{unknown}");
+    assert!(
+        unknown.contains(
+            "config.json: quantization: expected \"nf4\" or \"q4_0\" or \"q4_k\" or \"int8\" or \"q8_0\", got \"awq\""
+        ),
+        "{unknown}"
+    );
     said(&["--quantization", "none"]);
 }
 
