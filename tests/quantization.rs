@@ -198,6 +198,15 @@ fn a_folder_quantised_to_blocks_decodes_on_the_kernels() {
         let error = (&ours - &exact).norm().double_value(&[]) / exact.norm().double_value(&[]);
         assert!(error > 0.0 && error < 0.02, "{quantization}: {error}");
     }
+    let small = Llama::load_quantized(
+        &published("models/stories260K"),
+        Kind::Float,
+        Device::Cpu,
+        Purpose::Decoding,
+        Some(Quantization::Q8),
+    );
+    let error = small.expect_err("rows of 172").to_string();
+    assert!(error.ends_with("mlp.down_proj has rows of 172: quantise to nf4 or int8"), "{error}");
     let error = load(Purpose::Decoding, Quantization::Q4K).expect_err("rows of 192").to_string();
     assert!(error.contains("q4_k has blocks of 256 weights of a row, but self_attn.q_proj has rows of 192"), "{error}");
 }

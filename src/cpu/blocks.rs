@@ -332,6 +332,22 @@ mod tests {
 
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+    fn rows_that_threads_share_get_the_bits_that_each_gets_alone() {
+        let mut rng = ChaCha8Rng::seed_from_u64(5);
+        let kind = TensorType::named("Q8_0").unwrap();
+        let ([outputs, inputs], rows) = ([5, 17 * BLOCK], 37);
+        assert!(rows * inputs >= activations::WORTH_SHARING && inputs < activations::WORTH_SHARING);
+        let (bytes, _) = random_blocks(kind, outputs * inputs / BLOCK, &mut rng);
+        let weights = BlockWeights::new(&bytes, kind, [outputs, inputs], &mut Arena::default());
+        let x: Vec<f32> = (0..rows * inputs).map(|_| rng.random::<f32>() - 0.5).collect();
+        for instructions in Instructions::all_detected().into_iter().flatten() {
+            let each = x.chunks(inputs).flat_map(|x| products(&weights, instructions, outputs, x));
+            assert!(each.eq(products(&weights, instructions, outputs, &x)), "{instructions:?}");
+        }
+    }
+
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn what_is_not_finite_in_x_is_not_finite_in_every_output() {
         let mut rng = ChaCha8Rng::seed_from_u64(4);
         for kind in types() {

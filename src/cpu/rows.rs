@@ -220,6 +220,21 @@ mod tests {
     }
 
     #[test]
+    fn parts_are_whole_rows_and_each_row_is_in_one() {
+        let width = 96;
+        for (rows, threads) in [(1, 2), (WORTH_SHARING / width + 1, 1), (173, 2), (511, 3), (600, 16)] {
+            let mut x = vec![-1.0; rows * width];
+            in_parts(&mut x, width, &Team::new(threads), |first, part| {
+                for (row, x) in (first..).zip(part.chunks_exact_mut(width)) {
+                    x.iter_mut().for_each(|x| *x += row as f32);
+                }
+            });
+            let expected = (0..rows).flat_map(|row| vec![row as f32 - 1.0; width]);
+            assert!(x.into_iter().eq(expected), "{rows} rows, {threads} threads");
+        }
+    }
+
+    #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
     fn rows_equal_their_formulas_in_float64() {
         for h in [5, 16, 37] {

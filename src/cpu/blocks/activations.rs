@@ -8,7 +8,7 @@ use crate::cpu::shared::Shared;
 use crate::cpu::team::Team;
 
 /// Numbers of x that are worth sharing among threads.
-const WORTH_SHARING: usize = 1 << 14;
+pub(super) const WORTH_SHARING: usize = 1 << 14;
 
 /// 32 inputs of a row.
 #[derive(Debug, Clone, Copy, Default)]

@@ -1,7 +1,7 @@
 //! Blocks of ggml that weights are quantised to while loading, for the CPU's own kernels: 32 weights, or 256 of Q4_K, in the formats of GGUF files.
 
 // O outputs, I inputs
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::blocks::Blocks;
 use super::format::{QuantizedFormat, StoredFormat};
@@ -19,15 +19,15 @@ pub struct BlockFormat {
 
 /// 8 bits a weight.
 pub static Q8_0: BlockFormat =
-    BlockFormat { ggml: "Q8_0", name: "q8_0", help: "8.5 bits per weight, one scale per 32; for the CPU" };
+    BlockFormat { ggml: "Q8_0", name: "q8_0", help: "8.5 bits per weight, one scale per 32; CPU only" };
 /// 4 bits a weight.
 pub static Q4_0: BlockFormat =
-    BlockFormat { ggml: "Q4_0", name: "q4_0", help: "4.5 bits per weight, one scale per 32; for the CPU" };
+    BlockFormat { ggml: "Q4_0", name: "q4_0", help: "4.5 bits per weight, one scale per 32; CPU only" };
 /// 4 bits a weight with minima.
 pub static Q4_K: BlockFormat = BlockFormat {
     ggml: "Q4_K",
     name: "q4_k",
-    help: "4.5 bits per weight, a scale and a minimum per 32, more exact than q4_0; rows of a multiple of 256; for the CPU",
+    help: "4.5 bits per weight, a scale and a minimum per 32, more exact than q4_0; rows of a multiple of 256; CPU only",
 };
 
 impl BlockFormat {
@@ -40,10 +40,10 @@ impl BlockFormat {
         self.kind().numbers as i64
     }
 
-    /// The blocks of `weight_oi` `[O, I]`, of any floating-point dtype.
+    /// The blocks of `weight_oi` `[O, I]`, of any floating-point dtype, on the CPU.
     pub(super) fn quantize(&self, weight_oi: &Tensor) -> Blocks {
         let kind = self.kind();
-        let numbers = weight_oi.to_device(Device::Cpu).to_kind(Kind::Float).contiguous();
+        let numbers = weight_oi.to_kind(Kind::Float).contiguous();
         let mut blocks = vec![];
         kind.encode(bytes::numbers(&numbers), &mut blocks);
         let row = blocks.len() as i64 / weight_oi.size()[0];

@@ -29,7 +29,7 @@ use dense::Dense;
 use format::{Codes, Quantize, QuantizedFormat, StoredFormat};
 use ggml::BlockFormat;
 
-/// What weights are reduced to. Recipes have [`QuantizedFormat::name`], the variant's name in lower case.
+/// What weights are reduced to. Recipes have [`QuantizedFormat::name`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Quantization {
@@ -52,7 +52,8 @@ pub enum QuantizationError {
     #[error("{0} weights are for a CPU: quantise to nf4 or int8 on this device")]
     Device(Quantization),
     #[error(
-        "{quantization} has blocks of {numbers} weights of a row, but {part} has rows of {inputs}: quantise to q8_0 or q4_0"
+        "{quantization} has blocks of {numbers} weights of a row, but {part} has rows of {inputs}: quantise to {}",
+        if inputs % 32 == 0 { "q8_0 or q4_0" } else { "nf4 or int8" }
     )]
     Row { quantization: Quantization, numbers: i64, part: &'static str, inputs: i64 },
 }
