@@ -44,7 +44,7 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("latency", 755),
     ("lib", 36),
     ("memory", 411),
-    ("model", 6904),
+    ("model", 6902),
     ("numbers", 49),
     ("nvidia", 1484),
     ("panics", 46),

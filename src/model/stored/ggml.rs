@@ -31,13 +31,9 @@ pub static Q4_K: BlockFormat = BlockFormat {
 };
 
 impl BlockFormat {
-    fn kind(&self) -> &'static TensorType {
+    /// The type of its blocks, of which a row has whole ones.
+    pub(super) fn kind(&self) -> &'static TensorType {
         TensorType::named(self.ggml).expect("a type of GGUF")
-    }
-
-    /// Weights of a block: a row has whole blocks.
-    pub(super) fn numbers(&self) -> i64 {
-        self.kind().numbers as i64
     }
 
     /// The blocks of `weight_oi` `[O, I]`, of any floating-point dtype, on the CPU.

@@ -90,7 +90,7 @@ impl Quantization {
         if devices.any(|device| device != Device::Cpu) {
             return Err(QuantizationError::Device(self));
         }
-        let (linears, numbers) = (block.linears(), format.numbers());
+        let (linears, numbers) = (block.linears(), format.kind().numbers as i64);
         match linears.all().find(|linear| linear.size[1] % numbers != 0) {
             None => Ok(()),
             Some(LinearSpec { part, size: [_, inputs], .. }) => {
@@ -239,7 +239,7 @@ mod tests {
     fn a_format_says_the_bytes_that_its_weights_take() {
         for quantization in Quantization::ALL {
             for size in [[1, 1], [3, 67], [64, 64], [129, 256]] {
-                if quantization.blocks().is_some_and(|blocks| size[1] % blocks.numbers() != 0) {
+                if quantization.blocks().is_some_and(|blocks| size[1] % blocks.kind().numbers as i64 != 0) {
                     continue;
                 }
                 let weight_oi = Tensor::ones(size, (Kind::Float, Device::Cpu));
