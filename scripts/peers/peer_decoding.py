@@ -2,7 +2,7 @@
 """Decodes prompts greedily with transformers, for comparisons of speed.
 
 As in `medusa bench`, the time of the prompt's own pass does not count, nor does its token. A first run of the first prompts warms up. Prints the
-tokens per second after the prompt, the time to the first token of a prompt of 512 tokens, and the process's peak memory. BACKBONE is a folder or a
+tokens per second after the prompt, the time to the first token of a prompt of --prompt-tokens tokens, and the process's peak memory. BACKBONE is a folder or a
 GGUF file, whose weights transformers dequantises.
 
     scripts/peers/peer_decoding.py BACKBONE prompts.jsonl --new-tokens 128 --cache static --compile
@@ -17,9 +17,6 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
-
-
-LONG = 512
 
 
 class Clock(BaseStreamer):
@@ -40,6 +37,7 @@ def main():
     parser.add_argument("backbone")
     parser.add_argument("prompts", help='JSON lines with "prompt"')
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="of the prompt whose first token is timed")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic")
@@ -67,11 +65,11 @@ def main():
         found = times(prompt, args.new_tokens)
         if at >= 2:
             tokens, seconds = tokens + len(found) - 2, seconds + found[-1] - found[1]
-    ids = torch.arange(100, 100 + LONG)[None]
+    ids = torch.arange(100, 100 + args.prompt_tokens)[None]
     long = [times({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 1) for _ in range(3)]
     to_first = statistics.median(found[1] - found[0] for found in long)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"time to first token of {LONG} tokens: {to_first:.3f} s, peak memory {peak:.0f} MiB")
+    print(f"time to first token of {args.prompt_tokens} tokens: {to_first:.3f} s, peak memory {peak:.0f} MiB")
     print(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s")
 
 
