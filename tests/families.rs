@@ -302,7 +302,7 @@ fn quantised_backbones_compute_what_transformers_computes_with_dequantised_weigh
         let gradients = Gradients::open(name);
         let ids = family(name).input_ids();
         for quantization in [Quantization::Nf4, Quantization::Int8] {
-            for purpose in [Purpose::Training, Purpose::Decoding] {
+            for purpose in [Purpose::Training, Purpose::Batches] {
                 let folder = gradients.backbone.path();
                 let llama = Llama::load_quantized(folder, Kind::Float, Device::Cpu, purpose, Some(quantization))
                     .unwrap_or_else(|error| panic!("{name}: {error}"));

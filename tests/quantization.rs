@@ -177,10 +177,10 @@ fn blocks_of_ggml_have_the_error_of_their_bits() {
     }
 }
 
-/// The kernels multiply the blocks; libtorch multiplies the numbers that they stand for.
+/// The kernels multiply the codes; libtorch multiplies the numbers that they stand for.
 #[test]
 #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
-fn a_folder_quantised_to_blocks_decodes_on_the_kernels() {
+fn a_quantised_folder_decodes_on_the_kernels() {
     let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/data/tiny/backbone"));
     let load =
         |purpose, quantization| Llama::load_quantized(folder, Kind::Float, Device::Cpu, purpose, Some(quantization));
@@ -191,7 +191,7 @@ fn a_folder_quantised_to_blocks_decodes_on_the_kernels() {
         let tokens = Tensor::from_slice(&(0..40).map(|at| at * 31 % 1500).collect::<Vec<i64>>());
         engine.extend(&mut cache, &tokens, &[RowTokens { row: 0, nodes: &nodes }])
     };
-    for quantization in [Quantization::Q8, Quantization::Q4] {
+    for quantization in [Quantization::Q8, Quantization::Q4, Quantization::Nf4, Quantization::Int8] {
         let [exact, ours] =
             [Purpose::Training, Purpose::Decoding].map(|purpose| load(purpose, quantization).expect("a model"));
         let (exact, ours) = (states(&TchEngine::new(&exact)), states(&CpuEngine::new(&ours).expect("kernels")));

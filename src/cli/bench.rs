@@ -14,17 +14,20 @@ use self::progress::BenchProgress;
 use self::setting::{BenchSetting, no_fixed_tree};
 use super::progress::Counter;
 use super::prompts::{self, EndedEarly, IndexedPrompt};
-use super::{CommonFlags, UsageError, print_json, print_text, trained_on, wrap};
+use super::{CommonFlags, UsageError, print_json, print_text, products, trained_on, wrap};
 use crate::bench::facts::DrafterFacts;
 use crate::bench::in_process::{LoadBench, NewProgress};
+use crate::cpu::team::Team;
 use crate::data::chat_template::ChatTemplate;
 use crate::data::prompts::{Prompt, to_ids};
 use crate::data::tokenize::wide;
 use crate::decode::request::Request;
+use crate::engine::cpu::CpuEngine;
 use crate::engine::sample::Stream;
 use crate::files;
 use crate::formats::bench::BenchResult;
 use crate::formats::trained_prompts::MeasuredPrompts;
+use crate::latency::products::ProductSpeeds;
 use crate::session::Decoder;
 use crate::session::drafter::loaded::LoadedDrafter;
 use crate::session::drafter::plan::DrafterPlan;
@@ -55,6 +58,9 @@ pub use sweep::SweepFlag;
 /// # Errors
 /// An error in the command line, the backbone, the heads, the tree, the calibration or a prompt.
 pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    if args.products {
+        return run_products(args, common);
+    }
     setting::check_load(args)?;
     if args.load.is_set() {
         return if args.load.endpoint.is_some() { endpoint::run(args, common) } else { run_load(args, common) };
@@ -147,6 +153,24 @@ impl<'a> Bench<'a> {
     }
 }
 
+/// Times the products of the backbone.
+fn run_products(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let setup = backbone::setup(args, &vec![], common)?;
+    let decoder = args.engine.options().load(setup, vec![], common.context())?;
+    let progress = |weights: &str| common.say(format_args!("timing {weights}"));
+    let Some(measured) = ProductSpeeds::measure_backbone(&decoder.backbone, Team::shared(), progress) else {
+        let why =
+            CpuEngine::supports(&decoder.backbone).map_or_else(|why| why.to_string(), |()| "not merged".to_owned());
+        return Err(UsageError(format!("--products times the CPU kernels: {why}")).into());
+    };
+    if common.json {
+        return print_json(&measured);
+    }
+    let mut text = String::new();
+    products::write(&mut text, &measured)?;
+    print_text(text.trim_end())
+}
+
 /// Measures throughput and latencies with several texts in flight.
 fn run_load(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let rows = drafters::rows(args)?;
@@ -188,7 +212,7 @@ fn load(
     rows: &Rows,
     common: &CommonFlags,
 ) -> anyhow::Result<(Vec<Prompt>, Decoder, Vec<DrafterFacts>)> {
-    let prompts = prompts::read(&args.prompts, common)?;
+    let prompts = prompts::read(args.prompts(), common)?;
     let setup = backbone::setup(args, rows, common)?;
     setting::check_contexts(args, &setup)?;
     setup.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()))?;

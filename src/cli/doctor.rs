@@ -7,13 +7,12 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 
-use super::{CommonFlags, print_json, print_text};
+use super::{CommonFlags, print_json, print_text, products};
 use crate::cpu::team::Team;
 use crate::latency::busy_cores::{busy_cores, cores, disturb};
 use crate::latency::processors::{cpu_name, gpu_names};
-use crate::latency::products::{ProductSpeed, ProductSpeeds, RowsTime};
+use crate::latency::products::ProductSpeeds;
 use crate::nvidia::device;
-use crate::plural::counted;
 use crate::session::error::UsageError;
 use crate::torch::device_name;
 use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, cuda_runtime, memory};
@@ -292,28 +291,9 @@ fn text(report: &DoctorReport) -> Result<String, std::fmt::Error> {
         writeln!(out, "missing      {missing}")?;
     }
     if let Some(products) = &report.products {
-        write_products(&mut out, products)?;
+        products::write(&mut out, products)?;
     }
     Ok(out)
-}
-
-fn write_products(out: &mut String, products: &ProductSpeeds) -> std::fmt::Result {
-    let ProductSpeeds { threads, read_gigabytes_per_second, products } = products;
-    writeln!(out, "memory read  {read_gigabytes_per_second:.1} GB/s by {}", counted(*threads, "thread"))?;
-    writeln!(
-        out,
-        "products     GB/s of weights for one row of activations, % of the memory's, and how many times as long more rows take"
-    )?;
-    for ProductSpeed { weights, gigabytes_per_second, rows } in products {
-        write!(
-            out,
-            "  {weights:<10} {gigabytes_per_second:5.1} {:4.0} %",
-            100.0 * gigabytes_per_second / read_gigabytes_per_second
-        )?;
-        rows.iter().skip(1).try_for_each(|RowsTime { rows, times }| write!(out, "  {rows} rows {times:.2}"))?;
-        writeln!(out)?;
-    }
-    Ok(())
 }
 
 fn yes_no(there: bool) -> &'static str {

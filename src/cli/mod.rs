@@ -44,6 +44,7 @@ mod named_files;
 mod numbers;
 mod outputs;
 mod print;
+mod products;
 mod progress;
 mod prompts;
 pub mod push;
@@ -137,7 +138,7 @@ impl Verb {
             Verb::Serve(args) => hub_inputs(None, &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone),
             Verb::Bench(args) => {
                 let drafters = args.drafters.iter_mut().chain(args.drafter.drafter.as_mut());
-                hub_inputs(Some(&mut args.prompts), &mut args.heads, drafters, args.backbone.as_mut())
+                hub_inputs(args.prompts.as_mut(), &mut args.heads, drafters, args.backbone.as_mut())
             }
             Verb::Calibrate(args) => vec![
                 args.prompts.as_mut().map(HubArgument::File),

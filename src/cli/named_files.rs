@@ -60,7 +60,7 @@ impl Verb {
             Verb::Serve(args) => decoding_files(&args.heads, &args.tree, args.drafter.drafter.iter()),
             Verb::Bench(args) => {
                 let mut inputs = decoding_files(&args.heads, &args.tree, args.specs());
-                inputs.extend([("--prompts", Some(&args.prompts)), ("--calibration", args.calibration.as_ref())]);
+                inputs.extend([("--prompts", args.prompts.as_ref()), ("--calibration", args.calibration.as_ref())]);
                 inputs.push(("--api-key-file", args.load.api_key_file.as_ref()));
                 inputs
             }

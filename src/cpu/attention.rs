@@ -6,10 +6,16 @@
 use std::ops::Range;
 use std::{array, ptr};
 
-use super::lanes::{Instructions, LANES, Lanes, VectorLine, fetch, with_lanes};
+use super::lanes::{Avx512, Instructions, LANES, Lanes, VectorLine, fetch, with_lanes};
 use super::shared::Shared;
 use super::team::Team;
 use super::{AttentionShape, Number, Plane};
+
+mod seen;
+mod tiled;
+
+pub(crate) use seen::SeenTokens;
+use tiled::{CachedHead, TileQuery};
 
 /// Products below which the work is not shared.
 const WORTH_SHARING: usize = 1 << 15;
@@ -19,24 +25,6 @@ const MOST_QUERIES: usize = 6;
 const RUNNING_SUMS: usize = 2;
 /// Numbers of a head that are multiplied together.
 const STEP: usize = 2 * LANES;
-
-/// The cached tokens that a new token sees, in the order of their positions; at least one, itself.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SeenTokens {
-    slots: Vec<u32>,
-    /// So many of the first ones lie side by side.
-    run: usize,
-}
-
-impl FromIterator<usize> for SeenTokens {
-    fn from_iter<I: IntoIterator<Item = usize>>(slots: I) -> Self {
-        let slot = |slot| u32::try_from(slot).expect("a context has less than 2^32 tokens");
-        let slots: Vec<u32> = slots.into_iter().map(slot).collect();
-        assert!(slots.windows(2).all(|pair| pair[0] < pair[1]), "positions grow with slots");
-        let run = slots.iter().zip(slots[0]..).take_while(|(slot, next)| *slot == next).count();
-        Self { slots, run }
-    }
-}
 
 /// New tokens of one sequence.
 #[derive(Debug, Clone, Copy)]
@@ -72,11 +60,12 @@ pub(crate) fn attend(
     team: &Team,
 ) {
     let instructions = Instructions::detected().expect("there is a matrix, so the CPU has the kernels");
-    attend_with(instructions, queries, sequences, heads, (out, team));
+    let on_tiles = sequences.first().is_some_and(|sequence| tiled::available(sequence.planes[0]));
+    attend_with((instructions, on_tiles), queries, sequences, heads, (out, team));
 }
 
 fn attend_with(
-    instructions: Instructions,
+    (instructions, on_tiles): (Instructions, bool),
     queries: (&[f32], usize),
     sequences: &[SequenceTokens],
     heads: AttentionShape,
@@ -96,10 +85,11 @@ fn attend_with(
     sequences.iter().for_each(|sequence| sequence.check(heads));
     let shared = Shared::new(out);
     let heads_of_key = heads.queries / heads.groups;
+    let most_queries = if on_tiles { tiled::QUERIES } else { MOST_QUERIES };
     // With few tokens single heads, so that there is a part for every thread.
     let (tokens_of_part, heads_of_part) = match tokens.len() * heads.groups < team.size() {
         true => (1, 1),
-        false => ((MOST_QUERIES / heads_of_key).max(1), heads_of_key),
+        false => ((most_queries / heads_of_key).max(1), heads_of_key),
     };
     let parts_of_tokens = heads.queries / heads_of_part;
     let part = |part: usize| {
@@ -108,17 +98,23 @@ fn attend_with(
         let part_tokens = first..tokens.len().min(first + tokens_of_part);
         let places: Vec<(usize, usize)> =
             part_tokens.flat_map(|n| heads_of_part.clone().map(move |head| (n, head))).collect();
-        for places in places.chunk_by(|(n, _), (m, _)| ptr::eq(tokens[*n].0[0].bytes, tokens[*m].0[0].bytes)) {
+        let same_cache = |n: usize, m: usize| ptr::eq(tokens[n].0[0].bytes, tokens[m].0[0].bytes);
+        for places in places.chunk_by(|(n, _), (m, _)| same_cache(*n, *m)) {
+            let first = places[0].0;
+            let fetches = first == 0 || !same_cache(first - 1, first);
             let query = |&(n, head): &(usize, usize)| {
-                let ([keys, values], SeenTokens { slots, run }) = tokens[n];
+                let ([keys, values], seen) = tokens[n];
                 let q_d = &q[n * stride + head * d..][..d];
-                let (group, run, fetches) = (head / heads_of_key, *run, first == 0);
-                SingleQuery { q_d, keys, values, group, slots, run, heads, fetches }
+                SingleQuery { q_d, keys, values, group: head / heads_of_key, seen, heads, fetches }
             };
             let queries: Vec<SingleQuery> = places.iter().map(query).collect();
             // SAFETY: each part has its own heads of its own tokens.
             let outs = places.iter().map(|&(n, head)| unsafe { shared.part(n * width + head * d, d) });
             let mut outs: Vec<&mut [f32]> = outs.collect();
+            if let (true, Instructions::Avx512(lanes)) = (on_tiles, instructions) {
+                attend_on_tiles(lanes, &queries, &mut outs);
+                continue;
+            }
             with_lanes!(instructions, lanes => match queries[0].keys.number {
                 Number::Float32 => attend_all::<_, false>(lanes, &queries, &mut outs),
                 Number::BFloat16 => attend_all::<_, true>(lanes, &queries, &mut outs),
@@ -130,10 +126,21 @@ fn attend_with(
     if work >= WORTH_SHARING { team.run(parts, part) } else { (0..parts).for_each(part) }
 }
 
+/// [`tiled::attend`] of all queries for the keys of one head of one sequence.
+fn attend_on_tiles(lanes: Avx512, queries: &[SingleQuery], outs: &mut [&mut [f32]]) {
+    let SingleQuery { keys, values, group, heads, fetches, .. } = queries[0];
+    let head = CachedHead { planes: [keys, values], group, fetches };
+    for (queries, outs) in queries.chunks(tiled::QUERIES).zip(outs.chunks_mut(tiled::QUERIES)) {
+        let queries: Vec<TileQuery> =
+            queries.iter().map(|&SingleQuery { q_d, seen, .. }| TileQuery { q_d, seen }).collect();
+        tiled::attend(lanes, head, &queries, heads, outs);
+    }
+}
+
 /// Queries for the keys of one head of one sequence.
 #[inline(always)]
 fn attend_all<L: Lanes, const BF16: bool>(lanes: L, queries: &[SingleQuery], outs: &mut [&mut [f32]]) {
-    let longest = queries.iter().map(|query| query.slots.len()).max().unwrap_or(0).next_multiple_of(LANES);
+    let longest = queries.iter().map(|query| query.seen.slots.len()).max().unwrap_or(0).next_multiple_of(LANES);
     let steps = queries[0].q_d.len().div_ceil(STEP);
     let mut buffers = AttentionBuffers {
         q: vec![],
@@ -176,17 +183,17 @@ fn attend_together<L: Lanes, const BF16: bool>(
     let common = common_slots(queries);
     scores_of::<L, BF16>(lanes, (queries, 0), 0..common, buffers);
     for (first, token) in by_token(queries) {
-        scores_of::<L, BF16>(lanes, (token, first), common..token[0].slots.len(), buffers);
+        scores_of::<L, BF16>(lanes, (token, first), common..token[0].seen.slots.len(), buffers);
     }
     let mut sums = vec![lanes.all(0.0); queries.len()];
     for (m, query) in queries.iter().enumerate() {
-        let slots = query.slots.len();
+        let slots = query.seen.slots.len();
         let scores = &mut buffers.scores[m * buffers.room..][..slots.next_multiple_of(LANES)];
         sums[m] = lanes.all(softmax(lanes, scores, lanes.largest(buffers.largest[m]), slots));
     }
     values_of::<L, BF16>(lanes, (queries, 0), 0..common, buffers);
     for (first, token) in by_token(queries) {
-        values_of::<L, BF16>(lanes, (token, first), common..token[0].slots.len(), buffers);
+        values_of::<L, BF16>(lanes, (token, first), common..token[0].seen.slots.len(), buffers);
     }
     for ((out, weighted), &sum) in outs.iter_mut().zip(buffers.weighted.chunks_exact(buffers.steps)).zip(&sums) {
         for ([first, second], out) in weighted.iter().zip(out.chunks_mut(STEP)) {
@@ -201,7 +208,7 @@ fn attend_together<L: Lanes, const BF16: bool>(
 /// The queries of each token, and where they begin: they see the same tokens.
 fn by_token<'q, 'a>(queries: &'q [SingleQuery<'a>]) -> impl Iterator<Item = (usize, &'q [SingleQuery<'a>])> {
     let mut end = 0;
-    queries.chunk_by(|a, b| ptr::eq(a.slots, b.slots)).map(move |token| {
+    queries.chunk_by(|a, b| ptr::eq(a.seen, b.seen)).map(move |token| {
         end += token.len();
         (end - token.len(), token)
     })
@@ -245,9 +252,9 @@ fn values_of<L: Lanes, const BF16: bool>(
 
 /// How many tokens all queries see first, side by side, in whole vectors.
 fn common_slots(queries: &[SingleQuery]) -> usize {
-    let first = queries[0].slots[0];
-    match queries.iter().all(|query| query.slots[0] == first) {
-        true => queries.iter().map(|query| query.run).min().unwrap_or(0) / LANES * LANES,
+    let first = queries[0].seen.slots[0];
+    match queries.iter().all(|query| query.seen.slots[0] == first) {
+        true => queries.iter().map(|query| query.seen.run).min().unwrap_or(0) / LANES * LANES,
         false => 0,
     }
 }
@@ -354,7 +361,7 @@ fn add_values<L: Lanes, const BF16: bool, const M: usize>(
             for (m, sums) in sums.iter_mut().enumerate() {
                 *sums = buffers.weighted[(first + m) * buffers.steps + step];
             }
-            let (slots_of_2, rest) = query.slots[block.clone()].as_chunks::<RUNNING_SUMS>();
+            let (slots_of_2, rest) = query.seen.slots[block.clone()].as_chunks::<RUNNING_SUMS>();
             let mut at = block.start;
             for slots in slots_of_2 {
                 for (i, &slot) in slots.iter().enumerate() {
@@ -406,9 +413,7 @@ struct SingleQuery<'a> {
     keys: Plane<'a>,
     values: Plane<'a>,
     group: usize,
-    slots: &'a [u32],
-    /// So many slots lie side by side, from the first one on.
-    run: usize,
+    seen: &'a SeenTokens,
     heads: AttentionShape,
     /// Whether nobody read these keys and values before.
     fetches: bool,
@@ -428,14 +433,14 @@ impl SingleQuery<'_> {
     /// Where the keys of 16 seen tokens start, from the `at`-th on; behind the last one, the last one again.
     #[inline(always)]
     fn sixteen(&self, at: usize) -> [usize; LANES] {
-        let (d, last) = (self.keys.head_size, self.slots.len() - 1);
+        let (d, last) = (self.keys.head_size, self.seen.slots.len() - 1);
         let start = |slot: u32| (self.group * self.keys.room + slot as usize) * d;
-        match self.slots.get(at..at + LANES) {
+        match self.seen.slots.get(at..at + LANES) {
             Some(slots) if slots[LANES - 1] == slots[0] + (LANES as u32 - 1) => {
                 let first = start(slots[0]); // side by side, as nearly all are
                 array::from_fn(|lane| first + lane * d)
             }
-            _ => array::from_fn(|lane| start(self.slots[(at + lane).min(last)])),
+            _ => array::from_fn(|lane| start(self.seen.slots[(at + lane).min(last)])),
         }
     }
 
@@ -443,7 +448,7 @@ impl SingleQuery<'_> {
     #[inline(always)]
     fn fetch_rows(&self, at: usize) {
         let (d, size) = (self.keys.head_size, self.keys.number.bytes());
-        let first = (self.group * self.keys.room + self.slots[at] as usize) * d * size;
+        let first = (self.group * self.keys.room + self.seen.slots[at] as usize) * d * size;
         let row = LANES * d * size;
         for (plane, from) in [(self.values, first), (self.keys, first + row)] {
             for byte in (from..from + row).step_by(size_of::<VectorLine>()) {
@@ -510,11 +515,13 @@ mod tests {
                 let (q, mut out) = (random(seen.len() * (width + 3), 3), vec![0.0; seen.len() * width]);
                 let plane = |bytes| Plane { bytes, number, room, head_size: d };
                 let heads = AttentionShape { queries, groups, scale: 0.3, softcap: None };
-                let slots: Vec<SeenTokens> = seen.iter().map(|slots| slots.iter().copied().collect()).collect();
+                let slots: Vec<SeenTokens> =
+                    seen.iter().map(|slots| SeenTokens::new(0, slots.iter().copied())).collect();
                 let sequences: Vec<SequenceTokens> = (planes.chunks(2).zip(slots.chunks(2)))
                     .map(|(planes, seen)| SequenceTokens { planes: [plane(&planes[0]), plane(&planes[1])], seen })
                     .collect();
-                attend((&q, width + 3), &sequences, heads, &mut out, &team);
+                let kernels = Instructions::detected().expect("AVX2");
+                attend_with((kernels, false), (&q, width + 3), &sequences, heads, (&mut out, &team));
                 for (n, head) in (0..seen.len()).flat_map(|n| (0..queries).map(move |head| (n, head))) {
                     let group = head / (queries / groups);
                     let q_d = &q[n * (width + 3) + head * d..][..d];
@@ -550,17 +557,17 @@ mod tests {
                 // A chain, but for every third token, which sees only the common ones and itself.
                 let slots = |n: usize| match n % 3 {
                     2 => (0..common).chain([common + n]).collect(),
-                    _ => (0..=common + n).collect(),
+                    _ => (0..=common + n).collect::<Vec<_>>(),
                 };
-                let seen: Vec<SeenTokens> = (0..tokens).map(slots).collect();
+                let seen: Vec<SeenTokens> = (0..tokens).map(|n| SeenTokens::new(0, slots(n))).collect();
                 let heads = AttentionShape { queries, groups, scale: 0.3, softcap };
                 let q = random(tokens * width, 3);
                 let mut first: Option<Vec<f32>> = None;
-                for instructions in Instructions::all_detected().into_iter().flatten() {
+                for instructions in Instructions::all_detected() {
                     for team in [&alone, &together] {
                         let mut out = vec![f32::NAN; tokens * width];
                         let sequences = [SequenceTokens { planes, seen: &seen }];
-                        attend_with(instructions, (&q, width), &sequences, heads, (&mut out, team));
+                        attend_with((instructions, false), (&q, width), &sequences, heads, (&mut out, team));
                         assert_eq!(&out, first.get_or_insert_with(|| out.clone()), "{number:?}, {common} common");
                     }
                 }

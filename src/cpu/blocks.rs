@@ -37,8 +37,8 @@ pub(super) struct BlockWeights {
     strip_lines: usize,
     kind: &'static TensorType,
     inputs: usize,
-    /// Of every output.
-    factor: f32,
+    /// Of each output, in whole strips.
+    factors_o: Vec<f32>,
 }
 
 impl BlockWeights {
@@ -58,12 +58,13 @@ impl BlockWeights {
         let lines = arena.lines(strips * strip_lines, |lines| {
             with_layout!(kind, B => layout::fill::<B>(lines, strip_lines, rows, (kind, row_bytes)));
         });
-        Self { lines, strip_lines, kind, inputs, factor: 1.0 }
+        Self { lines, strip_lines, kind, inputs, factors_o: vec![1.0; strips * LANES] }
     }
 
-    /// These weights times `factor`.
-    pub(super) fn times(self, factor: f32) -> Self {
-        Self { factor: self.factor * factor, ..self }
+    /// These weights, those of each output times its factor.
+    pub(super) fn times(mut self, factors_o: impl Iterator<Item = f32>) -> Self {
+        self.factors_o.iter_mut().zip(factors_o).for_each(|(factor, times)| *factor *= times);
+        self
     }
 
     /// The first outputs of rows `x_ni` `[N, I]`, to `y`.
@@ -93,7 +94,7 @@ impl BlockWeights {
 
     fn coded<B: BlockLayout>(&self, instructions: Instructions, x_ni: &[f32], team: &Team) -> CodedActivations {
         let center_of_bytes = with_lanes!(instructions, lanes => center_of_bytes(lanes));
-        let center = self.kind.codes().expect("blocks").center - if B::BITS == 8 { center_of_bytes } else { 0 };
+        let center = self.kind.codes().expect("blocks").center - if B::WIDE { center_of_bytes } else { 0 };
         CodedActivations::new(instructions, (x_ni, self.inputs), (B::Scales::GROUPS, center), team)
     }
 
@@ -115,7 +116,7 @@ impl BlockWeights {
             for (first, rows, x) in x.row_blocks() {
                 strip_sums_of::<L, B>(lanes, strip, (rows, x), first == 0, &mut sums);
                 for (r, sums) in sums[..rows].iter_mut().enumerate() {
-                    sums.iter_mut().for_each(|sum| *sum *= self.factor);
+                    sums.iter_mut().zip(&self.factors_o[o..]).for_each(|(sum, factor)| *sum *= factor);
                     // SAFETY: the caller's promise.
                     unsafe { y.write(first + r, o, &sums[..LANES.min(range.end - o)]) };
                 }
@@ -219,9 +220,9 @@ fn add_pair<L: Lanes, B: BlockLayout, const R: usize>(
     let weights = [code_line::<L, B>(lanes, codes, 2 * pair), code_line::<L, B>(lanes, codes, 2 * pair + 1)];
     for (products, x) in products.iter_mut().zip(x) {
         let x = [x.quads[2 * pair], x.quads[2 * pair + 1]];
-        *products = match B::BITS {
-            8 => lanes.add_pair::<true>(*products, weights, x),
-            _ => lanes.add_pair::<false>(*products, weights, x),
+        *products = match B::WIDE {
+            true => lanes.add_pair::<true>(*products, weights, x),
+            false => lanes.add_pair::<false>(*products, weights, x),
         };
     }
 }
@@ -260,10 +261,10 @@ mod tests {
     use rand_chacha::ChaCha8Rng;
 
     use super::*;
-    use crate::gguf::types::TYPES;
+    use crate::gguf::types::{NF4, TYPES};
 
     fn types() -> impl Iterator<Item = &'static TensorType> {
-        TYPES.iter().filter(|kind| kind.codes().is_some())
+        TYPES.iter().filter(|kind| kind.codes().is_some()).chain([&NF4])
     }
 
     /// Blocks of random bytes whose numbers are below 100, and these numbers.
@@ -307,7 +308,7 @@ mod tests {
                 let (bytes, numbers) = random_blocks(kind, outputs * blocks, &mut rng);
                 let weights = BlockWeights::new(&bytes, kind, [outputs, inputs], &mut Arena::default());
                 let x: Vec<f32> = (0..rows * inputs).map(|_| rng.random::<f32>() - 0.5).collect();
-                let each: Vec<Vec<f32>> = (Instructions::all_detected().into_iter().flatten())
+                let each: Vec<Vec<f32>> = Instructions::all_detected()
                     .map(|instructions| products(&weights, instructions, outputs, &x))
                     .collect();
                 assert!(each.iter().all(|y| y == &each[0]), "{kind:?} with all vectors");
@@ -340,7 +341,7 @@ mod tests {
         let (bytes, _) = random_blocks(kind, outputs * inputs / BLOCK, &mut rng);
         let weights = BlockWeights::new(&bytes, kind, [outputs, inputs], &mut Arena::default());
         let x: Vec<f32> = (0..rows * inputs).map(|_| rng.random::<f32>() - 0.5).collect();
-        for instructions in Instructions::all_detected().into_iter().flatten() {
+        for instructions in Instructions::all_detected() {
             let each = x.chunks(inputs).flat_map(|x| products(&weights, instructions, outputs, x));
             assert!(each.eq(products(&weights, instructions, outputs, &x)), "{instructions:?}");
         }
@@ -356,7 +357,7 @@ mod tests {
             for not_finite in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let mut x = vec![0.5; 2 * kind.numbers];
                 x[kind.numbers - 3] = not_finite;
-                for instructions in Instructions::all_detected().into_iter().flatten() {
+                for instructions in Instructions::all_detected() {
                     let y = products(&weights, instructions, 5, &x);
                     assert!(y[..5].iter().all(|y| !y.is_finite()), "{kind:?}, {not_finite}: {y:?}");
                     assert!(y[5..].iter().all(|y| y.is_finite()), "{kind:?}, {not_finite}: {y:?}");

@@ -289,8 +289,6 @@ mod tests {
             number.write(&w, &mut bytes);
             let weights = DotWeights::new(&bytes, number, [outputs, inputs], &mut Arena::default());
             let each: Vec<Vec<f32>> = Instructions::all_detected()
-                .into_iter()
-                .flatten()
                 .map(|instructions| {
                     let mut y = vec![f32::NAN; rows * outputs];
                     weights.multiply_with(instructions, outputs, &x, &Outputs::new(&mut y, outputs), &Team::new(2));

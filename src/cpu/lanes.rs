@@ -1,11 +1,13 @@
 //! The vectors that this CPU has.
 
+use std::iter;
+
 mod avx2;
 mod avx512;
 mod vector;
 
 use avx2::Avx2;
-use avx512::Avx512;
+pub(super) use avx512::Avx512;
 pub(super) use vector::{LANES, Lanes, VectorLine, bytes_in, bytes_of, fetch};
 
 /// The instructions that the kernels use on this CPU.
@@ -13,20 +15,22 @@ pub(super) use vector::{LANES, Lanes, VectorLine, bytes_in, bytes_of, fetch};
 pub(super) enum Instructions {
     /// AVX-512 with bfloat16.
     Avx512(Avx512),
+    /// AVX2 with FMA and AVX-VNNI.
+    AvxVnni(Avx2<true>),
     /// AVX2 with FMA.
-    Avx2(Avx2),
+    Avx2(Avx2<false>),
 }
 
 impl Instructions {
     /// The fastest that this CPU has.
     pub(super) fn detected() -> Option<Self> {
-        Avx512::detected().map(Self::Avx512).or_else(|| Avx2::detected().map(Self::Avx2))
+        Self::all_detected().next()
     }
 
     /// All that this CPU has, the fastest first.
-    #[cfg(test)]
-    pub(super) fn all_detected() -> [Option<Self>; 2] {
-        [Avx512::detected().map(Self::Avx512), Avx2::detected().map(Self::Avx2)]
+    pub(super) fn all_detected() -> impl Iterator<Item = Self> {
+        let avx2 = || Avx2::detected().map(Self::AvxVnni).into_iter().chain(Avx2::detected().map(Self::Avx2));
+        Avx512::detected().map(Self::Avx512).into_iter().chain(iter::once_with(avx2).flatten())
     }
 }
 
@@ -43,6 +47,10 @@ macro_rules! with_lanes {
     ($instructions:expr, $lanes:ident => $kernel:expr) => {
         match $instructions {
             $crate::cpu::lanes::Instructions::Avx512($lanes) => $lanes.run(
+                #[inline(always)]
+                || $kernel,
+            ),
+            $crate::cpu::lanes::Instructions::AvxVnni($lanes) => $lanes.run(
                 #[inline(always)]
                 || $kernel,
             ),
@@ -64,7 +72,7 @@ mod tests {
         ($lanes:ident => $vector:expr) => {{
             let mut found: Vec<[f32; LANES]> = vec![];
             let mut out = [0.0; LANES];
-            for instructions in Instructions::all_detected().into_iter().flatten() {
+            for instructions in Instructions::all_detected() {
                 with_lanes!(instructions, $lanes => $lanes.store(&mut out, $vector));
                 found.push(out);
             }
@@ -126,20 +134,12 @@ mod tests {
             for loaded in by_lanes!(lanes => lanes.load(&x[..len])) {
                 assert_eq!((&loaded[..len], loaded[len..].iter().all(|&x| x == 0.0)), (&x[..len], true));
             }
-            for lanes in
-                Avx512::detected().map(Instructions::Avx512).into_iter().chain(Avx2::detected().map(Instructions::Avx2))
-            {
+            for instructions in Instructions::all_detected() {
                 let mut out = [-1.0; LANES + 1];
-                let larger = match lanes {
-                    Instructions::Avx512(lanes) => lanes.run(|| {
-                        lanes.store(&mut out[..len], lanes.load(&x));
-                        lanes.above(&x[..len], 4.5)
-                    }),
-                    Instructions::Avx2(lanes) => lanes.run(|| {
-                        lanes.store(&mut out[..len], lanes.load(&x));
-                        lanes.above(&x[..len], 4.5)
-                    }),
-                };
+                let larger = with_lanes!(instructions, lanes => {
+                    lanes.store(&mut out[..len], lanes.load(&x));
+                    lanes.above(&x[..len], 4.5)
+                });
                 assert_eq!((&out[..len], out[len..].iter().all(|&x| x == -1.0)), (&x[..len], true));
                 assert_eq!(larger, (0..len).filter(|&i| x[i] > 4.5).map(|i| 1 << i).sum::<u16>());
             }

@@ -20,6 +20,7 @@ pub struct Matrix {
     others: Vec<MatrixPart>,
     outputs: usize,
     inputs: usize,
+    bytes: usize,
 }
 
 /// Some of the outputs.
@@ -51,18 +52,26 @@ impl Matrix {
             Number::BFloat16 if tiles::available() => MatrixLayout::Tiles(TileWeights::new(weights, shape, arena)),
             _ => MatrixLayout::Dots(DotWeights::new(weights, number, shape, arena)),
         };
-        Some(Self::in_one_layout(layout, shape))
+        Some(Self::in_one_layout(layout, shape, weights.len()))
     }
 
-    /// Copies weights `[O, I]` in blocks of a GGUF file, given as bytes; `None` where the CPU cannot ([`super::available`]).
+    /// Copies weights `[O, I]` in blocks, given as bytes of rows, each output's times its factor; `None` where the CPU cannot
+    /// ([`super::available`]). Blocks may have more numbers than the last inputs of a row.
     ///
     /// # Panics
-    /// If these are not the blocks of O × I numbers, or the system has no memory.
-    pub fn from_blocks(rows: &[u8], kind: &'static TensorType, shape: [usize; 2], arena: &mut Arena) -> Option<Self> {
+    /// If these are not the blocks of O rows of I numbers, or the system has no memory.
+    pub fn from_blocks(
+        (rows, kind): (&[u8], &'static TensorType),
+        factor_of: impl Fn(usize) -> f32,
+        shape: [usize; 2],
+        arena: &mut Arena,
+    ) -> Option<Self> {
         let [outputs, inputs] = shape;
-        assert_eq!(rows.len() * kind.numbers, outputs * inputs * kind.bytes, "[O, I] weights in blocks");
-        super::available()
-            .then(|| Self::in_one_layout(MatrixLayout::Blocks(BlockWeights::new(rows, kind, shape, arena)), shape))
+        assert_eq!(rows.len(), outputs * inputs.div_ceil(kind.numbers) * kind.bytes, "[O, I] weights in blocks");
+        super::available().then(|| {
+            let weights = BlockWeights::new(rows, kind, shape, arena).times((0..outputs).map(factor_of));
+            Self::in_one_layout(MatrixLayout::Blocks(weights), shape, rows.len())
+        })
     }
 
     /// Weights `[O, I]` rounded to 8 bits with a scale for 32 of them (Q8_0); `None` where the CPU cannot.
@@ -72,9 +81,6 @@ impl Matrix {
     pub fn in_8_bits(weights_oi: &[f32], shape: [usize; 2], arena: &mut Arena) -> Option<Self> {
         let [outputs, inputs] = shape;
         assert_eq!(weights_oi.len(), outputs * inputs, "[O, I] weights");
-        if !super::available() {
-            return None;
-        }
         let kind = TensorType::named("Q8_0").expect("a type of GGUF");
         let largest = weights_oi.iter().fold(0.0f32, |largest, weight| largest.max(weight.abs()));
         // A power of two that brings the largest weight near 127, so that no scale is too small for float16.
@@ -86,12 +92,11 @@ impl Matrix {
         }
         let mut rows = vec![];
         kind.encode(&numbers, &mut rows);
-        let weights = BlockWeights::new(&rows, kind, shape, arena).times(factor.recip());
-        Some(Self::in_one_layout(MatrixLayout::Blocks(weights), shape))
+        Self::from_blocks((&rows, kind), |_| factor.recip(), shape, arena)
     }
 
-    fn in_one_layout(layout: MatrixLayout, [outputs, inputs]: [usize; 2]) -> Self {
-        Self { first: MatrixPart { layout, outputs }, others: vec![], outputs, inputs }
+    fn in_one_layout(layout: MatrixLayout, [outputs, inputs]: [usize; 2], bytes: usize) -> Self {
+        Self { first: MatrixPart { layout, outputs }, others: vec![], outputs, inputs, bytes }
     }
 
     /// This matrix with the outputs of another one below its own.
@@ -102,6 +107,7 @@ impl Matrix {
     pub fn above(mut self, other: Self) -> Self {
         assert_eq!(self.inputs, other.inputs, "inputs");
         self.outputs += other.outputs;
+        self.bytes += other.bytes;
         self.others.push(other.first);
         self.others.extend(other.others);
         self
@@ -110,6 +116,16 @@ impl Matrix {
     /// O.
     pub fn outputs(&self) -> usize {
         self.outputs
+    }
+
+    /// I.
+    pub fn inputs(&self) -> usize {
+        self.inputs
+    }
+
+    /// Of the weights that it was made from.
+    pub fn bytes(&self) -> usize {
+        self.bytes
     }
 
     /// `y = x·Wᵀ`: `x_ni` `[N, I]` to `y_no` `[N, O]`. Weights of bfloat16 are multiplied by `x` rounded to bfloat16, those in blocks by `x` rounded to
@@ -198,7 +214,7 @@ mod tests {
         let (team, mut arena) = (Team::new(2), Arena::default());
         for (outputs, inputs) in [(1, 1), (3, 5), (16, 64), (50, 172), (67, 33), (1030, 130)] {
             let (w, w_read) = stored(&random(outputs * inputs, 1), number);
-            let matrix = Matrix::in_one_layout(layout(&w, [outputs, inputs], &mut arena), [outputs, inputs]);
+            let matrix = Matrix::in_one_layout(layout(&w, [outputs, inputs], &mut arena), [outputs, inputs], w.len());
             let x = random(ROWS * inputs, 2);
             let expected = oracle(&w_read, &stored(&x, number).1, inputs);
             let rows = |x: &[f32]| {
@@ -251,7 +267,7 @@ mod tests {
             }
             None => {
                 let (kind, blocks) = (TensorType::named("Q8_0").unwrap(), outputs * inputs / 32);
-                Matrix::from_blocks(&[0x21; 34].repeat(blocks), kind, [outputs, inputs], &mut arena)
+                Matrix::from_blocks((&[0x21; 34].repeat(blocks), kind), |_| 1.0, [outputs, inputs], &mut arena)
             }
         };
         let mut all = || [(7, None), (33, Some(Number::Float32)), (20, None)].map(|(o, n)| matrix(o, n).unwrap());

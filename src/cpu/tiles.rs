@@ -192,7 +192,7 @@ unsafe fn group_sums(group: &[VectorLine], x_lines: &[VectorLine], depth: usize,
 }
 
 /// This thread's tiles, with shapes for one product. Given back when dropped: a thread with tiles in use is slower to switch.
-struct ConfiguredTiles;
+pub(super) struct ConfiguredTiles;
 
 /// What `ldtilecfg` reads.
 #[repr(C, align(64))]
@@ -205,10 +205,10 @@ struct TileShapes {
 }
 
 impl ConfiguredTiles {
-    /// Tiles for `rows` rows of x: the sums (0 to 3), x (4), weights (5 and 6).
-    fn new(rows: usize) -> Self {
+    /// Tiles for `rows` rows of x: the sums (0 to 3), x (4), weights (5 to 7).
+    pub(super) fn new(rows: usize) -> Self {
         let mut shapes = TileShapes { palette: 1, start_row: 0, reserved: [0; 14], line_bytes: [0; 16], rows: [0; 16] };
-        for tile in 0..7 {
+        for tile in 0..8 {
             shapes.line_bytes[tile] = size_of::<VectorLine>() as u16;
             shapes.rows[tile] = if tile < 5 { rows as u8 } else { TILE as u8 };
         }

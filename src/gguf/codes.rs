@@ -44,7 +44,10 @@ impl CodedBlock {
 }
 
 /// The 16 values of IQ4_NL and IQ4_XS, plus 128.
-const NON_LINEAR: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
+pub const NON_LINEAR: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
+
+/// The 16 values of NF4 by 127, rounded, plus 128.
+pub const NORMAL_FLOAT: [u8; 16] = [1, 40, 61, 78, 92, 105, 116, 128, 138, 148, 159, 171, 184, 199, 220, 255];
 
 fn half(block: &[u8], at: usize) -> f16 {
     f16::from_le_bytes([block[at], block[at + 1]])
@@ -199,6 +202,15 @@ pub(super) fn q6_k(block: &[u8], parts: &mut CodedBlock) {
 pub(super) fn iq4_nl(block: &[u8], parts: &mut CodedBlock) {
     parts.d = half(block, 0);
     halves(&block[2..18], &mut parts.codes[..32], |q, _| NON_LINEAR[usize::from(q)]);
+}
+
+/// d, 16 bytes of neighbouring codes, the first in the high nibble, that look up [`NORMAL_FLOAT`].
+pub(super) fn nf4(block: &[u8], parts: &mut CodedBlock) {
+    parts.d = half(block, 0);
+    for (codes, &byte) in parts.codes[..32].as_chunks_mut::<2>().0.iter_mut().zip(&block[2..18]) {
+        let [second, first] = nibbles(byte);
+        *codes = [first, second].map(|q| NORMAL_FLOAT[usize::from(q)]);
+    }
 }
 
 /// d, 8 scales plus 32 of 6 bits (the upper 2 in 2 bytes, the lower 4 in 4), 128 bytes of nibbles that look up [`NON_LINEAR`].

@@ -170,6 +170,9 @@ pub static TYPES: [TensorType; 15] = [
     blocks(23, "IQ4_XS", [256, 136], 128, codes::iq4_xs),
 ];
 
+/// NF4 as the CPU's kernels multiply it, with d = absmax / 127. No file has it.
+pub static NF4: TensorType = blocks(u32::MAX, "NF4", [32, 18], 128, codes::nf4);
+
 /// Types that are written.
 pub const WRITTEN: [(&str, Encode); 6] = [
     ("F32", quantize::f32),

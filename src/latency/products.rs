@@ -1,4 +1,4 @@
-//! How fast the CPU's kernels multiply weights of each format, beside how fast the memory is read.
+//! How fast the CPU's kernels multiply weights of each format, or those of a backbone, beside how fast the memory is read.
 
 // O outputs, I inputs, N rows of x
 use std::hint::black_box;
@@ -11,6 +11,8 @@ use crate::cpu::matrix::Matrix;
 use crate::cpu::team::Team;
 use crate::cpu::{self, Number};
 use crate::gguf::types::TYPES;
+use crate::model::linear::Linear;
+use crate::model::llama::{Llama, MergedLayer};
 
 /// Bytes of the weights of a format: more than most caches hold.
 const BYTES: usize = 256 << 20;
@@ -30,10 +32,10 @@ pub struct ProductSpeeds {
     pub products: Vec<ProductSpeed>,
 }
 
-/// Products with weights of one format.
+/// Products with weights of one format, or with one kind of a backbone's weights.
 #[derive(Debug, Serialize)]
 pub struct ProductSpeed {
-    pub weights: &'static str,
+    pub weights: String,
     /// Weights that the product of one row reads, 10^9 bytes per second.
     pub gigabytes_per_second: f64,
     /// First of one row.
@@ -63,15 +65,39 @@ impl ProductSpeeds {
             let row = vec![0; INPUTS * number.bytes()];
             let matrix =
                 |outputs, arena: &mut Arena| Matrix::new(&row.repeat(outputs), number, [outputs, INPUTS], arena);
-            products.push(speed(weights, row.len(), matrix, team)?);
+            products.push(format_speed(weights, row.len(), matrix, team)?);
         }
         for kind in TYPES.iter().filter(|kind| kind.codes().is_some()) {
             progress(kind.name);
             let row = vec![0; INPUTS / kind.numbers * kind.bytes];
-            let matrix =
-                |outputs, arena: &mut Arena| Matrix::from_blocks(&row.repeat(outputs), kind, [outputs, INPUTS], arena);
-            products.push(speed(kind.name, row.len(), matrix, team)?);
+            let matrix = |outputs, arena: &mut Arena| {
+                Matrix::from_blocks((&row.repeat(outputs), kind), |_| 1.0, [outputs, INPUTS], arena)
+            };
+            products.push(format_speed(kind.name, row.len(), matrix, team)?);
         }
+        Some(Self { threads: team.size(), read_gigabytes_per_second, products })
+    }
+
+    /// Measures the products of a backbone; `None` where they are not on the CPU's kernels.
+    pub fn measure_backbone<'b>(backbone: &'b Llama, team: &Team, mut progress: impl FnMut(&str)) -> Option<Self> {
+        let layers = backbone.merged_layers()?;
+        let all = |linear: fn(&MergedLayer<'b>) -> &'b Linear| -> Option<Vec<&'b Matrix>> {
+            layers.iter().map(|layer| linear(layer).matrix()).collect()
+        };
+        let products = [
+            ("q, k, v", all(|layer| layer.qkv)?),
+            ("o", all(|layer| layer.o)?),
+            ("gate, up", all(|layer| layer.gate_up)?),
+            ("down", all(|layer| layer.down)?),
+            ("LM head", vec![backbone.lm_head().matrix()?]),
+        ];
+        progress("memory");
+        let read_gigabytes_per_second = read_speed(team);
+        let measure = |(name, matrices): (&str, Vec<&Matrix>)| {
+            progress(name);
+            speed(name, &matrices, team)
+        };
+        let products = products.into_iter().map(measure).collect();
         Some(Self { threads: team.size(), read_gigabytes_per_second, products })
     }
 }
@@ -86,8 +112,8 @@ fn read_speed(team: &Team) -> f64 {
 }
 
 /// Of matrices that `matrix` makes of so many outputs, each row of weights `row_bytes` long.
-fn speed(
-    weights: &'static str,
+fn format_speed(
+    weights: &str,
     row_bytes: usize,
     matrix: impl Fn(usize, &mut Arena) -> Option<Matrix>,
     team: &Team,
@@ -95,15 +121,20 @@ fn speed(
     const MATRICES: usize = 8;
     let (outputs, mut arena) = (BYTES / MATRICES / row_bytes, Arena::default());
     let matrices: Vec<Matrix> = (0..MATRICES).map(|_| matrix(outputs, &mut arena)).collect::<Option<_>>()?;
+    Some(speed(weights, &matrices.iter().collect::<Vec<_>>(), team))
+}
+
+/// Of matrices of one shape, one after another.
+fn speed(weights: &str, matrices: &[&Matrix], team: &Team) -> ProductSpeed {
     let seconds = ROWS.map(|rows| {
-        let (x_ni, mut y_no) = (vec![0.5; rows * INPUTS], vec![0.0; rows * outputs]);
+        let (x_ni, mut y_no) = (vec![0.5; rows * matrices[0].inputs()], vec![0.0; rows * matrices[0].outputs()]);
         median_seconds(|| matrices.iter().for_each(|matrix| matrix.multiply(&x_ni, &mut y_no, team)))
     });
-    Some(ProductSpeed {
-        weights,
-        gigabytes_per_second: (MATRICES * outputs * row_bytes) as f64 / 1e9 / seconds[0],
+    ProductSpeed {
+        weights: weights.to_owned(),
+        gigabytes_per_second: matrices.iter().map(|matrix| matrix.bytes()).sum::<usize>() as f64 / 1e9 / seconds[0],
         rows: ROWS.into_iter().zip(seconds).map(|(rows, time)| RowsTime { rows, times: time / seconds[0] }).collect(),
-    })
+    }
 }
 
 fn median_seconds(mut run: impl FnMut()) -> f64 {

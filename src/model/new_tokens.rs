@@ -103,11 +103,12 @@ impl NewTokens {
     /// What token `n` sees behind `len` committed tokens, in the layers of one kind.
     pub fn seen(&self, n: usize, len: usize, kind: usize) -> SeenTokens {
         let at = len as i64 + self.offsets[n];
-        let from = self.windows[kind].map_or(0, |window| (at - window + 1).max(0));
+        let first = self.windows[kind].map_or(0, |window| (at - window + 1).max(0));
         let end = if self.ancestors.is_none() { len + n + 1 } else { len };
         let ancestors = self.ancestors.iter().flat_map(|ancestors| &ancestors[n]);
-        let then = ancestors.filter(|&&key| len as i64 + self.offsets[key] >= from).map(|&key| len + key);
-        ((from.unsigned_abs() as usize).min(end)..end).chain(then).collect()
+        let then = ancestors.filter(|&&key| len as i64 + self.offsets[key] >= first).map(|&key| len + key);
+        let first = first.unsigned_abs() as usize;
+        SeenTokens::new(first, (first.min(end)..end).chain(then))
     }
 
     /// Positions of the new tokens behind `len` committed ones.

@@ -101,19 +101,17 @@ impl EngineOptions {
         Ok(decoder)
     }
 
-    /// Refuses quantised weights for the engines that read dense ones. An adapter beside the heads makes the weights that it changes
-    /// dense, so these engines may decode them.
+    /// Refuses quantised weights for the engine that reads dense ones. An adapter beside the heads makes the weights that it changes
+    /// dense, so it may decode them.
     fn check_quantization(&self, setup: &ModelSetup) -> Result<(), SessionError> {
         let adapter = setup.heads.as_deref().map_or(Ok(None), OpenedHeads::adapter)?;
         match (self.engine, setup.quantization) {
-            (EngineName::Auto | EngineName::Tch, _) | (_, None) => Ok(()),
-            _ if adapter.is_some() => Ok(()),
-            (engine, Some(quantization)) => Err(UsageError(format!(
-                "--engine {}: {}; use --engine tch, or --quantization none",
-                engine.flag(),
+            (EngineName::Cuda, Some(quantization)) if adapter.is_none() => Err(UsageError(format!(
+                "--engine cuda: {}; use --engine tch, or --quantization none",
                 on_libtorch(quantization)
             ))
             .into()),
+            _ => Ok(()),
         }
     }
 

@@ -27,6 +27,7 @@ const EXAMPLES: &str = "Example:
     --drafters plain,ngram,medusa:checkpoints/first/final --csv drafters.csv
   medusa bench --backbone B --heads checkpoints/first --tree tree.json \\
     --prompts prompts.jsonl --concurrency 1,2,4,8 --svg load.svg
+  medusa bench --backbone B --products
   medusa bench --endpoint http://127.0.0.1:8000 --prompts prompts.jsonl \\
     --concurrency 1,4,16 --max-new-tokens 128 --csv server.csv
 
@@ -36,7 +37,7 @@ with --concurrency and --endpoint it is part of the time to first token.";
 /// Compare plain and drafted decoding: tokens per step (the paper's acceleration rate), overhead, speedup. Measure throughput and latencies
 /// under load, in process or of a server.
 #[derive(Debug, Args)]
-#[command(after_help = EXAMPLES, group = ArgGroup::new("guesses").required(true).multiple(true).args(["heads", "drafter", "drafters", "concurrency", "endpoint"]))]
+#[command(after_help = EXAMPLES, group = ArgGroup::new("guesses").required(true).multiple(true).args(["heads", "drafter", "drafters", "concurrency", "endpoint", "products"]))]
 pub struct BenchArgs {
     /// Backbone: a folder, a GGUF file or a Hugging Face Hub id (owner/name, owner/name@revision or owner/name:Q4_K_M).
     #[arg(long, value_name = "B", required_unless_present = "endpoint")]
@@ -49,8 +50,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "T")]
     pub tree: Option<PathBuf>,
     /// JSONL of prompts, such as MT-bench's; results are also broken down by `category`. - is stdin.
-    #[arg(long, value_name = "F")]
-    pub prompts: PathBuf,
+    #[arg(long, value_name = "F", required_unless_present = "products")]
+    pub prompts: Option<PathBuf>,
     #[command(flatten)]
     pub(super) fit: FitFlags,
     /// Passes over all prompts; the median run is reported.
@@ -76,6 +77,10 @@ pub struct BenchArgs {
     /// the calibration.json beside its heads.
     #[arg(long, help_heading = "Measurement", value_name = "N", value_parser = above_zero::<NonZeroUsize>, conflicts_with_all = ["tree", "sweep"])]
     pub nodes: Option<NonZeroUsize>,
+    /// Instead of decoding, time the products of the backbone's weights on the CPU's kernels, with 1 to 32 rows of activations, beside
+    /// how fast the memory is read.
+    #[arg(long, help_heading = "Measurement", conflicts_with_all = ["prompts", "drafter", "drafters", "concurrency", "endpoint", "sweep", "nodes", "force_acceptance_rate", "csv", "svg"])]
+    pub products: bool,
     #[command(flatten)]
     pub(in crate::cli) load: LoadFlags,
     /// Also write the results as CSV: one row per category and one for all, for each drafter and each value of a sweep; under load one row
@@ -103,6 +108,14 @@ impl BenchArgs {
     /// With `--endpoint`, which needs none.
     pub(super) fn backbone(&self) -> &Path {
         self.backbone.as_deref().expect("required without --endpoint")
+    }
+
+    /// The prompts.
+    ///
+    /// # Panics
+    /// With `--products`, which needs none.
+    pub(super) fn prompts(&self) -> &Path {
+        self.prompts.as_deref().expect("required without --products")
     }
 
     /// The flag that asks for trees of given sizes, if there is one.

@@ -31,7 +31,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let endpoint = args.load.endpoint.clone().context("--endpoint is given")?;
     args.load.check(args.decoding.max_new_tokens)?;
     let key = api_key::find(args.load.api_key_file.as_deref())?;
-    let prompts = prompts::read(&args.prompts, common)?;
+    let prompts = prompts::read(args.prompts(), common)?;
     let client = EndpointClient::new(endpoint, key, LIMITS)?;
     let stop = interrupted();
     let model = args.load.model.clone().map_or_else(|| first_model(&client), Ok)?;

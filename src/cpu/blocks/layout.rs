@@ -1,13 +1,16 @@
 //! How blocks lie in lines. A unit is some blocks of 32 inputs of 16 outputs: their codes, then their scales.
 //!
 //! A line of codes has 4 inputs of each output, 64 codes. Those of 4 bits share a line by two: of lines 2i and 2i + 1, the low and the high
-//! nibbles. The fifth bits of a block's 8 lines are one line more, bit i of a byte for line i; the upper two bits of codes of 6 bits are two lines
+//! nibbles; they may look up codes of 8 bits. The fifth bits of a block's 8 lines are one line more, bit i of a byte for line i; the upper two bits of codes of 6 bits are two lines
 //! more, of four lines each.
+
+use std::array;
+use std::marker::PhantomData;
 
 use rayon::prelude::*;
 
 use crate::cpu::lanes::{LANES, Lanes, VectorLine, bytes_in, bytes_of};
-use crate::gguf::codes::{CodedBlock, GROUP};
+use crate::gguf::codes::{CodedBlock, GROUP, NON_LINEAR, NORMAL_FLOAT};
 use crate::gguf::types::TensorType;
 
 /// Inputs of a block.
@@ -15,8 +18,12 @@ pub(super) const BLOCK: usize = 32;
 
 /// A layout of codes and scales.
 pub(super) trait BlockLayout {
-    /// Of a code, and lines of a block's codes.
+    /// Of a stored code, and lines of a block's codes.
     const BITS: usize;
+    /// The codes that the stored ones stand for.
+    const BOOK: Option<&'static [u8; 16]> = None;
+    /// Whether codes have 8 bits when they are multiplied.
+    const WIDE: bool = Self::BITS == 8 || Self::BOOK.is_some();
     type Scales: ScaleLayout;
 
     /// Of a unit.
@@ -50,20 +57,56 @@ impl<const BITS: usize, S: ScaleLayout> BlockLayout for CodeLayout<BITS, S> {
     type Scales = S;
 }
 
+/// Codes of 4 bits that look up 16 codes of 8 bits.
+pub(super) struct BookLayout<B, S>(PhantomData<(B, S)>);
+
+/// 16 codes of 8 bits.
+pub(super) trait Book {
+    const CODES: &'static [u8; 16];
+}
+
+/// Of IQ4_NL and IQ4_XS.
+pub(super) struct NonLinear;
+
+impl Book for NonLinear {
+    const CODES: &'static [u8; 16] = &NON_LINEAR;
+}
+
+/// Of NF4.
+pub(super) struct NormalFloat;
+
+impl Book for NormalFloat {
+    const CODES: &'static [u8; 16] = &NORMAL_FLOAT;
+}
+
+impl<B: Book, S: ScaleLayout> BlockLayout for BookLayout<B, S> {
+    const BITS: usize = 4;
+    const BOOK: Option<&'static [u8; 16]> = Some(B::CODES);
+    type Scales = S;
+}
+
 /// The layout of a type of blocks.
 macro_rules! with_layout {
     ($kind:expr, $layout:ident => $body:expr) => {{
-        use $crate::cpu::blocks::layout::{ByteScales, CodeLayout, HalfScales, HalvesAndMinima};
+        use $crate::cpu::blocks::layout::{
+            BookLayout, ByteScales, CodeLayout, HalfScales, HalvesAndMinima, NonLinear, NormalFloat,
+        };
         macro_rules! with {
             ($bits:literal, $scales:ty) => {{
                 type $layout = CodeLayout<$bits, $scales>;
+                $body
+            }};
+            ($book:ident, $scales:ty) => {{
+                type $layout = BookLayout<$book, $scales>;
                 $body
             }};
         }
         match $kind.name {
             "Q4_0" => with!(4, HalfScales),
             "Q5_0" => with!(5, HalfScales),
-            "Q8_0" | "IQ4_NL" => with!(8, HalfScales),
+            "Q8_0" => with!(8, HalfScales),
+            "IQ4_NL" => with!(NonLinear, HalfScales),
+            "NF4" => with!(NormalFloat, HalfScales),
             "Q4_1" => with!(4, HalvesAndMinima),
             "Q5_1" => with!(5, HalvesAndMinima),
             "Q4_K" => with!(4, ByteScales<1, true>),
@@ -71,7 +114,7 @@ macro_rules! with_layout {
             "Q2_K" => with!(4, ByteScales<2, true>),
             "Q3_K" => with!(4, ByteScales<2, false>),
             "Q6_K" => with!(6, ByteScales<2, false>),
-            "IQ4_XS" => with!(8, ByteScales<1, false>),
+            "IQ4_XS" => with!(NonLinear, ByteScales<1, false>),
             name => unreachable!("{name} has no blocks"),
         }
     }};
@@ -192,6 +235,7 @@ pub(super) fn fill<B: BlockLayout>(
     (kind, row_bytes): (&TensorType, usize),
 ) {
     let format = kind.codes().expect("a type with blocks");
+    let stored = stored_codes::<B>();
     lines.par_chunks_mut(strip_lines).zip(rows.par_chunks(LANES * row_bytes)).for_each(|(strip, rows)| {
         let mut parts = CodedBlock::default();
         for (output, row) in rows.chunks_exact(row_bytes).enumerate() {
@@ -202,7 +246,8 @@ pub(super) fn fill<B: BlockLayout>(
                     let block = at * (kind.numbers / BLOCK) + part;
                     let (unit, block) = (block / B::Scales::BLOCKS, block % B::Scales::BLOCKS);
                     let (all, scales) = strip[unit * B::LINES..][..B::LINES].split_at_mut(B::Scales::BLOCKS * B::BITS);
-                    write_codes::<B>(bytes_of(&mut all[block * B::BITS..][..B::BITS]), output, codes);
+                    let lines = bytes_of(&mut all[block * B::BITS..][..B::BITS]);
+                    write_codes::<B>(lines, output, codes.map(|code| stored[usize::from(code)]));
                     B::Scales::write(scales, block, output, part, &parts);
                 }
             }
@@ -210,9 +255,18 @@ pub(super) fn fill<B: BlockLayout>(
     });
 }
 
-/// The codes of a block of one output.
-fn write_codes<B: BlockLayout>(lines: &mut [u8], output: usize, codes: &[u8; BLOCK]) {
-    for (input, &code) in codes.iter().enumerate() {
+/// By code, how it is stored.
+fn stored_codes<B: BlockLayout>() -> [u8; 256] {
+    let mut stored = array::from_fn(|code| code as u8);
+    for (at, code) in B::BOOK.into_iter().flatten().enumerate() {
+        stored[usize::from(*code)] = at as u8;
+    }
+    stored
+}
+
+/// The stored codes of a block of one output.
+fn write_codes<B: BlockLayout>(lines: &mut [u8], output: usize, codes: [u8; BLOCK]) {
+    for (input, code) in codes.into_iter().enumerate() {
         let (quad, byte) = (input / 4, 4 * output + input % 4);
         if B::BITS == 8 {
             lines[64 * quad + byte] = code;
@@ -237,6 +291,9 @@ pub(super) fn code_line<L: Lanes, B: BlockLayout>(lanes: L, lines: &[VectorLine]
     match B::BITS {
         5 => lanes.either(low, lanes.field(lanes.codes(&lines[4]), at, 1, 4)),
         6 => lanes.either(low, lanes.field(lanes.codes(&lines[4 + line / 4]), 2 * (at % 4), 2, 4)),
-        _ => low,
+        _ => match B::BOOK {
+            Some(book) => lanes.looked_up(book, low),
+            None => low,
+        },
     }
 }

@@ -1,4 +1,4 @@
-//! Vectors of AVX2: 16 numbers in two registers. In float32 every result has the bits that AVX-512 computes.
+//! Vectors of AVX2, with AVX-VNNI if the CPU has it: 16 numbers in two registers. In float32 every result has the bits that AVX-512 computes.
 #![expect(unsafe_code, reason = "AVX2 with FMA, which a value of `Avx2` stands for, reads and writes slices")]
 use std::arch::x86_64::*;
 use std::array;
@@ -10,15 +10,17 @@ use super::vector::{LANES, Lanes, ROUNDING, VectorLine, bytes_of};
 /// Lanes of one register.
 const HALF: usize = LANES / 2;
 
-/// AVX2 with FMA. A value exists only where [`Avx2::detected`] has seen it.
+/// AVX2 with FMA, and if `VNNI` with AVX-VNNI. A value exists only where [`Avx2::detected`] has seen it.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::cpu) struct Avx2(());
+pub(in crate::cpu) struct Avx2<const VNNI: bool>(());
 
-impl Avx2 {
+impl<const VNNI: bool> Avx2<VNNI> {
     /// If this CPU has it.
     pub(super) fn detected() -> Option<Self> {
-        let detected =
-            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        let detected = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c")
+            && (!VNNI || is_x86_feature_detected!("avxvnni"));
         detected.then_some(Self(()))
     }
 }
@@ -90,7 +92,7 @@ fn signed_products(codes: __m256i, x: __m256i) -> __m256i {
 }
 
 // SAFETY of all blocks: `self` says that the CPU has the instructions. What else a block needs stands beside it.
-impl Lanes for Avx2 {
+impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     type Vector = Pair;
     const BLOCK_ROWS: usize = 3;
 
@@ -100,8 +102,12 @@ impl Lanes for Avx2 {
         fn with<R>(kernel: impl FnOnce() -> R) -> R {
             kernel()
         }
+        #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+        fn with_vnni<R>(kernel: impl FnOnce() -> R) -> R {
+            kernel()
+        }
         // SAFETY: see above.
-        unsafe { with(kernel) }
+        unsafe { if VNNI { with_vnni(kernel) } else { with(kernel) } }
     }
 
     #[inline(always)]
@@ -304,7 +310,7 @@ impl Lanes for Avx2 {
 
     const QUERIES: usize = 2;
     const CODED_ROWS: usize = 3;
-    const CENTER_OF_BYTES: u8 = 128;
+    const CENTER_OF_BYTES: u8 = if VNNI { 0 } else { 128 };
     type Codes = [__m256i; 2];
     type Sums = [__m256i; 2];
 
@@ -365,6 +371,15 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    fn looked_up(self, book: &[u8; 16], places: [__m256i; 2]) -> [__m256i; 2] {
+        // SAFETY: 16 bytes.
+        unsafe {
+            let book = _mm256_broadcastsi128_si256(_mm_loadu_si128(book.as_ptr().cast()));
+            places.map(|places| _mm256_shuffle_epi8(book, places))
+        }
+    }
+
+    #[inline(always)]
     fn either(self, a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
         // SAFETY: see above.
         array::from_fn(|h| unsafe { _mm256_or_si256(a[h], b[h]) })
@@ -383,6 +398,10 @@ impl Lanes for Avx2 {
         array::from_fn(|h| {
             // SAFETY: see above.
             unsafe {
+                if VNNI {
+                    let sums = _mm256_dpbusd_avx_epi32(sums[h], weights[0][h], _mm256_set1_epi32(x[0]));
+                    return _mm256_dpbusd_avx_epi32(sums, weights[1][h], _mm256_set1_epi32(x[1]));
+                }
                 let [a, b] = array::from_fn(|at| {
                     let (codes, x) = (weights[at][h], _mm256_set1_epi32(x[at]));
                     if WIDE { signed_products(codes, x) } else { _mm256_maddubs_epi16(codes, x) }

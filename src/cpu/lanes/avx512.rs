@@ -268,6 +268,12 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn looked_up(self, book: &[u8; 16], places: __m512i) -> __m512i {
+        // SAFETY: 16 bytes.
+        unsafe { _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(book.as_ptr().cast())), places) }
+    }
+
+    #[inline(always)]
     fn either(self, a: __m512i, b: __m512i) -> __m512i {
         // SAFETY: see above.
         unsafe { _mm512_or_si512(a, b) }

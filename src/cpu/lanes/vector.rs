@@ -124,6 +124,9 @@ pub(in crate::cpu) trait Lanes: Copy {
     /// The field of `width` bits at bit `at` of each byte, as bits from `to` on.
     fn field(self, bytes: Self::Codes, at: u32, width: u32, to: u32) -> Self::Codes;
 
+    /// The codes of a book of 16 at these places.
+    fn looked_up(self, book: &[u8; 16], places: Self::Codes) -> Self::Codes;
+
     /// a | b.
     fn either(self, a: Self::Codes, b: Self::Codes) -> Self::Codes;
 

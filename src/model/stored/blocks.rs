@@ -63,7 +63,8 @@ impl Codes for Blocks {
 
     fn matrix(&self, size_oi: [i64; 2], arena: &mut Arena) -> Option<Matrix> {
         let rows = self.codes_ob.contiguous();
-        Matrix::from_blocks(bytes::raw(&rows), self.kind, size_oi.map(|size| size.unsigned_abs() as usize), arena)
+        let shape = size_oi.map(|size| size.unsigned_abs() as usize);
+        Matrix::from_blocks((bytes::raw(&rows), self.kind), |_| 1.0, shape, arena)
     }
 }
 

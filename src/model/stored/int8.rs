@@ -4,11 +4,16 @@
 //! `q = round(w · (127 / absmax))`, to the nearest and halves to the even, and `w' = q · (absmax / 127)`, in float32.
 
 // O outputs, I inputs
-use tch::{Kind, Tensor};
+use half::f16;
+use tch::{Device, Kind, Tensor};
 
 use super::format::{Codes, DequantizeKernel, Quantize, QuantizedFormat, StoredFormat};
 use super::slices::{ranges, slice};
+use crate::cpu::arena::Arena;
+use crate::cpu::matrix::Matrix;
 use crate::fused::dequantize;
+use crate::gguf::types::TensorType;
+use crate::torch::bytes;
 
 /// 8 bits a number, and a float32 for every output.
 #[derive(Debug)]
@@ -76,6 +81,23 @@ impl Codes for Int8 {
             weight_oi.narrow(0, row, rows).copy_(&scaled);
         }
         weight_oi
+    }
+
+    /// Blocks of Q8_0 with scales of 1, times those of the outputs: the same numbers.
+    fn matrix(&self, size_oi: [i64; 2], arena: &mut Arena) -> Option<Matrix> {
+        if self.codes_oi.device() != Device::Cpu {
+            return None;
+        }
+        let kind = TensorType::named("Q8_0").expect("a type of GGUF");
+        let [outputs, inputs] = size_oi.map(|size| size.unsigned_abs() as usize);
+        let mut blocks = Vec::with_capacity(outputs * inputs.div_ceil(kind.numbers) * kind.bytes);
+        for codes in bytes::raw(&self.codes_oi).chunks_exact(inputs).flat_map(|row| row.chunks(kind.numbers)) {
+            blocks.extend(f16::ONE.to_le_bytes());
+            blocks.extend(codes);
+            blocks.resize(blocks.len().next_multiple_of(kind.bytes), 0);
+        }
+        let absmax_o = bytes::numbers(&self.absmax_o);
+        Matrix::from_blocks((&blocks, kind), |o| absmax_o[o] / 127.0, [outputs, inputs], arena)
     }
 
     fn kernel(&self) -> Option<DequantizeKernel<'_>> {

@@ -227,11 +227,36 @@ impl QuantizedWeight {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::team::Team;
+    use crate::torch::{Generator, bytes};
 
     #[test]
     fn a_recipe_has_the_name_of_the_format() {
         for quantization in Quantization::ALL {
             assert_eq!(serde_json::to_value(quantization).unwrap(), quantization.to_string());
+        }
+    }
+
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+    fn products_on_the_cpus_kernels_are_nearly_those_of_the_numbers() {
+        let mut generator = Generator::seeded(2);
+        for quantization in Quantization::ALL {
+            // Rows of 70 are no whole blocks.
+            for size in [[5, 70], [40, 96], [19, 512]] {
+                let weight_oi = generator.normal(&size, (Kind::Float, Device::Cpu)) * 0.02;
+                if quantization.blocks().is_some_and(|blocks| size[1] % blocks.kind().numbers as i64 != 0) {
+                    continue;
+                }
+                let weight = Quantizer::new(quantization, Device::Cpu).quantize(&weight_oi);
+                let matrix = weight.matrix(&mut Arena::default()).expect("on the CPU");
+                let x_ni = generator.normal(&[7, size[1]], (Kind::Float, Device::Cpu));
+                let expected = x_ni.linear(&weight.dequantize(Kind::Float), None::<&Tensor>);
+                let mut y_no = vec![0.0; 7 * matrix.outputs()];
+                matrix.multiply(bytes::numbers(&x_ni), &mut y_no, Team::shared());
+                let error = (Tensor::from_slice(&y_no).view_as(&expected) - &expected).norm() / expected.norm();
+                assert!(error.double_value(&[]) < 0.01, "{quantization} {size:?}: {error}");
+            }
         }
     }
 

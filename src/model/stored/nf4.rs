@@ -2,11 +2,16 @@
 //! quantisation"): QLoRA (Dettmers et al. 2023, arXiv 2305.14314), section 3, code for code as bitsandbytes 0.50 computes it.
 
 // n weights, C blocks of 64
+use half::f16;
 use tch::{Device, Kind, Tensor};
 
 use super::format::{Codes, DequantizeKernel, Quantize, QuantizedFormat, StoredFormat};
 use super::slices::{ranges, slice};
+use crate::cpu::arena::Arena;
+use crate::cpu::matrix::Matrix;
 use crate::fused::dequantize::{self, Absmax};
+use crate::gguf::types::NF4;
+use crate::torch::bytes;
 use crate::torch::optim::blockwise::{Blockwise, DynamicMap};
 
 /// Weights that share an absmax.
@@ -173,6 +178,30 @@ impl Codes for Nf4 {
             weight.narrow(0, start * BLOCK, length * BLOCK).copy_(&blocks.view(-1));
         }
         weight.narrow(0, 0, size[0] * size[1]).view(size)
+    }
+
+    /// Values by 127 rounded to whole numbers, within 0.4 % of the absmax; the absmax in float16. In 8 bits where a row is no whole number of halves
+    /// of blocks, of which each has one absmax.
+    fn matrix(&self, size_oi: [i64; 2], arena: &mut Arena) -> Option<Matrix> {
+        let shape = size_oi.map(|size| size.unsigned_abs() as usize);
+        if self.pairs.device() != Device::Cpu {
+            return None;
+        }
+        if !shape[1].is_multiple_of(NF4.numbers) {
+            return Matrix::in_8_bits(bytes::numbers(&self.dequantize(size_oi, Kind::Float)), shape, arena);
+        }
+        let (absmax, pairs) = (self.absmax(), bytes::raw(&self.pairs));
+        let absmax = bytes::numbers(&absmax);
+        let largest = absmax.iter().fold(0.0f32, |largest, absmax| largest.max(*absmax));
+        // So that no scale is too small for float16.
+        let factor = if largest.is_normal() { 127.0 / largest } else { 1.0 };
+        let halves = shape[0] * shape[1] / NF4.numbers;
+        let mut blocks = Vec::with_capacity(halves * NF4.bytes);
+        for (half, pairs) in pairs.as_chunks::<{ BLOCK as usize / 4 }>().0.iter().take(halves).enumerate() {
+            blocks.extend(f16::from_f32(absmax[half / 2] * factor / 127.0).to_le_bytes());
+            blocks.extend(pairs);
+        }
+        Matrix::from_blocks((&blocks, &NF4), |_| factor.recip(), shape, arena)
     }
 
     fn kernel(&self) -> Option<DequantizeKernel<'_>> {
