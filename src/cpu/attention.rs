@@ -91,10 +91,11 @@ fn attend_with(
         true => (1, 1),
         false => ((most_queries / heads_of_key).max(1), heads_of_key),
     };
-    let parts_of_tokens = heads.queries / heads_of_part;
+    let parts_of_head = tokens.len().div_ceil(tokens_of_part);
+    // Head after head: the keys of one head stay in the second cache for all tokens.
     let part = |part: usize| {
-        let first = part / parts_of_tokens * tokens_of_part;
-        let heads_of_part = part % parts_of_tokens * heads_of_part..(part % parts_of_tokens + 1) * heads_of_part;
+        let first = part % parts_of_head * tokens_of_part;
+        let heads_of_part = part / parts_of_head * heads_of_part..(part / parts_of_head + 1) * heads_of_part;
         let part_tokens = first..tokens.len().min(first + tokens_of_part);
         let places: Vec<(usize, usize)> =
             part_tokens.flat_map(|n| heads_of_part.clone().map(move |head| (n, head))).collect();
@@ -121,7 +122,7 @@ fn attend_with(
             });
         }
     };
-    let parts = tokens.len().div_ceil(tokens_of_part) * parts_of_tokens;
+    let parts = parts_of_head * heads.queries / heads_of_part;
     let work = 2 * width * tokens.iter().map(|(_, seen)| seen.slots.len()).sum::<usize>();
     if work >= WORTH_SHARING { team.run(parts, part) } else { (0..parts).for_each(part) }
 }
