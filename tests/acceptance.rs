@@ -19,6 +19,9 @@ use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::draft::model::{Guessing, ModelGuesser};
 use medusa::draft::ngram::NgramDrafter;
 use medusa::draft::recycling::RecyclingDrafter;
+use medusa::dtype::DraftDtype;
+use medusa::engine::Engine;
+use medusa::engine::cpu::CpuEngine;
 use medusa::engine::sample::{Sampling, Stream};
 use medusa::engine::tch::TchEngine;
 use medusa::formats::tree::DynamicTree;
@@ -42,19 +45,19 @@ const TOKENS: usize = 3;
 
 /// Random weights, scaled so that the next token is neither certain nor uniform.
 fn backbone() -> Llama {
-    random(21)
+    random(Kind::Double, 21)
 }
 
 /// A model that is often wrong, but not always.
 fn draft_model() -> Llama {
-    let (draft, backbone) = (random(24), backbone());
+    let (draft, backbone) = (random(Kind::Double, 24), backbone());
     for ((_, weight), (_, of_backbone)) in draft.weights().iter().zip(backbone.weights()) {
         weight.shallow_clone().copy_(&(0.1 * *weight + 0.95 * of_backbone));
     }
     draft
 }
 
-fn random(seed: u64) -> Llama {
+fn random(kind: Kind, seed: u64) -> Llama {
     tch::set_num_threads(1);
     let config = LlamaConfig {
         model_type: "llama".into(),
@@ -75,7 +78,7 @@ fn random(seed: u64) -> Llama {
         family: FamilyTraits::default(),
         eos_token_ids: vec![],
     };
-    let llama = Llama::random(config, Kind::Double, Device::Cpu, seed);
+    let llama = Llama::random(config, kind, Device::Cpu, seed);
     fill(llama.weights().iter().map(|(_, weight)| *weight).filter(|weight| weight.dim() == 2), 0.34, seed);
     llama
 }
@@ -92,6 +95,10 @@ fn fill<'t>(weights: impl Iterator<Item = &'t Tensor>, deviation: f64, seed: u64
 }
 
 fn heads() -> Heads {
+    heads_in(Kind::Double)
+}
+
+fn heads_in(kind: Kind) -> Heads {
     let shape = HeadsShape {
         medusa_num_heads: 3,
         medusa_num_layers: 1,
@@ -99,7 +106,7 @@ fn heads() -> Heads {
         vocab_size: VOCABULARY as i64,
         ..HeadsShape::default()
     };
-    let heads = Heads::random(shape, Kind::Double, Device::Cpu, 22);
+    let heads = Heads::random(shape, kind, Device::Cpu, 22);
     fill(heads.parameters().iter().map(|(_, tensor)| *tensor), 0.1, 22);
     heads
 }
@@ -380,9 +387,17 @@ fn guesses_that_were_drawn_are_judged_by_both_distributions() {
 
 /// Counts of the first three tokens of texts, and the steps that they took.
 fn generated<'a>(llama: &'a Llama, sampling: Sampling, drafter: impl Drafter + 'a) -> (Vec<usize>, usize) {
+    generated_on(Box::new(TchEngine::new(llama)), sampling, drafter)
+}
+
+fn generated_on<'a>(
+    engine: Box<dyn Engine + 'a>,
+    sampling: Sampling,
+    drafter: impl Drafter + 'a,
+) -> (Vec<usize>, usize) {
     let (mut counts, mut steps) = (vec![0; VOCABULARY.pow(TOKENS as u32)], 0);
     let drafter: Box<dyn Drafter + 'a> = Box::new(drafter);
-    let mut decoding = HostLoop::new(Box::new(TchEngine::new(llama)), Some((drafter, Acceptance::Rejection)));
+    let mut decoding = HostLoop::new(engine, Some((drafter, Acceptance::Rejection)));
     for seed in 0..TEXTS {
         let stream = Stream { seed: 1000 + seed as u64, ..Stream::default() };
         let request = Request { sampling, stream, ..Request::greedy(&PROMPT, TOKENS) };
@@ -486,6 +501,26 @@ fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
             assert!(off.abs() < ONE_IN_A_THOUSAND, "temperature {temperature}, top-p {top_p}, {name}: {off}");
             assert!(steps < TEXTS * 29 / 10, "{name}: {steps} steps of {TEXTS} texts");
         }
+    }
+}
+
+/// On weights in blocks of 8 bits, which the kernels multiply by activations in 8 bits.
+#[test]
+#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+fn what_the_kernels_make_of_blocks_by_rejection_has_the_backbones_own_distribution() {
+    let llama = random(Kind::Float, 21).for_guesses(DraftDtype::Int8);
+    let (heads, tree) = (heads_in(Kind::Float), tree());
+    let engine = || Box::new(CpuEngine::new(&llama).expect("kernels"));
+    let sampling = Sampling::with_temperature(NonNegative::new(0.8).expect("at least 0"));
+    let joint = Conditionals::of_kept(&llama, 0.8, VOCABULARY, 1.0).joint();
+    let of_heads = MedusaDrafter::new(&llama, &heads, &tree).expect("they fit");
+    for (name, (counts, steps)) in [
+        ("heads", generated_on(engine(), sampling, of_heads)),
+        ("prompt lookup", generated_on(engine(), sampling, NgramDrafter::new(&llama))),
+    ] {
+        let off = deviations(&counts, &joint);
+        assert!(off.abs() < ONE_IN_A_THOUSAND, "{name}: {off}");
+        assert!(steps < TEXTS * 29 / 10, "{name}: {steps} steps of {TEXTS} texts");
     }
 }
 

@@ -1,5 +1,5 @@
-//! Texts that enter at random times, with prompts in pieces and beginnings in common, some of them cancelled: in float32 on the CPU's kernels, each is the text that is
-//! decoded alone, greedy and by seed.
+//! Texts that enter at random times, with prompts in pieces and beginnings in common, some of them cancelled: on the CPU's kernels, each is the text
+//! that is decoded alone, greedy and by seed.
 
 use std::collections::HashMap;
 
@@ -38,14 +38,16 @@ impl Visit {
     }
 }
 
-/// Weights as those of [`backbone`], in float32 for the kernels.
-fn on_kernels(seed: u64) -> Llama {
-    let config = LlamaConfig { eos_token_ids: vec![11], max_position_embeddings: 160, ..LlamaConfig::tiny() };
-    let llama = Llama::random(config, Kind::Float, Device::Cpu, seed);
+/// Weights as those of [`backbone`], for the kernels: `in_blocks` of 8 bits, or in `kind`, which is that of the cache.
+fn on_kernels(seed: u64, (kind, in_blocks): (Kind, bool)) -> Llama {
+    let tiny = LlamaConfig { eos_token_ids: vec![11], max_position_embeddings: 160, ..LlamaConfig::tiny() };
+    // Attention in bfloat16 is on tiles for heads of 32.
+    let head_dim = if kind == Kind::BFloat16 { 32 } else { tiny.head_dim };
+    let llama = Llama::random(LlamaConfig { head_dim, ..tiny }, kind, Device::Cpu, seed);
     for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
         let _ = weight.shallow_clone().g_mul_scalar_(8.0);
     }
-    llama.for_decoding()
+    if in_blocks { llama.for_guesses(DraftDtype::Int8) } else { llama.for_decoding() }
 }
 
 /// All visits through a batch. The tokens that are emitted are those of the generation, whenever it ends.
@@ -79,10 +81,26 @@ fn visit(batch: &mut SequenceBatch, visits: &[Visit]) -> HashMap<usize, Generati
 #[test]
 #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
 fn each_text_is_the_one_that_is_decoded_alone() {
+    each_is_the_one_decoded_alone((Kind::Float, false));
+}
+
+#[test]
+#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+fn each_text_in_bfloat16_is_the_one_that_is_decoded_alone() {
+    each_is_the_one_decoded_alone((Kind::BFloat16, false));
+}
+
+#[test]
+#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+fn each_text_on_weights_in_blocks_is_the_one_that_is_decoded_alone() {
+    each_is_the_one_decoded_alone((Kind::BFloat16, true));
+}
+
+fn each_is_the_one_decoded_alone(weights: (Kind, bool)) {
     let (mut ended, mut cancelled, mut accepted, mut reused) = (0, 0, 0, 0);
     for (seed, count) in [1, 2, 7, 32].into_iter().enumerate() {
         let mut rng = ChaCha8Rng::seed_from_u64(seed as u64);
-        let llama = on_kernels(seed as u64);
+        let llama = on_kernels(seed as u64, weights);
         let shape = HeadsShape {
             medusa_num_heads: 2,
             medusa_num_layers: 1,
@@ -90,7 +108,7 @@ fn each_text_is_the_one_that_is_decoded_alone() {
             vocab_size: 50,
             ..HeadsShape::default()
         };
-        let heads = Heads::random(shape, Kind::Float, Device::Cpu, seed as u64).for_decoding(DraftDtype::default());
+        let heads = Heads::random(shape, weights.0, Device::Cpu, seed as u64).for_decoding(DraftDtype::default());
         let (tree, small) = (SparseTree::cartesian(&[12, 2]).unwrap(), SparseTree::chain(2).unwrap());
         let visits: Vec<Visit> = (0..count).map(|key| Visit::random(key, &mut rng)).collect();
         let mut alone = HostLoop::new(Box::new(CpuEngine::new(&llama).expect("kernels")), None);
