@@ -440,3 +440,24 @@ fn what_does_not_go_with_a_load_is_status_2() {
     let refused = world.complaint(&["bench", "--prompts", "p.jsonl", "--concurrency", "2"], 2);
     assert!(refused.contains("--backbone"), "{refused}");
 }
+
+#[test]
+#[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+fn the_products_of_a_backbone_are_timed_on_the_kernels_only() {
+    let world = World::new();
+    let products = ["bench", "--backbone", "b", "--products"];
+    let found = world.json(&products).remove(0);
+    assert!(found["read_gigabytes_per_second"].as_f64().expect("a number") > 0.0, "{found}");
+    let measured = found["products"].as_array().expect("products");
+    let names: Vec<&Value> = measured.iter().map(|product| &product["weights"]).collect();
+    assert_eq!(names, ["q, k, v", "o", "gate, up", "down", "LM head"]);
+    for product in measured {
+        assert!(product["gigabytes_per_second"].as_f64().expect("a number") > 0.0, "{product}");
+        let rows: Vec<&Value> = product["rows"].as_array().expect("rows").iter().map(|row| &row["rows"]).collect();
+        assert_eq!(rows, [1, 2, 4, 8, 16, 32]);
+    }
+    let elsewhere = world.complaint(&[&products[..], &["--engine", "tch"]].concat(), 2);
+    assert!(elsewhere.contains("--products times the CPU kernels, which cannot run this backbone"), "{elsewhere}");
+    let both = world.complaint(&[&products[..], &["--prompts", "p.jsonl"]].concat(), 2);
+    assert!(both.contains("--prompts"), "{both}");
+}

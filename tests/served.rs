@@ -95,6 +95,9 @@ fn heads_decode_on_the_quantised_weights_that_they_were_trained_on() {
         assert_eq!(by_kernels["engine"], if medusa::cpu::available() { "cpu" } else { "tch" }, "{name}");
         let plain = generated_on("auto", &world, &["--quantization", name]);
         assert_eq!(by_kernels["new_ids"], plain["new_ids"], "{name}");
+        if medusa::cpu::available() {
+            assert_eq!(generated_on("cpu", &world, &TREE)["new_ids"], plain["new_ids"], "{name}: asked for by name");
+        }
         assert_eq!(ids(&generated(&world, &["--quantization", "none"])["new_ids"]), greedy(&world, None));
         assert_eq!(ids(&generated(&world, &[])["new_ids"]), greedy(&world, None), "none without heads");
 

@@ -2,8 +2,8 @@
 """Decodes prompts greedily with transformers, for comparisons of speed.
 
 As in `medusa bench`, the time of the prompt's own pass does not count, nor does its token. A first run of the first prompts warms up. Prints the
-tokens per second after the prompt, the time to the first token of a prompt of --prompt-tokens tokens, and the process's peak memory. BACKBONE is a folder or a
-GGUF file, whose weights transformers dequantises.
+tokens per second after the prompt, the time to the first token of a prompt of --prompt-tokens tokens, and the process's peak memory. BACKBONE is
+a folder or a GGUF file, whose weights transformers dequantises.
 
     scripts/peers/peer_decoding.py BACKBONE prompts.jsonl --new-tokens 128 --cache static --compile
 """

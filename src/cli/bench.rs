@@ -158,11 +158,10 @@ fn run_products(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let setup = backbone::setup(args, &vec![], common)?;
     let decoder = args.engine.options().load(setup, vec![], common.context())?;
     let progress = |weights: &str| common.say(format_args!("timing {weights}"));
-    let Some(measured) = ProductSpeeds::measure_backbone(&decoder.backbone, Team::shared(), progress) else {
-        let why =
-            CpuEngine::supports(&decoder.backbone).map_or_else(|why| why.to_string(), |()| "not merged".to_owned());
-        return Err(UsageError(format!("--products times the CPU kernels: {why}")).into());
-    };
+    let refused = |why| UsageError(format!("--products times the CPU kernels, which cannot run this backbone: {why}"));
+    CpuEngine::supports(&decoder.backbone).map_err(refused)?;
+    let measured = ProductSpeeds::measure_backbone(&decoder.backbone, Team::shared(), progress);
+    let measured = measured.expect("the kernels run the backbone");
     if common.json {
         return print_json(&measured);
     }

@@ -11,6 +11,7 @@ use super::shared::Shared;
 use super::team::Team;
 use super::{AttentionShape, Number, Plane};
 
+mod positions;
 mod seen;
 mod tiled;
 
@@ -476,7 +477,7 @@ fn softmax<L: Lanes>(lanes: L, scores: &mut [f32], largest: f32, len: usize) -> 
 mod tests {
     use super::*;
 
-    fn random(count: usize, seed: usize) -> Vec<f32> {
+    pub(super) fn random(count: usize, seed: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()
     }
 

@@ -81,6 +81,9 @@ impl Matrix {
     pub fn in_8_bits(weights_oi: &[f32], shape: [usize; 2], arena: &mut Arena) -> Option<Self> {
         let [outputs, inputs] = shape;
         assert_eq!(weights_oi.len(), outputs * inputs, "[O, I] weights");
+        if !super::available() {
+            return None;
+        }
         let kind = TensorType::named("Q8_0").expect("a type of GGUF");
         let largest = weights_oi.iter().fold(0.0f32, |largest, weight| largest.max(weight.abs()));
         // A power of two that brings the largest weight near 127, so that no scale is too small for float16.

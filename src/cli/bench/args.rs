@@ -79,7 +79,7 @@ pub struct BenchArgs {
     pub nodes: Option<NonZeroUsize>,
     /// Instead of decoding, time the products of the backbone's weights on the CPU's kernels, with 1 to 32 rows of activations, beside
     /// how fast the memory is read.
-    #[arg(long, help_heading = "Measurement", conflicts_with_all = ["prompts", "drafter", "drafters", "concurrency", "endpoint", "sweep", "nodes", "force_acceptance_rate", "csv", "svg"])]
+    #[arg(long, help_heading = "Measurement", conflicts_with_all = ["prompts", "repeats", "tree", "calibration", "drafter", "drafters", "concurrency", "endpoint", "sweep", "nodes", "force_acceptance_rate", "csv", "svg"])]
     pub products: bool,
     #[command(flatten)]
     pub(in crate::cli) load: LoadFlags,

@@ -15,6 +15,7 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ptr;
 
+use super::positions::{BLOCK, PositionBlock, PositionBlocks};
 use super::seen::SeenTokens;
 use crate::cpu::lanes::{Avx512, LANES, Lanes, VectorLine, fetch};
 use crate::cpu::tiles::{self, ConfiguredTiles};
@@ -22,8 +23,6 @@ use crate::cpu::{AttentionShape, Number, Plane};
 
 /// Most queries of a part.
 pub(super) const QUERIES: usize = LANES;
-/// Positions of a block: the inputs of a tile of weights.
-const BLOCK: usize = 32;
 /// Numbers of a head in a line.
 const LINE: usize = 32;
 /// Queries whose scores are brought from columns to rows together.
@@ -84,8 +83,8 @@ pub(super) fn attend(
     heads: AttentionShape,
     outs: &mut [&mut [f32]],
 ) {
-    let blocks = PositionBlocks::new(queries);
-    if queries.len() > 1 && !blocks.are_finite(head) {
+    let blocks = PositionBlocks::new(&queries.iter().map(|query| query.seen).collect::<Vec<_>>());
+    if queries.len() > 1 && !head.partly_seen_are_finite(&blocks) {
         // 0 times such a value is not 0, so each query passes over what it does not see.
         for (query, out) in queries.chunks(1).zip(outs.chunks_mut(1)) {
             attend(lanes, head, query, heads, out);
@@ -100,87 +99,6 @@ pub(super) fn attend(
     });
 }
 
-/// 32 positions: where their keys and values are.
-#[derive(Clone, Copy)]
-enum PositionBlock {
-    /// Side by side from this slot on; all queries see them.
-    Run(usize),
-    /// See [`PositionBlocks::scattered`].
-    Scattered(usize),
-}
-
-/// 32 positions that not all queries see.
-struct ScatteredBlock {
-    slots: [Option<u32>; BLOCK],
-    /// Bit n: query n sees it.
-    masks: [u16; BLOCK],
-}
-
-/// What some queries see. Positions at which they see different slots are in several blocks.
-struct PositionBlocks {
-    blocks: Vec<PositionBlock>,
-    scattered: Vec<ScatteredBlock>,
-    all: u16,
-}
-
-impl PositionBlocks {
-    fn new(queries: &[TileQuery]) -> Self {
-        let seen = || queries.iter().map(|query| query.seen);
-        let first = seen().map(|seen| seen.position).min().expect("a query") / BLOCK;
-        let end = seen().map(|seen| seen.position + seen.slots.len()).max().expect("a query").div_ceil(BLOCK);
-        let all = (1u32 << queries.len()).wrapping_sub(1) as u16;
-        let mut blocks = Self { blocks: Vec::with_capacity(end - first), scattered: vec![], all };
-        for block in first..end {
-            let positions = block * BLOCK..(block + 1) * BLOCK;
-            match seen().all(|seen| seen.in_place().start <= positions.start && positions.end <= seen.in_place().end) {
-                true => blocks.blocks.push(PositionBlock::Run(positions.start)),
-                false => blocks.scatter(queries, positions.start),
-            }
-        }
-        blocks
-    }
-
-    /// Adds a block of 32 positions.
-    fn scatter(&mut self, queries: &[TileQuery], start: usize) {
-        let before = self.scattered.len();
-        // Whoever sees most comes last in a chain: the others see some of that.
-        for (n, TileQuery { seen, .. }) in queries.iter().enumerate().rev() {
-            let (from, to) = (start.max(seen.position), (start + BLOCK).min(seen.position + seen.slots.len()));
-            if from < to {
-                let slots = &seen.slots[from - seen.position..to - seen.position];
-                let fits = |block: &ScatteredBlock| {
-                    let there = &block.slots[from - start..to - start];
-                    there.iter().zip(slots).all(|(there, slot)| there.is_none_or(|there| there == *slot))
-                };
-                let at = (before..self.scattered.len()).find(|&at| fits(&self.scattered[at])).unwrap_or_else(|| {
-                    self.blocks.push(PositionBlock::Scattered(self.scattered.len()));
-                    self.scattered.push(ScatteredBlock { slots: [None; BLOCK], masks: [0; BLOCK] });
-                    self.scattered.len() - 1
-                });
-                let block = &mut self.scattered[at];
-                for ((there, mask), slot) in
-                    block.slots[from - start..].iter_mut().zip(&mut block.masks[from - start..]).zip(slots)
-                {
-                    (*there, *mask) = (Some(*slot), *mask | 1 << n);
-                }
-            }
-        }
-    }
-
-    /// Whether the values that only some queries see are finite.
-    fn are_finite(&self, head: CachedHead) -> bool {
-        const EXPONENT: u16 = 0x7f80;
-        let is_finite = |row: &[u8]| {
-            let exponents = row.as_chunks().0.iter().map(|number| u16::from_le_bytes(*number) & EXPONENT);
-            exponents.fold(true, |finite, exponent| finite & (exponent != EXPONENT)) // without an end in between: in vectors
-        };
-        self.scattered.iter().flat_map(|block| block.slots.iter().zip(&block.masks)).all(|(slot, mask)| match slot {
-            Some(slot) if *mask != self.all => is_finite(head.row(1, *slot as usize)),
-            _ => true,
-        })
-    }
-}
-
 impl<'a> CachedHead<'a> {
     /// Fetches the values of a block of slots, and the keys of the next one.
     #[inline(always)]
@@ -193,6 +111,16 @@ impl<'a> CachedHead<'a> {
                 fetch(first.wrapping_add(line).cast());
             }
         }
+    }
+
+    /// Whether the values that only some queries see are finite.
+    fn partly_seen_are_finite(&self, blocks: &PositionBlocks) -> bool {
+        const EXPONENT: u16 = 0x7f80;
+        let is_finite = |slot: usize| {
+            let exponents = self.row(1, slot).as_chunks().0.iter().map(|number| u16::from_le_bytes(*number) & EXPONENT);
+            exponents.fold(true, |finite, exponent| finite & (exponent != EXPONENT)) // no early end, so that it becomes vectors
+        };
+        blocks.partly_seen().all(is_finite)
     }
 
     /// A slot's key (plane 0) or value (plane 1), in bytes.
@@ -551,13 +479,10 @@ unsafe fn add_values(weights: &[Tile], values: &[[Tile; 2]; GROUP], sums: &mut [
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::attention::{SeenTokens, SequenceTokens, attend_with};
+    use crate::cpu::attention::tests::random;
+    use crate::cpu::attention::{SequenceTokens, attend_with};
     use crate::cpu::lanes::Instructions;
     use crate::cpu::team::Team;
-
-    fn random(count: usize, seed: usize) -> Vec<f32> {
-        (0..count).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()
-    }
 
     fn in_bfloat16(x: &[f32]) -> Vec<f64> {
         x.iter().map(|&x| f64::from(half::bf16::from_f32(x))).collect()

@@ -17,6 +17,7 @@ pub mod nf4;
 mod slices;
 pub mod table;
 
+use crate::cpu;
 use crate::cpu::arena::Arena;
 use crate::cpu::matrix::Matrix;
 use crate::fused;
@@ -199,7 +200,7 @@ impl QuantizedWeight {
 
     /// The weight for the CPU's own kernels, if these multiply its codes.
     pub fn matrix(&self, arena: &mut Arena) -> Option<Matrix> {
-        self.codes.matrix(self.size, arena)
+        if cpu::available() { self.codes.matrix(self.size, arena) } else { None }
     }
 
     /// Bytes that it takes, without the tables that it shares.
