@@ -115,8 +115,10 @@ impl BlockWeights {
             let strip = &self.lines[o / LANES * self.strip_lines..][..self.strip_lines];
             for (first, rows, x) in x.row_blocks() {
                 strip_sums_of::<L, B>(lanes, strip, (rows, x), first == 0, &mut sums);
+                let factors = lanes.load(&self.factors_o[o..o + LANES]);
                 for (r, sums) in sums[..rows].iter_mut().enumerate() {
-                    sums.iter_mut().zip(&self.factors_o[o..]).for_each(|(sum, factor)| *sum *= factor);
+                    let times_factors = lanes.multiply(lanes.load(sums), factors);
+                    lanes.store(sums, times_factors);
                     // SAFETY: the caller's promise.
                     unsafe { y.write(first + r, o, &sums[..LANES.min(range.end - o)]) };
                 }
@@ -261,6 +263,7 @@ mod tests {
     use rand_chacha::ChaCha8Rng;
 
     use super::*;
+    use crate::cpu::rows::WORTH_SHARING;
     use crate::gguf::types::{NF4, TYPES};
 
     fn types() -> impl Iterator<Item = &'static TensorType> {
@@ -337,7 +340,7 @@ mod tests {
         let mut rng = ChaCha8Rng::seed_from_u64(5);
         let kind = TensorType::named("Q8_0").unwrap();
         let ([outputs, inputs], rows) = ([5, 17 * BLOCK], 37);
-        assert!(rows * inputs >= activations::WORTH_SHARING && inputs < activations::WORTH_SHARING);
+        assert!(rows * inputs >= WORTH_SHARING && inputs < WORTH_SHARING);
         let (bytes, _) = random_blocks(kind, outputs * inputs / BLOCK, &mut rng);
         let weights = BlockWeights::new(&bytes, kind, [outputs, inputs], &mut Arena::default());
         let x: Vec<f32> = (0..rows * inputs).map(|_| rng.random::<f32>() - 0.5).collect();

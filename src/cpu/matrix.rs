@@ -215,7 +215,7 @@ mod tests {
 
     fn equals_float64(number: Number, layout: impl Fn(&[u8], [usize; 2], &mut Arena) -> MatrixLayout) {
         let (team, mut arena) = (Team::new(2), Arena::default());
-        for (outputs, inputs) in [(1, 1), (3, 5), (16, 64), (50, 172), (67, 33), (1030, 130)] {
+        for (outputs, inputs) in [(1, 1), (3, 5), (16, 64), (50, 172), (67, 33), (70, 600), (1030, 130)] {
             let (w, w_read) = stored(&random(outputs * inputs, 1), number);
             let matrix = Matrix::in_one_layout(layout(&w, [outputs, inputs], &mut arena), [outputs, inputs], w.len());
             let x = random(ROWS * inputs, 2);

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use super::lanes::LANES;
 use super::shared::Shared;
 use super::team::Team;
 
@@ -33,9 +34,16 @@ impl<'y> Outputs<'y> {
     ///
     /// # Safety
     /// No other part reads or writes them.
+    #[inline(always)]
     pub(super) unsafe fn write(&self, row: usize, first: usize, outputs: &[f32]) {
+        let at = row * self.row_length + self.column + first;
         // SAFETY: the caller's promise.
-        unsafe { self.y.write(row * self.row_length + self.column + first, outputs) }
+        unsafe {
+            match outputs.first_chunk::<LANES>() {
+                Some(strip) if outputs.len() == LANES => self.y.write(at, strip), // a known length needs no call
+                _ => self.y.write(at, outputs),
+            }
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use super::shared::Shared;
 use super::team::Team;
 
 /// Numbers of rows that are worth sharing among threads.
-const WORTH_SHARING: usize = 1 << 14;
+pub(super) const WORTH_SHARING: usize = 1 << 14;
 
 /// Runs `work` on parts of rows of `width` numbers, with the number of each part's first row.
 pub(crate) fn in_parts(rows: &mut [f32], width: usize, team: &Team, work: impl Fn(usize, &mut [f32]) + Sync) {

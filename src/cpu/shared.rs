@@ -24,6 +24,7 @@ impl<'s, T: Copy> Shared<'s, T> {
     ///
     /// # Safety
     /// No other part reads or writes them.
+    #[inline(always)]
     pub(super) unsafe fn write(&self, at: usize, numbers: &[T]) {
         self.check(at, numbers.len());
         // SAFETY: within the slice, and nobody else's.

@@ -15,6 +15,8 @@ use super::Number;
 use super::arena::{Arena, ArenaLines};
 use super::lanes::{Instructions, Lanes, VectorLine, bytes_of, with_lanes};
 use super::outputs::{Outputs, share};
+use super::rows::WORTH_SHARING;
+use super::shared::Shared;
 use super::team::Team;
 
 /// Lines of a tile, and outputs of a tile of weights.
@@ -25,9 +27,17 @@ const LINE_INPUTS: usize = 32;
 const TOGETHER: usize = 4;
 /// Outputs of these.
 const GROUP: usize = TOGETHER * TILE;
+/// Steps of 32 inputs whose weights, 4 KB each, stay in the first cache beside x and the sums.
+const STEPS: usize = 8;
 
-/// Sums of a group, `[TILE, GROUP]`.
-type GroupSums = [f32; TILE * GROUP];
+/// Sums of a group.
+#[derive(Debug, Clone)]
+#[repr(C, align(64))]
+struct GroupSums([[f32; GROUP]; TILE]);
+
+impl GroupSums {
+    const ZERO: Self = Self([[0.0; GROUP]; TILE]);
+}
 
 /// Weights `[O, I]` of bfloat16 in tiles.
 #[derive(Debug)]
@@ -58,30 +68,47 @@ impl TileWeights {
     /// The first outputs of rows `x_ni` `[N, I]`, to `y`.
     pub(super) fn multiply(&self, outputs: usize, x_ni: &[f32], y: &Outputs<'_>, team: &Team) {
         let lines = outputs.next_multiple_of(GROUP) * self.depth;
-        let x = TiledActivations::new(x_ni, self.inputs, self.depth);
+        let x = TiledActivations::new(x_ni, self.inputs, self.depth, team);
         // SAFETY: parts write to different outputs, and weights are laid out only where the CPU has AMX.
         let part = |range| unsafe { self.outputs_of(range, &x, y) };
         share([outputs, GROUP], [lines, x.blocks()], team, part);
     }
 
-    /// Some outputs of all rows of x, 64 after 64: their weights stay in the second cache for all rows.
+    /// Some outputs of all rows of x, 64 after 64.
     ///
     /// # Safety
     /// Nobody else reads or writes these outputs, and the CPU has AMX.
     unsafe fn outputs_of(&self, range: Range<usize>, x: &TiledActivations, y: &Outputs<'_>) {
         let _configured = ConfiguredTiles::new(x.block_rows);
-        let mut sums: GroupSums = [0.0; TILE * GROUP];
+        let mut sums = vec![GroupSums::ZERO; x.blocks()];
         for first in range.clone().step_by(GROUP) {
             let outputs = GROUP.min(range.end - first);
-            let group = &self.lines[first * self.depth..][..GROUP * self.depth];
-            for (block, x_lines) in x.lines.chunks_exact(self.depth * x.block_rows).enumerate() {
-                // SAFETY: the tiles are configured for blocks of these rows, and both slices have `depth` steps.
-                unsafe { group_sums(group, x_lines, self.depth, &mut sums) };
+            // SAFETY: the caller's promise.
+            unsafe { self.add_group(first, x, &mut sums) };
+            for (block, sums) in sums.iter_mut().enumerate() {
                 let rows = x.block_rows.min(x.rows - block * x.block_rows);
-                for (r, sums) in sums.chunks_exact(GROUP).take(rows).enumerate() {
+                for (r, sums) in sums.0[..rows].iter().enumerate() {
                     // SAFETY: the caller's promise.
                     unsafe { y.write(block * x.block_rows + r, first, &sums[..outputs]) };
                 }
+                *sums = GroupSums::ZERO;
+            }
+        }
+    }
+
+    /// Adds the outputs of a group to `sums`. So many steps at once that their weights stay in the first cache for all rows.
+    ///
+    /// # Safety
+    /// The CPU has AMX, and its tiles are configured for the blocks of x.
+    unsafe fn add_group(&self, first: usize, x: &TiledActivations, sums: &mut [GroupSums]) {
+        let group = &self.lines[first * self.depth..][..GROUP * self.depth];
+        let steps = if sums.len() == 1 { self.depth } else { STEPS };
+        for (at, weights) in (0..self.depth).step_by(steps).zip(group.chunks(GROUP * steps)) {
+            let x_blocks = x.lines.chunks_exact(self.depth * x.block_rows);
+            for (block, (sums, x_lines)) in sums.iter_mut().zip(x_blocks).enumerate() {
+                let (now, x_lines) = (weights.len() / GROUP, &x_lines[at * x.block_rows..]);
+                // SAFETY: the tiles are configured for blocks of these rows, and both slices have so many steps.
+                unsafe { add_steps(block == 0, weights, &x_lines[..now * x.block_rows], now, sums) };
             }
         }
     }
@@ -107,27 +134,42 @@ struct TiledActivations {
 }
 
 impl TiledActivations {
-    fn new(x_ni: &[f32], inputs: usize, depth: usize) -> Self {
+    fn new(x_ni: &[f32], inputs: usize, depth: usize, team: &Team) -> Self {
         let rows = x_ni.len() / inputs;
         let blocks = rows.div_ceil(TILE);
         let block_rows = rows.div_ceil(blocks);
-        let mut lines = vec![VectorLine::ZERO; blocks * depth * block_rows];
-        for (row, x_i) in x_ni.chunks_exact(inputs).enumerate() {
-            let first = row / block_rows * depth * block_rows + row % block_rows;
-            for (k, x) in x_i.chunks(LINE_INPUTS).enumerate() {
-                let line = &mut lines[first + k * block_rows];
-                match x.first_chunk() {
-                    // One line: AMX is used with AVX-512 only.
-                    Some(x) => with_lanes!(lanes => lanes.write_bfloat16_x(x, std::slice::from_mut(line))),
-                    None => Number::BFloat16.write(x, bytes_of(std::slice::from_mut(line))),
-                }
-            }
+        let block_lines = depth * block_rows;
+        let mut lines = vec![VectorLine::ZERO; blocks * block_lines];
+        let out = Shared::new(&mut lines);
+        let write = |block: usize| {
+            // SAFETY: blocks do not meet.
+            let lines = unsafe { out.part(block * block_lines, block_lines) };
+            let x_ni = &x_ni[block * block_rows * inputs..];
+            write_block(&x_ni[..x_ni.len().min(block_rows * inputs)], inputs, lines, block_rows);
+        };
+        match x_ni.len() >= WORTH_SHARING {
+            true => team.run(blocks, write),
+            false => (0..blocks).for_each(write),
         }
         Self { lines, block_rows, rows }
     }
 
     fn blocks(&self) -> usize {
         self.rows.div_ceil(self.block_rows)
+    }
+}
+
+/// Rows of x, to `[I / 32, rows of a block]` lines.
+fn write_block(x_ni: &[f32], inputs: usize, lines: &mut [VectorLine], block_rows: usize) {
+    for (row, x_i) in x_ni.chunks_exact(inputs).enumerate() {
+        for (k, x) in x_i.chunks(LINE_INPUTS).enumerate() {
+            let line = &mut lines[row + k * block_rows];
+            match x.first_chunk() {
+                // One line: AMX is used with AVX-512 only.
+                Some(x) => with_lanes!(lanes => lanes.write_bfloat16_x(x, std::slice::from_mut(line))),
+                None => Number::BFloat16.write(x, bytes_of(std::slice::from_mut(line))),
+            }
+        }
     }
 }
 
@@ -143,51 +185,58 @@ macro_rules! fetch_lines {
     };
 }
 
-/// `sums = x·Wᵀ` of a block of rows and a group of outputs.
+/// Adds the products of some steps of a block of rows and a group of outputs to `sums`; `fetches` the weights of later steps.
 ///
 /// # Safety
-/// [`ConfiguredTiles`] for the block's rows are there; `group` has `depth` times 4 tiles, `x_lines` `depth` times the block's rows.
-unsafe fn group_sums(group: &[VectorLine], x_lines: &[VectorLine], depth: usize, sums: &mut GroupSums) {
-    let x_step = size_of_val(x_lines) / depth;
+/// [`ConfiguredTiles`] for the block's rows are there; `group` has `steps` times 4 tiles, `x_lines` `steps` times the block's rows.
+unsafe fn add_steps(fetches: bool, group: &[VectorLine], x_lines: &[VectorLine], steps: usize, sums: &mut GroupSums) {
+    macro_rules! add {
+        ($first:expr, $second:expr, $third:expr, $fourth:expr) => {
+            asm!(
+                "tileloadd tmm0, [{sums} + {row}]",
+                "tileloadd tmm1, [{sums} + {row} + 64]",
+                "tileloadd tmm2, [{sums} + {row} + 128]",
+                "tileloadd tmm3, [{sums} + {row} + 192]",
+                "2:",
+                "tileloadd tmm4, [{x} + {line}]",
+                "tileloadd tmm5, [{w} + {line}]",
+                "tdpbf16ps tmm0, tmm4, tmm5",
+                $first,
+                "tileloadd tmm6, [{w} + {line} + 1024]",
+                "tdpbf16ps tmm1, tmm4, tmm6",
+                $second,
+                "tileloadd tmm5, [{w} + {line} + 2048]",
+                "tdpbf16ps tmm2, tmm4, tmm5",
+                $third,
+                "tileloadd tmm6, [{w} + {line} + 3072]",
+                "tdpbf16ps tmm3, tmm4, tmm6",
+                $fourth,
+                "add {x}, {x_step}",
+                "add {w}, 4096",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{sums} + {row}], tmm0",
+                "tilestored [{sums} + {row} + 64], tmm1",
+                "tilestored [{sums} + {row} + 128], tmm2",
+                "tilestored [{sums} + {row} + 192], tmm3",
+                x = inout(reg) x_lines.as_ptr() => _,
+                w = inout(reg) group.as_ptr() => _,
+                steps = inout(reg) steps => _,
+                x_step = in(reg) size_of_val(x_lines) / steps,
+                line = in(reg) size_of::<VectorLine>(),
+                sums = in(reg) sums.0.as_mut_ptr(),
+                row = in(reg) GROUP * size_of::<f32>(),
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
+                options(nostack),
+            )
+        };
+    }
     // SAFETY: all reads and writes are within the slices, by the caller's promise.
     unsafe {
-        asm!(
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "tilezero tmm2",
-            "tilezero tmm3",
-            "2:",
-            "tileloadd tmm4, [{x} + {line}]",
-            "tileloadd tmm5, [{w} + {line}]",
-            "tdpbf16ps tmm0, tmm4, tmm5",
-            fetch_lines!(0, 1),
-            "tileloadd tmm6, [{w} + {line} + 1024]",
-            "tdpbf16ps tmm1, tmm4, tmm6",
-            fetch_lines!(2, 3),
-            "tileloadd tmm5, [{w} + {line} + 2048]",
-            "tdpbf16ps tmm2, tmm4, tmm5",
-            fetch_lines!(4, 5),
-            "tileloadd tmm6, [{w} + {line} + 3072]",
-            "tdpbf16ps tmm3, tmm4, tmm6",
-            fetch_lines!(6, 7),
-            "add {x}, {x_step}",
-            "add {w}, 4096",
-            "dec {depth}",
-            "jnz 2b",
-            "tilestored [{sums} + {row}], tmm0",
-            "tilestored [{sums} + {row} + 64], tmm1",
-            "tilestored [{sums} + {row} + 128], tmm2",
-            "tilestored [{sums} + {row} + 192], tmm3",
-            x = inout(reg) x_lines.as_ptr() => _,
-            w = inout(reg) group.as_ptr() => _,
-            depth = inout(reg) depth => _,
-            x_step = in(reg) x_step,
-            line = in(reg) size_of::<VectorLine>(),
-            sums = in(reg) sums.as_mut_ptr(),
-            row = in(reg) GROUP * size_of::<f32>(),
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
-            options(nostack),
-        );
+        match fetches {
+            true => add!(fetch_lines!(0, 1), fetch_lines!(2, 3), fetch_lines!(4, 5), fetch_lines!(6, 7)),
+            false => add!("", "", "", ""),
+        }
     }
 }
 

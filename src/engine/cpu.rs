@@ -24,8 +24,8 @@ use self::pass::{PassTokens, passes};
 
 mod pass;
 
-/// Tokens per pass through the layers: few enough that their activations fit the L2 cache.
-const TOGETHER: usize = 64;
+/// Tokens per pass through the layers. Weights are read once per pass.
+const TOGETHER: usize = 256;
 
 /// Why the kernels cannot run a backbone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

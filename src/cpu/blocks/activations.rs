@@ -4,11 +4,9 @@
 // I inputs, N rows of x
 use super::layout::BLOCK;
 use crate::cpu::lanes::{Instructions, Lanes, with_lanes};
+use crate::cpu::rows::WORTH_SHARING;
 use crate::cpu::shared::Shared;
 use crate::cpu::team::Team;
-
-/// Numbers of x that are worth sharing among threads.
-pub(super) const WORTH_SHARING: usize = 1 << 14;
 
 /// 32 inputs of a row.
 #[derive(Debug, Clone, Copy, Default)]
