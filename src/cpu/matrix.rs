@@ -241,6 +241,21 @@ mod tests {
         }
     }
 
+    #[test]
+    #[cfg_attr(not(tiles), ignore = "needs AMX with bfloat16")]
+    fn a_product_on_tiles_forgets_the_numbers_of_the_one_before() {
+        let (team, mut arena, [outputs, inputs]) = (Team::new(2), Arena::default(), [50, 172]);
+        let (w, _) = stored(&random(outputs * inputs, 1), Number::BFloat16);
+        let matrix = Matrix::new(&w, Number::BFloat16, [outputs, inputs], &mut arena).unwrap();
+        let product = |x: &[f32]| {
+            let mut y = vec![f32::NAN; x.len() / inputs * outputs];
+            matrix.multiply(x, &mut y, &team);
+            y
+        };
+        assert!(product(&vec![f32::NAN; 48 * inputs]).iter().all(|y| y.is_nan()));
+        assert!(product(&random(19 * inputs, 2)).iter().all(|y| y.is_finite()));
+    }
+
     /// Inputs that are no multiple of a block's, too.
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]

@@ -8,6 +8,8 @@
 // O outputs, I inputs, N rows of x
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
+use std::cell::Cell;
+use std::mem;
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -29,6 +31,8 @@ const TOGETHER: usize = 4;
 const GROUP: usize = TOGETHER * TILE;
 /// Steps of 32 inputs whose weights, 4 KB each, stay in the first cache beside x and the sums.
 const STEPS: usize = 8;
+/// Steps between the weights that are multiplied with one block of rows and those that are fetched.
+const AHEAD: usize = 12;
 
 /// Sums of a group.
 #[derive(Debug, Clone)]
@@ -84,31 +88,34 @@ impl TileWeights {
         for first in range.clone().step_by(GROUP) {
             let outputs = GROUP.min(range.end - first);
             // SAFETY: the caller's promise.
-            unsafe { self.add_group(first, x, &mut sums) };
-            for (block, sums) in sums.iter_mut().enumerate() {
+            unsafe { self.group_sums(first, x, &mut sums) };
+            for (block, sums) in sums.iter().enumerate() {
                 let rows = x.block_rows.min(x.rows - block * x.block_rows);
                 for (r, sums) in sums.0[..rows].iter().enumerate() {
                     // SAFETY: the caller's promise.
                     unsafe { y.write(block * x.block_rows + r, first, &sums[..outputs]) };
                 }
-                *sums = GroupSums::ZERO;
             }
         }
     }
 
-    /// Adds the outputs of a group to `sums`. So many steps at once that their weights stay in the first cache for all rows.
+    /// The outputs of a group. So many steps at once that their weights stay in the first cache for all rows; those of the next steps are fetched
+    /// meanwhile.
     ///
     /// # Safety
     /// The CPU has AMX, and its tiles are configured for the blocks of x.
-    unsafe fn add_group(&self, first: usize, x: &TiledActivations, sums: &mut [GroupSums]) {
+    unsafe fn group_sums(&self, first: usize, x: &TiledActivations, sums: &mut [GroupSums]) {
         let group = &self.lines[first * self.depth..][..GROUP * self.depth];
-        let steps = if sums.len() == 1 { self.depth } else { STEPS };
+        let blocks = sums.len();
+        let steps = if blocks == 1 { self.depth } else { STEPS };
         for (at, weights) in (0..self.depth).step_by(steps).zip(group.chunks(GROUP * steps)) {
             let x_blocks = x.lines.chunks_exact(self.depth * x.block_rows);
             for (block, (sums, x_lines)) in sums.iter_mut().zip(x_blocks).enumerate() {
                 let (now, x_lines) = (weights.len() / GROUP, &x_lines[at * x.block_rows..]);
+                let ahead = if blocks == 1 { AHEAD * GROUP } else { weights.len() + block * weights.len() / blocks };
+                let later = (weights.as_ptr().wrapping_add(ahead), GROUP.div_ceil(TOGETHER * blocks));
                 // SAFETY: the tiles are configured for blocks of these rows, and both slices have so many steps.
-                unsafe { add_steps(block == 0, weights, &x_lines[..now * x.block_rows], now, sums) };
+                unsafe { add_steps((weights, &x_lines[..now * x.block_rows]), now, later, (at > 0, sums)) };
             }
         }
     }
@@ -125,10 +132,15 @@ fn fill_tile(tile: &mut [VectorLine; TILE], rows: &[u8], row_bytes: usize, k: us
     }
 }
 
+thread_local! {
+    /// A thread keeps the lines of x for its next product: zeroing new ones takes a twentieth of the time of a prompt.
+    static LINES: Cell<Vec<VectorLine>> = const { Cell::new(vec![]) };
+}
+
 /// Rows of x as tiles: `[blocks, I / 32, rows of a block]` lines of bfloat16.
 struct TiledActivations {
     lines: Vec<VectorLine>,
-    /// At most 16; those that the last block has not are zero.
+    /// At most 16. Those that the last block has not are of an earlier product; their outputs are not written.
     block_rows: usize,
     rows: usize,
 }
@@ -139,7 +151,8 @@ impl TiledActivations {
         let blocks = rows.div_ceil(TILE);
         let block_rows = rows.div_ceil(blocks);
         let block_lines = depth * block_rows;
-        let mut lines = vec![VectorLine::ZERO; blocks * block_lines];
+        let mut lines = LINES.take();
+        lines.resize(lines.len().max(blocks * block_lines), VectorLine::ZERO);
         let out = Shared::new(&mut lines);
         let write = |block: usize| {
             // SAFETY: blocks do not meet.
@@ -159,6 +172,12 @@ impl TiledActivations {
     }
 }
 
+impl Drop for TiledActivations {
+    fn drop(&mut self) {
+        LINES.set(mem::take(&mut self.lines));
+    }
+}
+
 /// Rows of x, to `[I / 32, rows of a block]` lines.
 fn write_block(x_ni: &[f32], inputs: usize, lines: &mut [VectorLine], block_rows: usize) {
     for (row, x_i) in x_ni.chunks_exact(inputs).enumerate() {
@@ -167,76 +186,77 @@ fn write_block(x_ni: &[f32], inputs: usize, lines: &mut [VectorLine], block_rows
             match x.first_chunk() {
                 // One line: AMX is used with AVX-512 only.
                 Some(x) => with_lanes!(lanes => lanes.write_bfloat16_x(x, std::slice::from_mut(line))),
-                None => Number::BFloat16.write(x, bytes_of(std::slice::from_mut(line))),
+                None => {
+                    *line = VectorLine::ZERO;
+                    Number::BFloat16.write(x, bytes_of(std::slice::from_mut(line)));
+                }
             }
         }
     }
 }
 
-/// Fetches weights that are multiplied 12 steps later, into the second cache: of each eighth of that step's lines, those with these numbers.
-/// Four to eight parts of a step side by side come sooner than one after another; 2 or 32 do not.
-macro_rules! fetch_lines {
-    ($($line:literal),*) => {
-        concat!($(
-            ".irp eighth, 0, 1, 2, 3, 4, 5, 6, 7\n",
-            concat!("prefetcht1 [{w} + 12 * 4096 + 512 * \\eighth + 64 * ", $line, "]\n"),
-            ".endr\n"
-        ),*)
-    };
-}
-
-/// Adds the products of some steps of a block of rows and a group of outputs to `sums`; `fetches` the weights of later steps.
+/// Adds the products of some steps of a block of rows and a group of outputs to `sums`, or begins with zero if it does not `continue`; `fetches` the weights
+/// of later steps.
 ///
 /// # Safety
 /// [`ConfiguredTiles`] for the block's rows are there; `group` has `steps` times 4 tiles, `x_lines` `steps` times the block's rows.
-unsafe fn add_steps(fetches: bool, group: &[VectorLine], x_lines: &[VectorLine], steps: usize, sums: &mut GroupSums) {
-    macro_rules! add {
-        ($first:expr, $second:expr, $third:expr, $fourth:expr) => {
-            asm!(
-                "tileloadd tmm0, [{sums} + {row}]",
-                "tileloadd tmm1, [{sums} + {row} + 64]",
-                "tileloadd tmm2, [{sums} + {row} + 128]",
-                "tileloadd tmm3, [{sums} + {row} + 192]",
-                "2:",
-                "tileloadd tmm4, [{x} + {line}]",
-                "tileloadd tmm5, [{w} + {line}]",
-                "tdpbf16ps tmm0, tmm4, tmm5",
-                $first,
-                "tileloadd tmm6, [{w} + {line} + 1024]",
-                "tdpbf16ps tmm1, tmm4, tmm6",
-                $second,
-                "tileloadd tmm5, [{w} + {line} + 2048]",
-                "tdpbf16ps tmm2, tmm4, tmm5",
-                $third,
-                "tileloadd tmm6, [{w} + {line} + 3072]",
-                "tdpbf16ps tmm3, tmm4, tmm6",
-                $fourth,
-                "add {x}, {x_step}",
-                "add {w}, 4096",
-                "dec {steps}",
-                "jnz 2b",
-                "tilestored [{sums} + {row}], tmm0",
-                "tilestored [{sums} + {row} + 64], tmm1",
-                "tilestored [{sums} + {row} + 128], tmm2",
-                "tilestored [{sums} + {row} + 192], tmm3",
-                x = inout(reg) x_lines.as_ptr() => _,
-                w = inout(reg) group.as_ptr() => _,
-                steps = inout(reg) steps => _,
-                x_step = in(reg) size_of_val(x_lines) / steps,
-                line = in(reg) size_of::<VectorLine>(),
-                sums = in(reg) sums.0.as_mut_ptr(),
-                row = in(reg) GROUP * size_of::<f32>(),
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
-                options(nostack),
-            )
+unsafe fn add_steps(
+    (group, x_lines): (&[VectorLine], &[VectorLine]),
+    steps: usize,
+    (later, fetched): (*const VectorLine, usize),
+    (continues, sums): (bool, &mut GroupSums),
+) {
+    static ZERO: GroupSums = GroupSums::ZERO;
+    let from: *const GroupSums = if continues { sums } else { &raw const ZERO };
+    /// Fetches so many lines.
+    macro_rules! fetch {
+        () => {
+            "mov {left}, {fetched}\n3:\nprefetcht1 [{later}]\nadd {later}, 64\ndec {left}\njnz 3b"
         };
     }
     // SAFETY: all reads and writes are within the slices, by the caller's promise.
     unsafe {
-        match fetches {
-            true => add!(fetch_lines!(0, 1), fetch_lines!(2, 3), fetch_lines!(4, 5), fetch_lines!(6, 7)),
-            false => add!("", "", "", ""),
-        }
+        asm!(
+            "tileloadd tmm0, [{from} + {row}]",
+            "tileloadd tmm1, [{from} + {row} + 64]",
+            "tileloadd tmm2, [{from} + {row} + 128]",
+            "tileloadd tmm3, [{from} + {row} + 192]",
+            "2:",
+            "tileloadd tmm4, [{x} + {line}]",
+            "tileloadd tmm5, [{w} + {line}]",
+            "tdpbf16ps tmm0, tmm4, tmm5",
+            fetch!(),
+            "tileloadd tmm6, [{w} + {line} + 1024]",
+            "tdpbf16ps tmm1, tmm4, tmm6",
+            fetch!(),
+            "tileloadd tmm5, [{w} + {line} + 2048]",
+            "tdpbf16ps tmm2, tmm4, tmm5",
+            fetch!(),
+            "tileloadd tmm6, [{w} + {line} + 3072]",
+            "tdpbf16ps tmm3, tmm4, tmm6",
+            fetch!(),
+            "add {x}, {x_step}",
+            "add {w}, 4096",
+            "dec {steps}",
+            "jnz 2b",
+            "tilestored [{sums} + {row}], tmm0",
+            "tilestored [{sums} + {row} + 64], tmm1",
+            "tilestored [{sums} + {row} + 128], tmm2",
+            "tilestored [{sums} + {row} + 192], tmm3",
+            x = inout(reg) x_lines.as_ptr() => _,
+            w = inout(reg) group.as_ptr() => _,
+            steps = inout(reg) steps => _,
+            later = inout(reg) later => _,
+            left = out(reg) _,
+            fetched = in(reg) fetched,
+            x_step = in(reg) size_of_val(x_lines) / steps,
+            line = in(reg) size_of::<VectorLine>(),
+            from = in(reg) from,
+            sums = in(reg) sums.0.as_mut_ptr(),
+            row = in(reg) GROUP * size_of::<f32>(),
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
+            options(nostack),
+        );
     }
 }
 

@@ -207,7 +207,8 @@ impl<'a> CpuEngine<'a> {
         if factor != 1.0 {
             buffers.normed_nh.iter_mut().for_each(|x| *x *= factor);
         }
-        add(&mut buffers.x_nh, &buffers.normed_nh);
+        let (h, given_nh) = (self.backbone.config.hidden_size as usize, &buffers.normed_nh);
+        in_parts(&mut buffers.x_nh, h, self.team, |first, x_nh| add(x_nh, &given_nh[first * h..][..x_nh.len()]));
     }
 
     fn buffers(&self, x_nh: Vec<f32>, pass: &[PassTokens]) -> Buffers {
