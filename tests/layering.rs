@@ -25,7 +25,7 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("bounds", 47),
     ("calibrate", 277),
     ("cli", 9371),
-    ("cpu", 3301),
+    ("cpu", 3349),
     ("data", 9592),
     ("decode", 2262),
     ("distill", 2397),
@@ -258,6 +258,25 @@ fn unsafe_stands_in_its_rooms_only() {
     };
     assert_eq!(of("train/run.rs"), ["src/train/run.rs:2"]);
     assert!(of("cpu/team.rs").is_empty());
+}
+
+/// Lines where vectors pass through a function of `core`. It is compiled without a CPU's instructions, so each intrinsic in its closure is a call:
+/// weights of 4 bits were multiplied ten times as slowly.
+fn passes_through_core(text: &str) -> Vec<usize> {
+    let passes = |line: &str| line.contains("from_fn(") || line.contains(".map(");
+    (1..).zip(text.lines()).filter(|(_, line)| passes(line)).map(|(number, _)| number).collect()
+}
+
+#[test]
+fn no_vectors_pass_through_functions_without_their_instructions() {
+    for file in ["avx2.rs", "avx512.rs"] {
+        let text = fs::read_to_string(Path::new(ROOT).join("src/cpu/lanes").join(file)).expect("a source");
+        assert_eq!(passes_through_core(&text), [0; 0], "lines of src/cpu/lanes/{file}: use loops or both halves");
+    }
+    assert_eq!(
+        passes_through_core("let a = v.map(|v| add(v));\nlet b = add(v);\narray::from_fn(|h| add(v[h]))\n"),
+        [1, 3]
+    );
 }
 
 /// Rooms that know a trained drafter by its levels alone, through `draft::trained` and `draft::planned`.

@@ -8,7 +8,6 @@
 #![expect(unsafe_code, reason = "parts of a job write to outputs of their own")]
 
 // O outputs, I inputs, N rows of x
-use std::array;
 use std::ops::Range;
 
 use super::arena::{Arena, ArenaLines};
@@ -185,16 +184,25 @@ fn add_block<L: Lanes, B: BlockLayout, const R: usize>(
     x: &[CodedInputs; R],
     sums: &mut [L::Vector; R],
 ) {
-    let start = |group: usize| -> [L::Sums; R] { array::from_fn(|r| lanes.integers(x[r].starts[group])) };
     // Halves are literals, so that shifts of codes are by constants.
-    let mut products = start(0);
+    let mut products = starts::<L, R>(lanes, x, 0);
     add_half::<L, B, R>(lanes, codes, 0, x, &mut products);
     if B::Scales::GROUPS == 2 {
         add_scaled::<L, B, R>(lanes, scales, [block, 0], (products, x), sums);
-        products = start(1);
+        products = starts::<L, R>(lanes, x, 1);
     }
     add_half::<L, B, R>(lanes, codes, 1, x, &mut products);
     add_scaled::<L, B, R>(lanes, scales, [block, B::Scales::GROUPS - 1], (products, x), sums);
+}
+
+/// What the sums of products of a group start with.
+#[inline(always)]
+fn starts<L: Lanes, const R: usize>(lanes: L, x: &[CodedInputs; R], group: usize) -> [L::Sums; R] {
+    let mut starts = [lanes.integers(0); R];
+    for (start, x) in starts.iter_mut().zip(x) {
+        *start = lanes.integers(x.starts[group]);
+    }
+    starts
 }
 
 /// Adds the products of half a block.

@@ -1,7 +1,6 @@
 //! Vectors of AVX2, with AVX-VNNI if the CPU has it: 16 numbers in two registers. In float32 every result has the bits that AVX-512 computes.
 #![expect(unsafe_code, reason = "AVX2 with FMA, which a value of `Avx2` stands for, reads and writes slices")]
 use std::arch::x86_64::*;
-use std::array;
 
 use half::bf16;
 
@@ -91,7 +90,62 @@ fn signed_products(codes: __m256i, x: __m256i) -> __m256i {
     _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights))
 }
 
-// SAFETY of all blocks: `self` says that the CPU has the instructions. What else a block needs stands beside it.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn where_at_least(x: __m256, least: f32, v: __m256) -> __m256 {
+    _mm256_and_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(x, _mm256_set1_ps(least)), v)
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn places_above(x: __m256, least: f32) -> i32 {
+    _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_NLE_UQ>(x, _mm256_set1_ps(least)))
+}
+
+/// 16 numbers rounded to whole ones, in bytes of words.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn rounded_words(x: Pair) -> __m256i {
+    let (rounding, byte) = (_mm256_set1_ps(ROUNDING), _mm256_set1_epi32(0xff));
+    let low = _mm256_and_si256(_mm256_castps_si256(_mm256_add_ps(x[0], rounding)), byte);
+    let high = _mm256_and_si256(_mm256_castps_si256(_mm256_add_ps(x[1], rounding)), byte);
+    _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn field(bytes: __m256i, at: u32, width: u32, to: u32) -> __m256i {
+    let moved = match to.cast_signed() - at.cast_signed() {
+        0 => bytes,
+        left @ 1.. => _mm256_sll_epi16(bytes, _mm_cvtsi32_si128(left)),
+        right => _mm256_srl_epi16(bytes, _mm_cvtsi32_si128(-right)),
+    };
+    _mm256_and_si256(moved, _mm256_set1_epi8((((1u32 << width) - 1) << to) as i8))
+}
+
+#[inline]
+#[target_feature(enable = "avx2,avxvnni")]
+fn add_pair_vnni(sums: __m256i, weights: [__m256i; 2], x: [i32; 2]) -> __m256i {
+    let sums = _mm256_dpbusd_avx_epi32(sums, weights[0], _mm256_set1_epi32(x[0]));
+    _mm256_dpbusd_avx_epi32(sums, weights[1], _mm256_set1_epi32(x[1]))
+}
+
+/// Products of codes up to 63 are added in int16, where four fit. Two products of a code up to 255 do not, so bytes are signed here, and the sign
+/// goes to x.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn add_pair<const WIDE: bool>(sums: __m256i, weights: [__m256i; 2], x: [i32; 2]) -> __m256i {
+    let (x, ones) = ([_mm256_set1_epi32(x[0]), _mm256_set1_epi32(x[1])], _mm256_set1_epi16(1));
+    if WIDE {
+        let sums = _mm256_add_epi32(sums, _mm256_madd_epi16(signed_products(weights[0], x[0]), ones));
+        return _mm256_add_epi32(sums, _mm256_madd_epi16(signed_products(weights[1], x[1]), ones));
+    }
+    let products = _mm256_add_epi16(_mm256_maddubs_epi16(weights[0], x[0]), _mm256_maddubs_epi16(weights[1], x[1]));
+    _mm256_add_epi32(sums, _mm256_madd_epi16(products, ones))
+}
+
+// SAFETY of all blocks: `self` says that the CPU has the instructions. No closure passes vectors through functions of `core`: these are compiled
+// without the instructions, so each intrinsic would be a call. What else a block needs stands beside it.
 impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     type Vector = Pair;
     const BLOCK_ROWS: usize = 3;
@@ -175,7 +229,7 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     #[inline(always)]
     fn where_at_least(self, x: Pair, least: f32, v: Pair) -> Pair {
         // SAFETY: see above.
-        array::from_fn(|h| unsafe { _mm256_and_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(x[h], _mm256_set1_ps(least)), v[h]) })
+        unsafe { [where_at_least(x[0], least, v[0]), where_at_least(x[1], least, v[1])] }
     }
 
     #[inline(always)]
@@ -220,13 +274,20 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     fn sum_each(self, v: [Pair; LANES]) -> Pair {
         // SAFETY: see above.
         unsafe {
-            let pairs: [Pair; 8] = array::from_fn(|i| array::from_fn(|h| halves(v[2 * i][h], v[2 * i + 1][h])));
-            let fours: [Pair; 4] =
-                array::from_fn(|i| array::from_fn(|h| quarters(pairs[2 * i][h], pairs[2 * i + 1][h])));
-            array::from_fn(|i| {
+            let (mut pairs, mut fours, mut sums) = ([self.all(0.0); 8], [self.all(0.0); 4], self.all(0.0));
+            for (i, pair) in pairs.iter_mut().enumerate() {
+                let [a, b] = [v[2 * i], v[2 * i + 1]];
+                *pair = [halves(a[0], b[0]), halves(a[1], b[1])];
+            }
+            for (i, four) in fours.iter_mut().enumerate() {
+                let [a, b] = [pairs[2 * i], pairs[2 * i + 1]];
+                *four = [quarters(a[0], b[0]), quarters(a[1], b[1])];
+            }
+            for (i, sum) in sums.iter_mut().enumerate() {
                 let [a, b] = [fours[2 * i], fours[2 * i + 1]];
-                _mm256_add_ps(blocks(a[0], b[0]), blocks(a[1], b[1]))
-            })
+                *sum = _mm256_add_ps(blocks(a[0], b[0]), blocks(a[1], b[1]));
+            }
+            sums
         }
     }
 
@@ -234,8 +295,8 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     fn above(self, x: &[f32], least: f32) -> u16 {
         // SAFETY: see above.
         let larger = unsafe {
-            let [low, high] = self.load(x).map(|x| _mm256_cmp_ps::<_CMP_NLE_UQ>(x, _mm256_set1_ps(least)));
-            (_mm256_movemask_ps(high) << HALF | _mm256_movemask_ps(low)) as u16
+            let [low, high] = self.load(x);
+            (places_above(high, least) << HALF | places_above(low, least)) as u16
         };
         larger & (1u32 << x.len().min(LANES)).wrapping_sub(1) as u16
     }
@@ -281,13 +342,14 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     ) {
         for half in 0..2 {
             for odd in 0..if BF16 { 2 } else { 1 } {
-                let w: [__m256; T] = array::from_fn(|t| {
+                let mut halves = [self.all(0.0)[0]; T];
+                for (half_line, w) in halves.iter_mut().zip(w) {
                     // SAFETY: see above.
-                    if BF16 { unsafe { even_or_odd(bits(&w[t])[half], odd == 1) } } else { floats(&w[t])[half] }
-                });
+                    *half_line = if BF16 { unsafe { even_or_odd(bits(w)[half], odd == 1) } } else { floats(w)[half] };
+                }
                 for (r, sums) in sums.iter_mut().enumerate() {
                     let x = floats(&x[if BF16 { 2 * r + odd } else { r }])[half];
-                    for (sum, w) in sums.iter_mut().zip(w) {
+                    for (sum, w) in sums.iter_mut().zip(halves) {
                         // SAFETY: see above.
                         sum[half] = unsafe { _mm256_fmadd_ps(w, x, sum[half]) };
                     }
@@ -319,11 +381,11 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     fn largest_magnitude(self, x: &[f32; 32]) -> f32 {
         // SAFETY: 8 numbers each.
         unsafe {
-            let magnitude = |h: usize| {
-                _mm256_and_si256(_mm256_loadu_si256(x[8 * h..].as_ptr().cast()), _mm256_set1_epi32(0x7fff_ffff))
-            };
-            let [low, high] = [0, 2].map(|h| _mm256_max_epu32(magnitude(h), magnitude(h + 1)));
-            let eight = _mm256_max_epu32(low, high);
+            let mut eight = _mm256_set1_epi32(0);
+            for x in x.as_chunks::<HALF>().0 {
+                let bits = _mm256_loadu_si256(x.as_ptr().cast());
+                eight = _mm256_max_epu32(eight, _mm256_and_si256(bits, _mm256_set1_epi32(0x7fff_ffff)));
+            }
             let four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
             let two = _mm_max_epu32(four, _mm_shuffle_epi32::<0b01_00_11_10>(four));
             let one = _mm_max_epu32(two, _mm_shuffle_epi32::<0b10_11_00_01>(two));
@@ -333,17 +395,12 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
 
     #[inline(always)]
     fn write_rounded(self, x: &[f32; 32], factor: f32, quads: &mut [i32; 8]) -> [i32; 2] {
-        let half = |x: &[f32]| {
-            let rounded = self.add(self.multiply(self.load(x), self.all(factor)), self.all(ROUNDING));
-            // SAFETY: see above.
-            unsafe {
-                let [low, high] = rounded.map(|v| _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0xff)));
-                _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high))
-            }
-        };
+        let (low, high) = x.split_at(LANES);
+        let [low, high] =
+            [self.multiply(self.load(low), self.all(factor)), self.multiply(self.load(high), self.all(factor))];
         // SAFETY: 32 bytes.
         unsafe {
-            let bytes = _mm256_packus_epi16(half(&x[..16]), half(&x[16..]));
+            let bytes = _mm256_packus_epi16(rounded_words(low), rounded_words(high));
             let bytes = _mm256_permute4x64_epi64::<0b11_01_10_00>(bytes);
             _mm256_storeu_si256(quads.as_mut_ptr().cast(), bytes);
             sums_of_halves(bytes)
@@ -357,17 +414,8 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
 
     #[inline(always)]
     fn field(self, bytes: [__m256i; 2], at: u32, width: u32, to: u32) -> [__m256i; 2] {
-        bytes.map(|bytes| {
-            // SAFETY: see above.
-            unsafe {
-                let moved = match to.cast_signed() - at.cast_signed() {
-                    0 => bytes,
-                    left @ 1.. => _mm256_sll_epi16(bytes, _mm_cvtsi32_si128(left)),
-                    right => _mm256_srl_epi16(bytes, _mm_cvtsi32_si128(-right)),
-                };
-                _mm256_and_si256(moved, _mm256_set1_epi8((((1u32 << width) - 1) << to) as i8))
-            }
-        })
+        // SAFETY: see above.
+        unsafe { [field(bytes[0], at, width, to), field(bytes[1], at, width, to)] }
     }
 
     #[inline(always)]
@@ -375,14 +423,14 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         // SAFETY: 16 bytes.
         unsafe {
             let book = _mm256_broadcastsi128_si256(_mm_loadu_si128(book.as_ptr().cast()));
-            places.map(|places| _mm256_shuffle_epi8(book, places))
+            [_mm256_shuffle_epi8(book, places[0]), _mm256_shuffle_epi8(book, places[1])]
         }
     }
 
     #[inline(always)]
     fn either(self, a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
         // SAFETY: see above.
-        array::from_fn(|h| unsafe { _mm256_or_si256(a[h], b[h]) })
+        unsafe { [_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])] }
     }
 
     #[inline(always)]
@@ -391,49 +439,46 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         unsafe { [_mm256_set1_epi32(x); 2] }
     }
 
-    /// Products of codes up to 63 are added in int16, where four fit. Two products of a code up to 255 do not, so
-    /// bytes are signed here, and the sign goes to x.
     #[inline(always)]
-    fn add_pair<const WIDE: bool>(self, sums: [__m256i; 2], weights: [[__m256i; 2]; 2], x: [i32; 2]) -> [__m256i; 2] {
-        array::from_fn(|h| {
+    fn add_pair<const WIDE: bool>(
+        self,
+        mut sums: [__m256i; 2],
+        weights: [[__m256i; 2]; 2],
+        x: [i32; 2],
+    ) -> [__m256i; 2] {
+        for (h, sums) in sums.iter_mut().enumerate() {
+            let weights = [weights[0][h], weights[1][h]];
             // SAFETY: see above.
-            unsafe {
-                if VNNI {
-                    let sums = _mm256_dpbusd_avx_epi32(sums[h], weights[0][h], _mm256_set1_epi32(x[0]));
-                    return _mm256_dpbusd_avx_epi32(sums, weights[1][h], _mm256_set1_epi32(x[1]));
-                }
-                let [a, b] = array::from_fn(|at| {
-                    let (codes, x) = (weights[at][h], _mm256_set1_epi32(x[at]));
-                    if WIDE { signed_products(codes, x) } else { _mm256_maddubs_epi16(codes, x) }
-                });
-                let ones = _mm256_set1_epi16(1);
-                if WIDE {
-                    let sums = _mm256_add_epi32(sums[h], _mm256_madd_epi16(a, ones));
-                    return _mm256_add_epi32(sums, _mm256_madd_epi16(b, ones));
-                }
-                _mm256_add_epi32(sums[h], _mm256_madd_epi16(_mm256_add_epi16(a, b), ones))
-            }
-        })
+            *sums =
+                unsafe { if VNNI { add_pair_vnni(*sums, weights, x) } else { add_pair::<WIDE>(*sums, weights, x) } };
+        }
+        sums
     }
 
     #[inline(always)]
     fn floats(self, sums: [__m256i; 2]) -> Pair {
         // SAFETY: see above.
-        sums.map(|sums| unsafe { _mm256_cvtepi32_ps(sums) })
+        unsafe { [_mm256_cvtepi32_ps(sums[0]), _mm256_cvtepi32_ps(sums[1])] }
     }
 
     #[inline(always)]
     fn float16(self, bytes: &[u8; 32]) -> Pair {
+        let (low, high) = bytes.split_at(16);
         // SAFETY: 16 bytes each.
-        array::from_fn(|h| unsafe { _mm256_cvtph_ps(_mm_loadu_si128(bytes[16 * h..].as_ptr().cast())) })
+        unsafe {
+            let (low, high) = (_mm_loadu_si128(low.as_ptr().cast()), _mm_loadu_si128(high.as_ptr().cast()));
+            [_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)]
+        }
     }
 
     #[inline(always)]
     fn signed(self, bytes: &[u8; 16]) -> Pair {
+        let (low, high) = bytes.split_at(8);
         // SAFETY: 8 bytes each.
-        array::from_fn(|h| unsafe {
-            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(bytes[8 * h..].as_ptr().cast())))
-        })
+        unsafe {
+            let (low, high) = (_mm_loadl_epi64(low.as_ptr().cast()), _mm_loadl_epi64(high.as_ptr().cast()));
+            self.floats([_mm256_cvtepi8_epi32(low), _mm256_cvtepi8_epi32(high)])
+        }
     }
 }
 

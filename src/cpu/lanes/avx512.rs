@@ -1,7 +1,6 @@
 //! Vectors of AVX-512: 16 numbers in one register.
 #![expect(unsafe_code, reason = "AVX-512, which a value of `Avx512` stands for, reads and writes under masks")]
 use std::arch::x86_64::*;
-use std::array;
 
 use super::avx2::sums_of_halves;
 use super::vector::{LANES, Lanes, ROUNDING, VectorLine};
@@ -158,10 +157,14 @@ impl Lanes for Avx512 {
     fn sum_each(self, v: [__m512; LANES]) -> __m512 {
         // SAFETY: see above.
         unsafe {
-            let pairs: [__m512; 8] = std::array::from_fn(|i| halves(v[2 * i], v[2 * i + 1]));
-            let fours: [__m512; 4] = std::array::from_fn(|i| quarters(pairs[2 * i], pairs[2 * i + 1]));
-            let eights: [__m512; 2] = std::array::from_fn(|i| blocks(fours[2 * i], fours[2 * i + 1]));
-            blocks(eights[0], eights[1])
+            let (mut pairs, mut fours) = ([self.all(0.0); 8], [self.all(0.0); 4]);
+            for (i, pair) in pairs.iter_mut().enumerate() {
+                *pair = halves(v[2 * i], v[2 * i + 1]);
+            }
+            for (i, four) in fours.iter_mut().enumerate() {
+                *four = quarters(pairs[2 * i], pairs[2 * i + 1]);
+            }
+            blocks(blocks(fours[0], fours[1]), blocks(fours[2], fours[3]))
         }
     }
 
@@ -227,9 +230,10 @@ impl Lanes for Avx512 {
     fn largest_magnitude(self, x: &[f32; 32]) -> f32 {
         // SAFETY: 16 numbers each.
         unsafe {
-            let [low, high] = array::from_fn(|h| _mm512_loadu_si512(x[16 * h..].as_ptr().cast()));
-            let magnitude = |bits| _mm512_and_si512(bits, _mm512_set1_epi32(0x7fff_ffff));
-            f32::from_bits(_mm512_reduce_max_epu32(_mm512_max_epu32(magnitude(low), magnitude(high))))
+            let [low, high] = [_mm512_loadu_si512(x.as_ptr().cast()), _mm512_loadu_si512(x[LANES..].as_ptr().cast())];
+            let magnitude = _mm512_set1_epi32(0x7fff_ffff);
+            let largest = _mm512_max_epu32(_mm512_and_si512(low, magnitude), _mm512_and_si512(high, magnitude));
+            f32::from_bits(_mm512_reduce_max_epu32(largest))
         }
     }
 
@@ -318,11 +322,11 @@ impl Avx512 {
     fn add_product<const BF16: bool>(self, sum: __m512, a: &VectorLine, b: &VectorLine) -> __m512 {
         // SAFETY: a line is 64 aligned bytes, and any bytes are numbers.
         unsafe {
-            let [a, b] = [a, b].map(|line| _mm512_load_si512(line.0.as_ptr().cast()));
+            let [a, b] = [_mm512_load_si512(a.0.as_ptr().cast()), _mm512_load_si512(b.0.as_ptr().cast())];
             if !BF16 {
                 return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
             }
-            let [a, b] = [a, b].map(|line| std::mem::transmute::<__m512i, __m512bh>(line));
+            let [a, b] = std::mem::transmute::<[__m512i; 2], [__m512bh; 2]>([a, b]);
             _mm512_dpbf16_ps(sum, a, b)
         }
     }
