@@ -195,8 +195,8 @@ fn write_block(x_ni: &[f32], inputs: usize, lines: &mut [VectorLine], block_rows
     }
 }
 
-/// Adds the products of some steps of a block of rows and a group of outputs to `sums`, or begins with zero if it does not `continue`; `fetches` the weights
-/// of later steps.
+/// The products of some steps of a block of rows and a group of outputs, added to `sums` if it continues them, else written there. After each product of
+/// two tiles, `fetched` lines of weights are fetched, from `later` on.
 ///
 /// # Safety
 /// [`ConfiguredTiles`] for the block's rows are there; `group` has `steps` times 4 tiles, `x_lines` `steps` times the block's rows.
