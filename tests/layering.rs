@@ -25,7 +25,7 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("bounds", 47),
     ("calibrate", 277),
     ("cli", 9371),
-    ("cpu", 3395),
+    ("cpu", 3420),
     ("data", 9592),
     ("decode", 2262),
     ("distill", 2397),

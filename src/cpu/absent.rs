@@ -121,7 +121,7 @@ pub(crate) mod attention {
 
 /// No row is computed.
 pub(crate) mod rows {
-    use super::super::team::Team;
+    use super::super::{Number, team::Team};
 
     macro_rules! never {
         ($(fn $name:ident($($of:ty),*) $(-> $made:ty)?;)*) => {
@@ -132,8 +132,8 @@ pub(crate) mod rows {
     }
 
     never! {
-        fn rms_norm(&[f32], &[f32], f32, &mut [f32]);
-        fn rms_norm_in_place(&mut [f32], &[f32], f32);
+        fn write_numbers(Number, &[f32], &mut [u8]);
+        fn rms_norm(&mut [f32], &[f32], f32);
         fn add(&mut [f32], &[f32]);
         fn add_to_each(&mut [f32], &[f32]);
         fn silu_product(&[f32], &mut [f32], usize);

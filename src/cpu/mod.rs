@@ -49,20 +49,25 @@ impl Number {
     }
 
     /// Writes float32 numbers as these, as many as both have.
+    #[inline(always)]
     pub fn write(self, x: &[f32], bytes: &mut [u8]) {
         match self {
             Number::Float32 => {
-                bytes.as_chunks_mut::<4>().0.iter_mut().zip(x).for_each(|(to, x)| *to = x.to_ne_bytes());
+                for (to, x) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(x) {
+                    *to = x.to_ne_bytes();
+                }
             }
             Number::BFloat16 => {
-                let numbers = bytes.as_chunks_mut::<2>().0.iter_mut().zip(x);
-                numbers.for_each(|(to, &x)| *to = bfloat16(x).to_ne_bytes());
+                for (to, x) in bytes.as_chunks_mut::<2>().0.iter_mut().zip(x) {
+                    *to = bfloat16(*x).to_ne_bytes();
+                }
             }
         }
     }
 }
 
 /// The bits of the nearest bfloat16, of two the even one; without a branch, so that the compiler makes vectors of a loop.
+#[inline(always)]
 fn bfloat16(x: f32) -> u16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;

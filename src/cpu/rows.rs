@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "rows of a job write to places of their own")]
 
 // N rows, H hidden, F intermediate size, D head size
+use super::Number;
 use super::lanes::{LANES, Lanes, with_lanes};
 use super::shared::Shared;
 use super::team::Team;
@@ -24,25 +25,32 @@ pub(crate) fn in_parts(rows: &mut [f32], width: usize, team: &Team, work: impl F
     });
 }
 
-/// `x / rms(x) · weight` for each row of `x_nh`, to `out_nh`.
-pub(crate) fn rms_norm(x_nh: &[f32], weight_h: &[f32], eps: f32, out_nh: &mut [f32]) {
-    let h = weight_h.len();
-    assert_eq!((x_nh.len() % h, x_nh.len()), (0, out_nh.len()), "rows of [N, H]");
-    for (x_h, out_h) in x_nh.chunks_exact(h).zip(out_nh.chunks_exact_mut(h)) {
-        let mean = with_lanes!(lanes => sum_of_squares(lanes, x_h)) / h as f32;
-        let scale = (mean + eps).sqrt().recip();
-        out_h.iter_mut().zip(x_h).zip(weight_h).for_each(|((out, x), weight)| *out = x * scale * weight);
+/// Puts what `of` gives of the numbers of two rows in place of the first one's.
+#[inline(always)]
+fn change_each<L: Lanes>(lanes: L, x: &mut [f32], y: &[f32], of: impl Fn(L::Vector, L::Vector) -> L::Vector) {
+    let ((whole, rest), at) = (x.as_chunks_mut::<LANES>(), y.len() / LANES * LANES);
+    for (x, y) in whole.iter_mut().zip(y.as_chunks::<LANES>().0) {
+        let changed = of(lanes.load(x), lanes.load(y));
+        lanes.store(x, changed);
     }
+    let changed = of(lanes.load(rest), lanes.load(&y[at..]));
+    lanes.store(rest, changed);
 }
 
-/// As [`rms_norm`], in place.
-pub(crate) fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
-    assert_eq!(x.len() % weight.len(), 0, "whole rows");
-    for x in x.chunks_exact_mut(weight.len()) {
-        let mean = with_lanes!(lanes => sum_of_squares(lanes, x)) / weight.len() as f32;
-        let scale = (mean + eps).sqrt().recip();
-        x.iter_mut().zip(weight).for_each(|(x, weight)| *x = *x * scale * weight);
-    }
+/// [`Number::write`], compiled for the vectors of this CPU.
+pub(crate) fn write_numbers(number: Number, x: &[f32], bytes: &mut [u8]) {
+    with_lanes!(_lanes => number.write(x, bytes));
+}
+
+/// `x / rms(x) · weight` for each row, in place.
+pub(crate) fn rms_norm(x_nh: &mut [f32], weight_h: &[f32], eps: f32) {
+    assert_eq!(x_nh.len() % weight_h.len(), 0, "whole rows");
+    with_lanes!(lanes => for x_h in x_nh.chunks_exact_mut(weight_h.len()) {
+        let scale = lanes.all((sum_of_squares(lanes, x_h) / x_h.len() as f32 + eps).sqrt().recip());
+        change_each(lanes, x_h, weight_h, #[inline(always)] |x, weight| {
+            lanes.multiply(lanes.multiply(x, scale), weight)
+        });
+    });
 }
 
 #[inline(always)]
@@ -59,7 +67,7 @@ fn sum_of_squares<L: Lanes>(lanes: L, x: &[f32]) -> f32 {
 /// `x += y`.
 pub(crate) fn add(x: &mut [f32], y: &[f32]) {
     assert_eq!(x.len(), y.len(), "of one shape");
-    x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+    with_lanes!(lanes => change_each(lanes, x, y, #[inline(always)] |x, y| lanes.add(x, y)));
 }
 
 /// Adds a bias `[O]` to each row of `[N, O]`.
@@ -78,11 +86,18 @@ pub(crate) fn silu_product(gate_up_nf: &[f32], out_nf: &mut [f32], f: usize) {
 
 #[inline(always)]
 fn silu_product_of_row<L: Lanes>(lanes: L, gate_f: &[f32], up_f: &[f32], out_f: &mut [f32]) {
-    for ((gate, up), out) in gate_f.chunks(LANES).zip(up_f.chunks(LANES)).zip(out_f.chunks_mut(LANES)) {
-        let (gate, up, one) = (lanes.load(gate), lanes.load(up), lanes.all(1.0));
-        let sigmoid = lanes.divide(one, lanes.add(one, lanes.exp(lanes.subtract(lanes.all(0.0), gate))));
-        lanes.store(out, lanes.multiply(lanes.multiply(gate, sigmoid), up));
-    }
+    let one = lanes.all(1.0);
+    out_f.copy_from_slice(gate_f);
+    change_each(
+        lanes,
+        out_f,
+        up_f,
+        #[inline(always)]
+        |gate, up| {
+            let sigmoid = lanes.divide(one, lanes.add(one, lanes.exp(lanes.subtract(lanes.all(0.0), gate))));
+            lanes.multiply(lanes.multiply(gate, sigmoid), up)
+        },
+    );
 }
 
 /// `gelu(gate) · up` with GELU's tanh approximation; shapes as in [`silu_product`].
@@ -98,13 +113,20 @@ pub(crate) fn gelu_tanh_product(gate_up_nf: &[f32], out_nf: &mut [f32], f: usize
 #[inline(always)]
 fn gelu_tanh_product_of_row<L: Lanes>(lanes: L, gate_f: &[f32], up_f: &[f32], out_f: &mut [f32]) {
     const MINUS_TWO_ROOT: f32 = -1.595_769; // -2·√(2/π)
-    for ((gate, up), out) in gate_f.chunks(LANES).zip(up_f.chunks(LANES)).zip(out_f.chunks_mut(LANES)) {
-        let (gate, up, one) = (lanes.load(gate), lanes.load(up), lanes.all(1.0));
-        let cubic = lanes.multiply(lanes.multiply(gate, gate), lanes.multiply(gate, lanes.all(0.044_715)));
-        let minus_2u = lanes.multiply(lanes.all(MINUS_TWO_ROOT), lanes.add(gate, cubic));
-        let sigmoid = lanes.divide(one, lanes.add(one, lanes.exp(minus_2u)));
-        lanes.store(out, lanes.multiply(lanes.multiply(gate, sigmoid), up));
-    }
+    let one = lanes.all(1.0);
+    out_f.copy_from_slice(gate_f);
+    change_each(
+        lanes,
+        out_f,
+        up_f,
+        #[inline(always)]
+        |gate, up| {
+            let cubic = lanes.multiply(lanes.multiply(gate, gate), lanes.multiply(gate, lanes.all(0.044_715)));
+            let minus_2u = lanes.multiply(lanes.all(MINUS_TWO_ROOT), lanes.add(gate, cubic));
+            let sigmoid = lanes.divide(one, lanes.add(one, lanes.exp(minus_2u)));
+            lanes.multiply(lanes.multiply(gate, sigmoid), up)
+        },
+    );
 }
 
 /// `x + silu(y)` to `x`, both `[N, H]`: the end of a ResBlock.
@@ -125,12 +147,20 @@ pub(crate) fn rotation(position: i64, frequencies: &[f32], magnitude: f32) -> Ve
 
 /// Rotates the first R numbers of heads `[…, D]` in place by a [`rotation`] (`[R]`).
 pub(crate) fn rotate(heads: &mut [f32], d: usize, rotation: &[f32]) {
+    with_lanes!(lanes => for head in heads.chunks_exact_mut(d) {
+        rotate_head(lanes, head, rotation);
+    });
+}
+
+#[inline(always)]
+fn rotate_head<L: Lanes>(lanes: L, head: &mut [f32], rotation: &[f32]) {
     let (cos, sin) = rotation.split_at(rotation.len() / 2);
-    for head in heads.chunks_exact_mut(d) {
-        let (first, second) = head[..rotation.len()].split_at_mut(cos.len());
-        for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
-        }
+    let (first, second) = head[..rotation.len()].split_at_mut(cos.len());
+    let pairs = first.chunks_mut(LANES).zip(second.chunks_mut(LANES));
+    for ((first, second), (cos, sin)) in pairs.zip(cos.chunks(LANES).zip(sin.chunks(LANES))) {
+        let [a, b, cos, sin] = [lanes.load(first), lanes.load(second), lanes.load(cos), lanes.load(sin)];
+        lanes.store(first, lanes.subtract(lanes.multiply(a, cos), lanes.multiply(b, sin)));
+        lanes.store(second, lanes.add(lanes.multiply(b, cos), lanes.multiply(a, sin)));
     }
 }
 
@@ -239,8 +269,8 @@ mod tests {
     fn rows_equal_their_formulas_in_float64() {
         for h in [5, 16, 37] {
             let (x, weight) = (numbers(2 * h), numbers(h));
-            let mut out = vec![0.0; 2 * h];
-            rms_norm(&x, &weight, 1e-5, &mut out);
+            let mut out = x.clone();
+            rms_norm(&mut out, &weight, 1e-5);
             for (x, out) in x.chunks_exact(h).zip(out.chunks_exact(h)) {
                 let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / h as f64;
                 close(out, x.iter().zip(&weight).map(|(&x, &w)| f64::from(x) * f64::from(w) / (mean + 1e-5).sqrt()));

@@ -10,7 +10,7 @@ use crate::cpu;
 use crate::cpu::attention::{SeenTokens, SequenceTokens, attend};
 use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::{
-    add, add_to_each, gelu_tanh_product, in_parts, rms_norm, rms_norm_in_place, rotate, rotation, silu_product,
+    add, add_to_each, gelu_tanh_product, in_parts, rms_norm, rotate, rotation, silu_product, write_numbers,
 };
 use crate::cpu::team::Team;
 use crate::cpu::{AttentionShape, Number, Plane};
@@ -101,7 +101,7 @@ impl KernelNorms {
 
     /// Norms `x` in place, if there is a norm: rows as long as its weight.
     fn apply(&self, place: NormPlace, x: &mut [f32], eps: f32) {
-        self.at(place).into_iter().for_each(|weight| rms_norm_in_place(x, weight, eps));
+        self.at(place).into_iter().for_each(|weight| rms_norm(x, weight, eps));
     }
 }
 
@@ -265,7 +265,7 @@ impl<'a> CpuEngine<'a> {
             for (n, qkv) in qkv.chunks_exact(q + 2 * kv).enumerate() {
                 for (group, head_d) in qkv[first..first + kv].chunks_exact(d).enumerate() {
                     let from = (group * room + at + n) * d * self.number.bytes();
-                    self.number.write(head_d, &mut bytes[from..from + d * self.number.bytes()]);
+                    write_numbers(self.number, head_d, &mut bytes[from..from + d * self.number.bytes()]);
                 }
             }
         }
@@ -359,13 +359,11 @@ struct Buffers {
 impl Buffers {
     /// The residual stream after a norm, if there is one, as the next product reads it.
     fn norm_stream(&mut self, weight_h: Option<&[f32]>, eps: f32, team: &Team) {
-        match weight_h {
-            Some(weight_h) => in_parts(&mut self.normed_nh, weight_h.len(), team, |first, normed_nh| {
-                let x_nh = &self.x_nh[first * weight_h.len()..][..normed_nh.len()];
-                rms_norm(x_nh, weight_h, eps, normed_nh);
-            }),
-            None => self.normed_nh.copy_from_slice(&self.x_nh),
-        }
+        let Some(weight_h) = weight_h else { return self.normed_nh.copy_from_slice(&self.x_nh) };
+        in_parts(&mut self.normed_nh, weight_h.len(), team, |first, normed_nh| {
+            normed_nh.copy_from_slice(&self.x_nh[first * weight_h.len()..][..normed_nh.len()]);
+            rms_norm(normed_nh, weight_h, eps);
+        });
     }
 }
 
