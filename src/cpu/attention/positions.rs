@@ -101,7 +101,7 @@ impl PositionBlocks {
     }
 }
 
-/// So many ones.
+/// The lowest `count` bits.
 fn bits(count: usize) -> u16 {
     (1u32 << count).wrapping_sub(1) as u16
 }
