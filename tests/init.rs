@@ -5,11 +5,13 @@ use std::path::Path;
 
 use medusa::data::Watch;
 use medusa::data::chat_template::TemplateChoice;
+use medusa::decode::own_answers::RowPrompts;
 use medusa::draft::heads::layout::HeadsArchitecture;
 use medusa::recipe::starter::{StarterMachine, StarterRecipe, StarterRecipeError, StarterStage};
 use medusa::recipe::{Recipe, WrittenRecipe};
 use medusa::torch::shared_gpus::SharedGpus;
 use medusa::train::checked::CheckedRun;
+use medusa::train::duration::PassTimes;
 use serde_json::{Value, json};
 use tch::Device;
 
@@ -318,7 +320,7 @@ fn less_memory_makes_smaller_runs() {
 }
 
 #[test]
-fn the_arithmetic_of_a_run_is_that_of_its_products() {
+fn the_expected_time_of_a_run_is_that_of_its_parts() {
     let small = SmallRun::new();
     let run = |changed: &[(&str, &str)]| {
         let mut recipe = small.read("recipe.toml");
@@ -334,27 +336,45 @@ fn the_arithmetic_of_a_run_is_that_of_its_products() {
         let loaded = written.fetch(Device::Cpu, SharedGpus::alone(Device::Cpu), &|_| ()).expect("local files");
         CheckedRun::load(loaded.plan(Device::Cpu), Watch::default()).expect("rows")
     };
-    // Of the backbone: q and o, k and v, and the three layers of the MLP; of each head: a ResBlock with a bias, and its output.
-    let (layers, lm_head, heads) = (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32, 48 * 32, 2 * (32 * 33 + 48 * 32));
+    // The only layer takes 2, and all else 1.
+    let seconds = |run: &CheckedRun, times: fn(f64) -> PassTimes| run.seconds_at([3.0, 5.0].map(times)).expect("rows");
+    let training = |run| seconds(run, |training| PassTimes { training, ..PassTimes::default() });
+    let evaluation = |run| seconds(run, |evaluation| PassTimes { evaluation, ..PassTimes::default() });
     let frozen = run(&[]);
-    let counts = &frozen.train_report.counts;
-    let (tokens, labels) = (8 * counts.tokens, 8 * counts.tokens_with_loss);
-    assert_eq!(frozen.tokens(), tokens);
-    let work = |checked: &CheckedRun| checked.multiply_adds().round() as usize;
-    assert_eq!(work(&frozen), tokens * layers + labels * 3 * heads);
+    let tokens = 8.0 * frozen.train_report.counts.tokens as f64;
+    assert_eq!(frozen.tokens() as f64, tokens);
+    assert_eq!(training(&frozen), 3.0 * tokens);
     let cached = run(&[("epochs = 8", "epochs = 8\nhidden_state_cache = \"states\"")]);
-    assert_eq!(work(&cached), tokens / 8 * layers + labels * 3 * heads, "one epoch needs the backbone");
-    let soft = run(&[("[data]", "[loss]\ntargets = \"backbone\"\n[data]")]);
-    assert_eq!(work(&soft), work(&frozen) + labels * 2 * lm_head, "the LM head teaches each of two heads");
-    let shared = run(&[("[heads]", "[heads]\nshared_w2 = true")]);
-    assert_eq!(work(&shared), work(&frozen), "as many products with one W2");
-    let lm_heads = run(&[("[heads]", "[heads]\nshared_lm_head = true")]);
-    assert_eq!(work(&lm_heads), work(&frozen) - labels * 2 * lm_head, "no gradient of a frozen weight");
-    let full = run(&[("[stage.medusa1]", "[stage.medusa2]"), ("epochs = 8", "epochs = 8\nrecompute = true")]);
-    assert_eq!(work(&full), tokens * 4 * layers + labels * 3 * (lm_head + heads));
-    let adapters = [(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48), (48, 32)];
-    let adapters: usize = adapters.iter().map(|(outputs, inputs)| 4 * (outputs + inputs)).sum();
-    let lora = "[stage.medusa2]\nself_distillation = true\n[stage.medusa2.lora]\nrank = 4";
-    let lora = run(&[("[stage.medusa1]", lora)]);
-    assert_eq!(work(&lora), tokens * (3 * layers + 3 * adapters) + labels * 3 * (lm_head + heads));
+    assert_eq!(training(&cached), tokens + 2.0 * tokens / 8.0, "one epoch needs the backbone");
+
+    let held_out = frozen.held_out().expect("validation rows");
+    let rows: usize = held_out.iter().map(|row| row.expect("a row").input_ids.len()).sum();
+    let prompts = RowPrompts::of(held_out, 40.try_into().expect("not 0")).expect("rows").chosen;
+    // A prompt and its answer have at most `data.max_length` tokens.
+    let answered = 40.0 * prompts.len() as f64;
+    let (rows, count) = (rows as f64, prompts.len() as f64);
+    assert_eq!(evaluation(&frozen), 4.0 * 3.0 * (rows + answered), "one each six of 24 steps");
+    assert_eq!(evaluation(&cached), 4.0 * (rows + answered) + 2.0 * (rows + 4.0 * answered), "answers are not cached");
+    let unanswered = run(&[("eval_every = 6", "eval_every = 7\neval_answers = 0")]);
+    assert_eq!(evaluation(&unanswered), 4.0 * 3.0 * rows, "after steps 7, 14, 21 and 24");
+    let joint = run(&[("[stage.medusa1]", "[stage.medusa2]\n[stage.medusa2.lora]"), ("eval_every = 6", "")]);
+    assert_eq!(evaluation(&joint), 2.0 * 3.0 * (rows + answered), "before the first step and after the last");
+
+    let prompt = |run| seconds(run, |prompt| PassTimes { prompt, ..PassTimes::default() });
+    let answer = |run| seconds(run, |answer| PassTimes { answer, ..PassTimes::default() });
+    let shortest = prompts.iter().map(|(_, prompt)| prompt.len()).min().expect("prompts");
+    let steps = count * (40 - shortest - 1) as f64;
+    assert_eq!((prompt(&frozen), answer(&frozen)), (3.0 * count, 3.0 * steps), "one at a time");
+    assert_eq!((prompt(&unanswered), answer(&unanswered)), (0.0, 0.0));
+}
+
+#[test]
+fn a_backbone_without_weights_has_no_expected_time() {
+    let small = SmallRun::new();
+    small.write_tokenizer(48);
+    small.edit("backbone/config.json", "{", "{\"torch_dtype\": \"float32\", ");
+    std::fs::remove_file(small.path("backbone/model.safetensors")).expect("weights");
+    let written = small.medusa(&[&INIT[..], &["--json"]].concat()).succeeded();
+    let written: Value = serde_json::from_str(&written.stdout).expect("JSON");
+    assert_eq!(written["expected_seconds"], Value::Null);
 }

@@ -67,7 +67,22 @@ fn tokens_per_step_are_measured_on_the_backbones_answers() {
     small.edit("recipe.toml", "validation.jsonl", "rows.jsonl");
     small.train(&[]).succeeded();
     assert_eq!(last_tokens_per_step(&small), tokens_per_step_of_halves(&small, answers(&small)));
-    let answers = answers(&small);
+    assert_answers_are_those_of_generate(&small, &[]);
+}
+
+/// On a CPU, whose kernels decode them.
+#[test]
+fn answers_of_quantized_weights_are_those_of_decoding() {
+    let small = SmallRun::new();
+    small.write_tokenizer(48);
+    small.edit("recipe.toml", "validation.jsonl", "rows.jsonl");
+    small.edit("recipe.toml", "dtype = \"float32\"", "dtype = \"float32\"\nquantization = \"int8\"");
+    small.train(&["--device", "cpu"]).succeeded();
+    assert_answers_are_those_of_generate(&small, &["--quantization", "int8", "--device", "cpu"]);
+}
+
+fn assert_answers_are_those_of_generate(small: &SmallRun, flags: &[&str]) {
+    let answers = answers(small);
     assert_eq!(answers.len(), 12, "a row has one prompt");
     for (row, answer) in token_rows(&small.read("rows.jsonl")).iter().zip(answers) {
         let prompt = answer.labels.iter().take_while(|label| **label == -100).count();
@@ -75,9 +90,10 @@ fn tokens_per_step_are_measured_on_the_backbones_answers() {
         let ids: Vec<i64> = answer.input_ids[..prompt].iter().map(|id| i64::from(*id)).collect();
         let prompt = serde_json::json!({ "prompt_ids": ids }).to_string();
         small.write("prompt.jsonl", prompt);
-        let decode =
-            ["generate", "--backbone", "backbone", "--prompts", "prompt.jsonl", "--max-new-tokens", "128", "--json"];
-        let said: Value = serde_json::from_str(&small.medusa(&decode).succeeded().stdout).expect("JSON");
+        let decode: &[&str] =
+            &["generate", "--backbone", "backbone", "--prompts", "prompt.jsonl", "--max-new-tokens", "128", "--json"];
+        let said: Value =
+            serde_json::from_str(&small.medusa(&[decode, flags].concat()).succeeded().stdout).expect("JSON");
         let new_ids: Vec<i64> = serde_json::from_value(said["new_ids"].clone()).expect("ids");
         let answer: Vec<i64> = answer.input_ids[ids.len()..].iter().map(|id| i64::from(*id)).collect();
         assert!(new_ids.starts_with(&answer), "{new_ids:?} {answer:?}");

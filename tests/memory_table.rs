@@ -102,6 +102,7 @@ fn peak_of_stage(
         unequal: false,
         cached: false,
         loaded: None,
+        answers_twice: false,
     });
     plan.peak_bytes()
 }

@@ -254,6 +254,7 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         unequal: false,
         cached: false,
         loaded: None,
+        answers_twice: false,
     });
     plan.peak_bytes() as f64 / f64::from(1 << 30)
 }

@@ -51,6 +51,7 @@ fn plan(
         unequal: false,
         cached: false,
         loaded: None,
+        answers_twice: false,
     })
 }
 

@@ -173,6 +173,7 @@ impl PlannedRecipe {
         let fitted = starter.fitted(out, &shortest.recipe, &rows, machine)?;
         drop(rows);
         let (recipe, checked) = read(fitted.text.clone())?;
+        common.say("timing a step on the backbone's first layers");
         let expectation = Expectation::of(&checked, starter.heads, machine.device)?;
         let (run, heads, distils) = (recipe.recipe.train.output_dir, starter.heads, starter.self_distillation);
         Ok(Self { out: out.into(), run, fitted, checked, heads, expectation, distils })
@@ -277,9 +278,7 @@ fn machine(common: &CommonFlags) -> anyhow::Result<StarterMachine> {
         gpu => match Gpu::open(gpu).and_then(|gpu| gpu.free_bytes()) {
             Ok(free) => Some(free),
             Err(error) => {
-                common.say(format_args!(
-                    "the GPU's free memory is not known ({error}); the recipe does nothing to save memory"
-                ));
+                common.say(format_args!("the GPU's free memory is unknown ({error}): the recipe saves no memory"));
                 None
             }
         },

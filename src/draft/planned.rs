@@ -84,9 +84,6 @@ pub trait PlannedDrafter: fmt::Debug + Send + Sync {
     /// The size of each trained tensor.
     fn tensors(&self, backbone: &LlamaConfig) -> Vec<u64>;
 
-    /// Multiply-adds of its products per target of a training step: forward, and for the gradients of inputs and of trained weights.
-    fn multiply_adds(&self, backbone: &LlamaConfig, teachers: Teachers) -> u64;
-
     /// A decoder layer of its own that is trained over the rows of a micro batch, if it has one.
     fn layer<'w>(&self, pass: &LayerPass<'w>) -> Option<LayerPass<'w>>;
 

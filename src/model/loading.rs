@@ -122,27 +122,29 @@ impl Llama {
         purpose: Purpose,
         quantization: Option<Quantization>,
     ) -> Result<Self, LoadError> {
-        Self::load_with(folder, LlamaConfig::load(folder)?, kind, stages, purpose, quantization)
+        Self::load_layers(folder, usize::MAX, kind, stages, purpose, quantization)
     }
 
-    /// As [`Llama::load_on`], of a folder whose config was read before.
+    /// As [`Llama::load_on`], at most so many of the first decoder layers: a smaller backbone, to time passes with.
     ///
     /// # Errors
-    /// [`LoadError`] names the file and what is wrong in it.
-    pub fn load_with(
+    /// As [`Llama::load_on`].
+    pub fn load_layers(
         folder: &Path,
-        config: LlamaConfig,
+        most: usize,
         kind: Kind,
         stages: Stages,
         purpose: Purpose,
         quantization: Option<Quantization>,
     ) -> Result<Self, LoadError> {
+        let mut config = LlamaConfig::load(folder)?;
         if let Some(quantization) = quantization {
             quantization.check(&config.block(), stages.devices())?;
         }
         let files = WeightFiles::open(folder)?;
         tensors::check(folder, &config, &files)?;
         tensors::check_tied(folder, &config, &files)?;
+        config.num_hidden_layers = config.num_hidden_layers.min(most);
         let store = |device: Device| match (quantization, purpose) {
             (Some(quantization), _) => LinearStore::Quantized(Quantizer::new(quantization, device)),
             (None, purpose) if device == Device::Cpu && purpose.keeps_blocks() => LinearStore::Blocks(&files, kind),

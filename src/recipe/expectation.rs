@@ -6,9 +6,8 @@ use tch::Device;
 
 use crate::draft::heads::layout::HeadsArchitecture;
 use crate::plural::duration;
-use crate::torch::TorchPanic;
-use crate::torch::product_rate::multiply_adds_per_second;
 use crate::train::checked::CheckedRun;
+use crate::train::error::TrainError;
 use crate::train::plan::BackboneTraining;
 
 /// How good heads of SmolLM2-135M-Instruct became (benches/results/cpu-2026-11-29-smollm2.md).
@@ -30,13 +29,11 @@ const JOINED_HYDRA: MeasuredHeads = MeasuredHeads {
     decoding: "joined with prompt lookup in bfloat16 on MT-bench (1.4 to 1.8 on quantised weights, whose trees are smaller)",
 };
 
-/// The part of the rate of large products that training reached on the proving ground: 0.4 in epochs that compute hidden states, 0.6 in others.
-const EFFICIENCY: f64 = 0.5;
-
 /// What to expect of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Expectation {
-    pub seconds: f64,
+    /// `None` where the backbone has no weights to time.
+    pub seconds: Option<f64>,
     /// `None` for what was not measured.
     pub tokens_per_step: Option<MeasuredTokens>,
 }
@@ -52,16 +49,15 @@ pub struct MeasuredTokens {
 }
 
 impl Expectation {
-    /// Times some products on the device.
+    /// Times the run on the backbone's first layers.
     ///
     /// # Errors
-    /// The device has no memory for them.
-    pub fn of(checked: &CheckedRun, heads: HeadsArchitecture, device: Device) -> Result<Self, TorchPanic> {
-        let rate = multiply_adds_per_second(device, checked.plan.backbone.dtype.kind(), checked.linear_size())?;
+    /// [`TrainError`], as the run would fail.
+    pub fn of(checked: &CheckedRun, heads: HeadsArchitecture, device: Device) -> Result<Self, TrainError> {
         let frozen = checked.plan.trained == BackboneTraining::Frozen;
         let tokens = checked.train_report.counts.tokens_with_loss as f64;
         Ok(Self {
-            seconds: checked.multiply_adds() / (EFFICIENCY * rate),
+            seconds: checked.expected_seconds()?,
             tokens_per_step: measured(heads, device).filter(|_| frozen).and_then(|heads| heads.at(tokens)),
         })
     }
@@ -76,7 +72,10 @@ impl fmt::Display for Expectation {
                 "{tokens_per_step:.1} tokens per step {decoding}, as SmolLM2-135M's heads of {thousands:.0} thousand tokens; "
             )?;
         }
-        write!(f, "about {} of training", duration(self.seconds))
+        match self.seconds {
+            Some(seconds) => write!(f, "about {} of training", duration(seconds)),
+            None => write!(f, "the time is unknown: the backbone has no weights here"),
+        }
     }
 }
 

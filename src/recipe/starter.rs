@@ -224,7 +224,7 @@ impl StarterRecipe {
         let length = RunLength::of(sequences, held_out, aim.div_ceil(tokens.max(1)));
         let tokens_of_a_step = (length.batch * checked.pack_report.tokens) as f64 / sequences.max(1) as f64;
         let learning_rate = match self.stage {
-            StarterStage::Medusa1 => learning_rate(tokens_of_a_step, checked.linear_size()[1]),
+            StarterStage::Medusa1 => learning_rate(tokens_of_a_step, checked.hidden_size()),
             StarterStage::Medusa2 => shortest.optimizer.learning_rate.get(),
         };
         let guessed = checked.draft_vocabulary_with(GUESSED_LABELS, FEWEST_GUESSED)?;

@@ -24,7 +24,6 @@ pub mod memory;
 pub mod onednn;
 pub mod optim;
 pub mod process_group;
-pub mod product_rate;
 pub mod products;
 pub mod rehearsal;
 pub mod shared_gpus;

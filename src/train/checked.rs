@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use tch::{Device, Kind};
 
+use crate::cpu;
 use crate::data::cache::CacheError;
 use crate::data::captured::CapturedSet;
 use crate::data::chat_template::ChatTemplate;
@@ -45,7 +46,7 @@ use crate::train::error::TrainError;
 use crate::train::finished::RunProgress;
 use crate::train::hidden_states::{self, CapturedRows, CapturedSplits};
 use crate::train::memory_plan::Workload;
-use crate::train::plan::TrainPlan;
+use crate::train::plan::{BackboneTraining, TrainPlan};
 use crate::train::target_rule::TargetRule;
 use crate::tree::cross_validation::half_of;
 
@@ -194,7 +195,8 @@ impl CheckedRun {
     }
 
     fn workload<'w>(&'w self, plan: &'w TrainPlan, drafter: &'w dyn PlannedDrafter) -> Workload<'w> {
-        let TrainPlan { backbone, trained, optimizer, train, device, .. } = plan;
+        let TrainPlan { backbone, trained, optimizer, train, device, data, .. } = plan;
+        let evaluates = !data.validation.is_empty() || data.validation_fraction.is_some();
         let sequences = self.train.sequences();
         let ids = || 0..sequences.len();
         let lengths = || ids().map(|id| sequences.length(id));
@@ -209,7 +211,7 @@ impl CheckedRun {
             trained: trained.layers(),
             recompute: train.recompute,
             rows: train.micro_batch_size.get().min(sequences.len()) as u64,
-            length: longest.min(plan.data.max_length.get()) as u64,
+            length: longest.min(data.max_length.get()) as u64,
             masked: ids().any(|id| sequences.segments(id) > 1),
             flash: flash_attention::runs_with(self.config.head_dim, backbone.dtype.kind(), *device),
             on_host: *device == Device::Cpu,
@@ -224,7 +226,16 @@ impl CheckedRun {
             unequal: 2 * shortest < longest,
             cached: train.hidden_state_cache.is_some(),
             loaded: plan.output_part(),
+            answers_twice: evaluates && self.answers_by_kernels(plan),
         }
+    }
+
+    /// Whether another copy of the backbone answers the validation prompts of a run: with quantised weights the CPU's own kernels are many times
+    /// faster than training's, which dequantises. An adapter or weights that training starts from are in training's alone.
+    pub(super) fn answers_by_kernels(&self, plan: &TrainPlan) -> bool {
+        let is_quantized = plan.backbone.quantization.is_some() || self.block_bytes.is_some();
+        let is_as_stored = plan.trained != BackboneTraining::Full && plan.trained.adapter_to_start_from().is_none();
+        is_quantized && is_as_stored && plan.device == Device::Cpu && cpu::available()
     }
 
     /// A size for `heads.draft_vocab_size` of at least `fewest`, with which this fraction of the training labels can be guessed, a power of two;

@@ -37,6 +37,8 @@ pub struct Workload<'w> {
     pub cached: bool,
     /// The part of the backbone that is loaded for hidden states of a server; `None`: all of it.
     pub loaded: Option<OutputPart>,
+    /// Before the first step a second copy of the backbone answers validation prompts.
+    pub answers_twice: bool,
 }
 
 impl BackboneTraining {
@@ -62,11 +64,16 @@ impl MemoryPlan {
         // Where processes share the moments, gloo gathers the new values of all parameters in a buffer of its own. It is beside what a pass has
         // freed, since the heap keeps that.
         let gathered = if on_host && work.world.shares_moments() { gradients } else { 0 };
+        let working = largest + holes + gathered;
+        // Freed before anything that is trained is allocated.
+        let trained: u64 = groups[1..].iter().map(MemoryGroup::bytes).sum();
+        let in_training = trained + activation_bytes + hidden_state_bytes;
+        let answering = if work.answers_twice { groups[0].weight_bytes.saturating_sub(in_training) } else { 0 };
         Self {
             groups,
             activation_bytes,
             hidden_state_bytes,
-            working_bytes: largest + holes + gathered,
+            working_bytes: working.max(answering),
             program_bytes: if on_host { PROGRAM + accelerator::opened_bytes() } else { 0 },
             world_size: work.world.size,
             sent_bytes: work.world.sent_bytes(gradients, on_host),

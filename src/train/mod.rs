@@ -13,12 +13,14 @@ pub mod checkpoint;
 pub mod device_room;
 pub mod divergence;
 pub mod draft_vocabulary;
+pub mod duration;
 pub mod error;
 pub mod fed_batch;
 pub mod feed;
 mod finished;
 pub mod gathered_texts;
 pub mod hidden_states;
+mod loading;
 pub mod log;
 pub mod memory_plan;
 pub mod next_tokens;
@@ -39,7 +41,6 @@ pub mod targets;
 pub mod tensorboard;
 pub mod token_pairs;
 pub mod training_loop;
-pub mod work;
 
 /// `[train]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -24,14 +24,16 @@ use crate::formats::run_folder::ANSWERS;
 use crate::formats::validation_answers::ValidationAnswers;
 use crate::model::llama::Llama;
 use crate::plural::counted;
+use crate::torch::guard;
 use crate::train::checked::CheckedRun;
 use crate::train::error::TrainError;
+use crate::train::loading;
 use crate::train::plan::TrainPlan;
 
 /// Without `train.eval_answers`.
 const DEFAULT_ANSWERS: usize = 40;
 /// Tokens of an answer.
-const NEW_TOKENS: usize = 128;
+pub(super) const NEW_TOKENS: usize = 128;
 
 /// The texts that tokens per step are measured on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -80,6 +82,11 @@ impl fmt::Display for WhyRows {
 }
 
 impl MeasuredTexts {
+    /// At most how many prompts the backbone answers, if it does.
+    pub(super) fn answers(self) -> Option<NonZeroUsize> {
+        if let Self::Answers(most) = self { Some(most) } else { None }
+    }
+
     /// Those of a run; `None` without validation rows.
     ///
     /// # Errors
@@ -148,10 +155,12 @@ pub(super) fn kept_or_made(
     let prompts = RowPrompts::of(rows, most).map_err(DataError::from)?;
     let prompts: Vec<&[i64]> = prompts.chosen.iter().map(|(_, ids)| ids.as_slice()).collect();
     let limits = AnswerLimits {
-        together: plan.train.micro_batch_size,
+        together: together(plan, prompts.iter().map(|prompt| prompt.len())),
         new_tokens: NEW_TOKENS,
         length: plan.data.max_length.get(),
     };
+    let answering = guard("loading the backbone", || loading::answering(checked, None))??;
+    let backbone = answering.as_ref().unwrap_or(backbone);
     let made = greedy_answers(backbone, &prompts, limits, &mut |done| on_step(done, prompts.len()));
     let made = made.map_err(|error| match error {
         DecodeError::NotFinite { .. } => TrainError::AnswersNotFinite { dtype: plan.backbone.dtype },
@@ -161,6 +170,13 @@ pub(super) fn kept_or_made(
     let answers = ValidationAnswers { rows };
     answers.save(&path)?;
     Ok(Some(answers.rows))
+}
+
+/// How many prompts of so many tokens are answered at a time: as many as, with their answers, have the tokens of a micro batch.
+pub(super) fn together(plan: &TrainPlan, prompts: impl Iterator<Item = usize>) -> NonZeroUsize {
+    let (rows, length) = (plan.train.micro_batch_size, plan.data.max_length.get());
+    let longest = prompts.map(|prompt| length.min(prompt + NEW_TOKENS)).max().unwrap_or(length);
+    NonZeroUsize::new(rows.get() * length / longest.max(1)).unwrap_or(rows)
 }
 
 fn read(path: &Path, checked: &CheckedRun) -> Result<Vec<TokenRow>, TrainError> {

@@ -18,16 +18,16 @@ use crate::formats::metrics::MetricsSplit;
 use crate::formats::run_folder::{BEST, FINAL};
 use crate::gguf;
 use crate::model::llama::Llama;
-use crate::model::loading::{LoadError, Purpose};
+use crate::model::loading::LoadError;
 use crate::model::weights::{WeightFiles, WeightsError};
-use crate::model::{adapters, peft};
-use crate::torch::{guard, memory, wide};
+use crate::torch::{guard, memory};
 use crate::train::backbone_pass::{StatesCaches, StatesSource, TrainingBackbone, ValidationCache};
 use crate::train::checked::{CheckedRun, check_halves};
 use crate::train::checkpoint::{self, Checkpoints};
 use crate::train::divergence::LossWatch;
 use crate::train::error::TrainError;
 use crate::train::hidden_states::{CacheSettings, CapturedSplits, StatesPlace};
+use crate::train::loading;
 use crate::train::log::RunLog;
 use crate::train::next_tokens::NextTokens;
 use crate::train::own_answers::{self, MeasuredTexts};
@@ -70,7 +70,7 @@ impl TrainRun {
     /// # Errors
     /// [`TrainError`].
     pub fn load(checked: CheckedRun) -> Result<Self, TrainError> {
-        let backbone = guard("loading the backbone", || load_backbone(&checked))??;
+        let backbone = guard("loading the backbone", || loading::backbone(&checked, None))??;
         Ok(Self { checked, backbone })
     }
 
@@ -143,7 +143,7 @@ impl TrainRun {
 
     /// What evaluations measure tokens per step on, besides the validation rows.
     fn own_answers(&self, interrupted: &AtomicBool, emit: &mut dyn FnMut(RunEvent)) -> Result<OwnAnswers, TrainError> {
-        let Some(MeasuredTexts::Answers(most)) = MeasuredTexts::of(&self.checked)? else {
+        let Some(most) = MeasuredTexts::of(&self.checked)?.and_then(MeasuredTexts::answers) else {
             return Ok(OwnAnswers::Rows(None));
         };
         let rows = own_answers::kept_or_made(&self.checked, &self.backbone, most, &mut |done, prompts| {
@@ -330,33 +330,4 @@ fn open_log(run: &Path, step: usize) -> Result<RunLog, TrainError> {
         remove_folder(&best).map_err(failed("remove", &best))?;
     }
     Ok(RunLog::open(run, step)?)
-}
-
-/// Loads the backbone as the plan trains it.
-fn load_backbone(checked: &CheckedRun) -> Result<Llama, TrainError> {
-    let CheckedRun { plan, stages, .. } = checked;
-    let (folder, kind) = (Path::new(&plan.backbone.path), plan.backbone.dtype.kind());
-    let quantization = plan.backbone.quantization;
-    let load = |kind, purpose| -> Result<Llama, TrainError> {
-        let mut backbone = match plan.output_part() {
-            None => Llama::load_on(folder, kind, stages.clone(), purpose, quantization)?,
-            Some(part) => Llama::load_output(folder, kind, plan.device, part)?,
-        };
-        let longest_row = i64::try_from(plan.data.max_length.get()).unwrap_or(i64::MAX);
-        backbone.set_context(longest_row.max(backbone.config.max_position_embeddings));
-        backbone.set_taps(checked.drafter.taps());
-        Ok(backbone)
-    };
-    match &plan.trained {
-        BackboneTraining::Frozen => load(kind, Purpose::Training),
-        BackboneTraining::Full => load(wide(kind), Purpose::FineTuning(kind)),
-        BackboneTraining::Lora { lora, .. } => {
-            let mut backbone = load(kind, Purpose::Training)?;
-            match &lora.init_from {
-                None => adapters::attach_new(&mut backbone, lora, plan.train.seed),
-                Some(adapter) => peft::attach(&mut backbone, adapter, Some(lora))?,
-            }
-            Ok(backbone)
-        }
-    }
 }

@@ -115,20 +115,6 @@ impl PlannedDrafter for PlannedHeads {
         self.shape.tensors().into_iter().chain(in_prefix).map(|(_, shape)| numel(&shape)).collect()
     }
 
-    fn multiply_adds(&self, backbone: &LlamaConfig, teachers: Teachers) -> u64 {
-        let lm_head = numel(&backbone.lm_head().size);
-        let in_prefix: u64 = if self.has_prefix() {
-            PrefixLayer::tensors(backbone).iter().map(|(_, shape)| numel(shape)).sum()
-        } else {
-            0
-        };
-        let trained = self.shape.with_own_w2().parameters().unsigned_abs() + in_prefix;
-        let frozen = if self.shape.vocab_size == 0 { lm_head } else { 0 };
-        let guessed = self.shape.vocab_size.unsigned_abs() * backbone.hidden_size.unsigned_abs();
-        let taught = if teachers.for_drafter { guessed.max(frozen) } else { 0 };
-        3 * trained + self.shape.medusa_num_heads as u64 * (2 * frozen + taught)
-    }
-
     /// The prefix layer.
     fn layer<'w>(&self, pass: &LayerPass<'w>) -> Option<LayerPass<'w>> {
         let alone = LayerPass { trained: TrainedLayers::Whole, quantization: None, recompute: false, ..*pass };
