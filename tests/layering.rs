@@ -44,7 +44,7 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("latency", 782),
     ("lib", 36),
     ("memory", 411),
-    ("model", 6952),
+    ("model", 6951),
     ("numbers", 49),
     ("nvidia", 1484),
     ("panics", 46),
@@ -54,7 +54,7 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("serve", 2263),
     ("session", 1678),
     ("torch", 2683),
-    ("train", 5828),
+    ("train", 5831),
     ("tree", 1602),
 ];
 

@@ -267,6 +267,8 @@ fn add_group<L: Lanes, B: BlockLayout>(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::LazyLock;
+
     use rand::{Rng, SeedableRng};
     use rand_chacha::ChaCha8Rng;
 
@@ -303,9 +305,15 @@ mod tests {
         x.chunks(BLOCK).flat_map(block).collect()
     }
 
+    /// With two threads and with eight, which stay: the same bits.
     fn products(weights: &BlockWeights, instructions: Instructions, outputs: usize, x: &[f32]) -> Vec<f32> {
-        let mut y = vec![f32::NAN; x.len() / weights.inputs * outputs];
-        weights.multiply_with(instructions, outputs, x, &Outputs::new(&mut y, outputs), &Team::new(2));
+        static TEAMS: LazyLock<[Team; 2]> = LazyLock::new(|| [2, 8].map(Team::new));
+        let [y, by_eight] = TEAMS.each_ref().map(|team| {
+            let mut y = vec![f32::NAN; x.len() / weights.inputs * outputs];
+            weights.multiply_with(instructions, outputs, x, &Outputs::new(&mut y, outputs), team);
+            y
+        });
+        assert!(y.iter().map(|y| y.to_bits()).eq(by_eight.iter().map(|y| y.to_bits())));
         y
     }
 

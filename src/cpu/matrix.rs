@@ -214,27 +214,29 @@ mod tests {
     const ROWS: usize = 61;
 
     fn equals_float64(number: Number, layout: impl Fn(&[u8], [usize; 2], &mut Arena) -> MatrixLayout) {
-        let (team, mut arena) = (Team::new(2), Arena::default());
+        let (teams, mut arena) = ([Team::new(2), Team::new(8)], Arena::default());
         for (outputs, inputs) in [(1, 1), (3, 5), (16, 64), (50, 172), (67, 33), (70, 600), (1030, 130)] {
             let (w, w_read) = stored(&random(outputs * inputs, 1), number);
             let matrix = Matrix::in_one_layout(layout(&w, [outputs, inputs], &mut arena), [outputs, inputs], w.len());
             let x = random(ROWS * inputs, 2);
             let expected = oracle(&w_read, &stored(&x, number).1, inputs);
-            let rows = |x: &[f32]| {
+            let product = |x: &[f32], team: &Team| {
                 let mut y = vec![f32::NAN; x.len() / inputs * outputs];
-                matrix.multiply(x, &mut y, &team);
+                matrix.multiply(x, &mut y, team);
                 y
             };
-            let one_by_one: Vec<f32> = x.chunks_exact(inputs).flat_map(rows).collect();
+            let one_by_one: Vec<f32> = x.chunks_exact(inputs).flat_map(|x| product(x, &teams[0])).collect();
             for (y, expected) in one_by_one.iter().zip(&expected) {
                 assert!((f64::from(*y) - expected).abs() < 1e-5, "{number:?} {outputs}x{inputs}: {y}, {expected}");
             }
-            for n in [2, 3, 4, 7, 11, 16, 17, 35, ROWS] {
-                assert_eq!(rows(&x[..n * inputs]), one_by_one[..n * outputs], "{number:?}, {n} rows");
+            for (n, team) in
+                [2, 3, 4, 7, 11, 16, 17, 35, ROWS].into_iter().flat_map(|n| teams.iter().map(move |t| (n, t)))
+            {
+                assert_eq!(product(&x[..n * inputs], team), one_by_one[..n * outputs], "{number:?}, {n} rows");
             }
             let some = outputs.div_ceil(2);
             let mut y = vec![f32::NAN; ROWS * some];
-            matrix.multiply_first(some, &x, &mut y, &team);
+            matrix.multiply_first(some, &x, &mut y, &teams[1]);
             for (y, all) in y.chunks_exact(some).zip(one_by_one.chunks_exact(outputs)) {
                 assert_eq!(y, &all[..some], "{number:?}, {some} of {outputs} outputs");
             }

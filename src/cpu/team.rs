@@ -181,21 +181,22 @@ impl TeamState {
 mod tests {
     use super::*;
 
+    fn every_part_runs_once(team: &Team, rounds: usize) {
+        for round in 0..rounds {
+            let parts = round % 19 + 1;
+            let counts: Vec<AtomicUsize> = (0..parts).map(|_| AtomicUsize::new(0)).collect();
+            team.run(parts, |part| _ = counts[part].fetch_add(1, Ordering::Relaxed));
+            assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+        }
+    }
+
     #[test]
     fn every_part_runs_once_however_many_and_whoever_calls() {
-        let team = Team::new(3);
-        thread::scope(|scope| {
-            for _ in 0..3 {
-                scope.spawn(|| {
-                    for round in 0..2_000usize {
-                        let parts = round % 7 + 1;
-                        let counts: Vec<AtomicUsize> = (0..parts).map(|_| AtomicUsize::new(0)).collect();
-                        team.run(parts, |part| _ = counts[part].fetch_add(1, Ordering::Relaxed));
-                        assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
-                    }
-                });
-            }
-        });
+        // Eight threads are more than many a machine has cores.
+        for (size, rounds) in [(3, 2_000), (8, 500)] {
+            let team = Team::new(size);
+            thread::scope(|scope| (0..3).for_each(|_| _ = scope.spawn(|| every_part_runs_once(&team, rounds))));
+        }
     }
 
     #[test]

@@ -122,22 +122,21 @@ impl Llama {
         purpose: Purpose,
         quantization: Option<Quantization>,
     ) -> Result<Self, LoadError> {
-        Self::load_layers(folder, usize::MAX, kind, stages, purpose, quantization)
+        Self::load_with(folder, (LlamaConfig::load(folder)?, usize::MAX), kind, stages, purpose, quantization)
     }
 
-    /// As [`Llama::load_on`], at most so many of the first decoder layers: a smaller backbone, to time passes with.
+    /// As [`Llama::load_on`], of a folder whose config was read before, and at most so many of its first layers: fewer are for timing passes.
     ///
     /// # Errors
-    /// As [`Llama::load_on`].
-    pub fn load_layers(
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn load_with(
         folder: &Path,
-        most: usize,
+        (mut config, most): (LlamaConfig, usize),
         kind: Kind,
         stages: Stages,
         purpose: Purpose,
         quantization: Option<Quantization>,
     ) -> Result<Self, LoadError> {
-        let mut config = LlamaConfig::load(folder)?;
         if let Some(quantization) = quantization {
             quantization.check(&config.block(), stages.devices())?;
         }

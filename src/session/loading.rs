@@ -44,7 +44,8 @@ pub fn load_backbone(setup: &ModelSetup, purpose: Purpose, context: LoadContext)
     };
     let adapter = heads.map_or(Ok(None), |heads| adapter_of(heads, setup, context.reporter))?;
     let progress = context.reporter.begin(format!("loading {}", folder.display()));
-    let load = |purpose| Llama::load_on(folder, dtype.kind(), stages, purpose, quantization);
+    let whole = (config.clone(), usize::MAX);
+    let load = |purpose| Llama::load_with(folder, whole, dtype.kind(), stages, purpose, quantization);
     let mut backbone = match adapter {
         None => load(purpose)?,
         Some(adapter) => load(Purpose::Training)?.with_adapter(adapter, purpose)?,

@@ -4,8 +4,9 @@ use std::path::Path;
 
 use tch::Kind;
 
+use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
-use crate::model::loading::Purpose;
+use crate::model::loading::{LoadError, Purpose};
 use crate::model::{adapters, peft};
 use crate::torch::wide;
 use crate::train::checked::CheckedRun;
@@ -40,10 +41,12 @@ pub(super) fn answering(checked: &CheckedRun, layers: Option<usize>) -> Result<O
 fn load(checked: &CheckedRun, kind: Kind, purpose: Purpose, layers: Option<usize>) -> Result<Llama, TrainError> {
     let CheckedRun { plan, stages, .. } = checked;
     let folder = Path::new(&plan.backbone.path);
-    let (most, quantization) = (layers.unwrap_or(usize::MAX), plan.backbone.quantization);
     let mut backbone = match plan.output_part() {
         Some(part) => Llama::load_output(folder, kind, plan.device, part)?,
-        None => Llama::load_layers(folder, most, kind, stages.clone(), purpose, quantization)?,
+        None => {
+            let first = (LlamaConfig::load(folder).map_err(LoadError::from)?, layers.unwrap_or(usize::MAX));
+            Llama::load_with(folder, first, kind, stages.clone(), purpose, plan.backbone.quantization)?
+        }
     };
     let longest_row = i64::try_from(plan.data.max_length.get()).unwrap_or(i64::MAX);
     backbone.set_context(longest_row.max(backbone.config.max_position_embeddings));
