@@ -353,19 +353,19 @@ fn the_expected_time_of_a_run_is_that_of_its_parts() {
     // A prompt and its answer have at most `data.max_length` tokens.
     let answered = 40.0 * prompts.len() as f64;
     let (rows, count) = (rows as f64, prompts.len() as f64);
-    assert_eq!(evaluation(&frozen), 4.0 * 3.0 * (rows + answered), "one each six of 24 steps");
+    assert_eq!(evaluation(&frozen), 4.0 * 3.0 * (rows + answered), "one every 6 of 24 steps");
     assert_eq!(evaluation(&cached), 4.0 * (rows + answered) + 2.0 * (rows + 4.0 * answered), "answers are not cached");
     let unanswered = run(&[("eval_every = 6", "eval_every = 7\neval_answers = 0")]);
     assert_eq!(evaluation(&unanswered), 4.0 * 3.0 * rows, "after steps 7, 14, 21 and 24");
     let joint = run(&[("[stage.medusa1]", "[stage.medusa2]\n[stage.medusa2.lora]"), ("eval_every = 6", "")]);
     assert_eq!(evaluation(&joint), 2.0 * 3.0 * (rows + answered), "before the first step and after the last");
 
-    let prompt = |run| seconds(run, |prompt| PassTimes { prompt, ..PassTimes::default() });
-    let answer = |run| seconds(run, |answer| PassTimes { answer, ..PassTimes::default() });
+    let prompt_seconds = |run| seconds(run, |prompts| PassTimes { prompts, ..PassTimes::default() });
+    let answer_seconds = |run| seconds(run, |answers| PassTimes { answers, ..PassTimes::default() });
     let shortest = prompts.iter().map(|(_, prompt)| prompt.len()).min().expect("prompts");
     let steps = count * (40 - shortest - 1) as f64;
-    assert_eq!((prompt(&frozen), answer(&frozen)), (3.0 * count, 3.0 * steps), "one at a time");
-    assert_eq!((prompt(&unanswered), answer(&unanswered)), (0.0, 0.0));
+    assert_eq!((prompt_seconds(&frozen), answer_seconds(&frozen)), (3.0 * count, 3.0 * steps), "one at a time");
+    assert_eq!((prompt_seconds(&unanswered), answer_seconds(&unanswered)), (0.0, 0.0));
 }
 
 #[test]

@@ -24,7 +24,7 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("bin", 6),
     ("bounds", 47),
     ("calibrate", 277),
-    ("cli", 9370),
+    ("cli", 9376),
     ("cpu", 3420),
     ("data", 9592),
     ("decode", 2262),
@@ -52,9 +52,9 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("recipe", 1869),
     ("report", 1413),
     ("serve", 2263),
-    ("session", 1678),
+    ("session", 1677),
     ("torch", 2683),
-    ("train", 5831),
+    ("train", 5852),
     ("tree", 1602),
 ];
 

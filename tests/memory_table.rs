@@ -107,6 +107,32 @@ fn peak_of_stage(
     plan.peak_bytes()
 }
 
+#[test]
+fn a_second_copy_that_answers_is_in_the_plan_where_training_needs_less() {
+    let small = SmallRun::new();
+    small.write("backbone/config.json", config_of("lmsys/vicuna-7b-v1.5").to_string());
+    let config = LlamaConfig::load(&small.path("backbone")).expect("a config");
+    let (quantization, heads) = (Some(Quantization::Nf4), heads(true));
+    let drafter = heads.for_backbone(&config);
+    let work = Workload {
+        pass: one_packed_row(&config, quantization, &BackboneTraining::Frozen),
+        stage: StageShape::whole(config.num_hidden_layers),
+        drafter: &*drafter,
+        teachers: Teachers { for_drafter: false, for_backbone: false },
+        optimizer: OptimizerName::AdamW8bit,
+        world: WorldPlan::ALONE,
+        unequal: false,
+        cached: false,
+        loaded: None,
+        answers_twice: false,
+    };
+    let [once, twice] =
+        [false, true].map(|answers_twice| MemoryPlan::of(&Workload { answers_twice, ..work }).peak_bytes());
+    let backbone = MemoryPlan::of(&work).groups[0].weight_bytes;
+    assert!(once < 2 * backbone, "the heads are small");
+    assert_eq!(twice, 2 * backbone, "both copies, and no heads yet");
+}
+
 /// In 16 bits on a GPU.
 pub(crate) fn one_packed_row<'w>(
     config: &'w LlamaConfig,

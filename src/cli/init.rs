@@ -111,16 +111,18 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
     heads.iter().try_for_each(|heads| write(&heads.out, &heads.fitted.text))?;
     write(&args.out, &text)?;
     let next = next_commands(args, common, heads.as_ref(), &planned);
+    let heads_expectation = heads.as_ref().map(|heads| heads.expectation(&machine, common)).transpose()?;
+    let expectation = planned.expectation(&machine, common)?;
     if common.json {
         return print_json(
             &json!({"recipe": args.out, "heads_recipe": heads_out, "steps": planned.checked.total_steps,
-            "expected_seconds": planned.expectation.seconds, "expected": planned.expectation.tokens_per_step,
+            "expected_seconds": expectation.seconds, "expected": expectation.tokens_per_step,
             "peak_bytes": planned.fitted.peak_bytes, "free_bytes": machine.free_bytes, "device": device_name(machine.device),
             "next": next}),
         );
     }
-    heads.iter().for_each(|heads| heads.report(&machine, common));
-    planned.report(&machine, common);
+    heads.iter().zip(&heads_expectation).for_each(|(heads, expectation)| heads.report(expectation, &machine, common));
+    planned.report(&expectation, &machine, common);
     common.say("\nnext:");
     print_line(next.iter().map(|command| wrapped(command)).collect::<Vec<_>>().join("\n"))?;
     common.say("\nbench and generate read prompts.jsonl: replace its prompt by your own");
@@ -149,7 +151,6 @@ struct PlannedRecipe {
     fitted: FittedRecipe,
     checked: CheckedRun,
     heads: HeadsArchitecture,
-    expectation: Expectation,
     /// The backbone wrote its rows, and Medusa-2 learns from the backbone.
     distils: bool,
 }
@@ -173,18 +174,23 @@ impl PlannedRecipe {
         let fitted = starter.fitted(out, &shortest.recipe, &rows, machine)?;
         drop(rows);
         let (recipe, checked) = read(fitted.text.clone())?;
-        common.say("timing a step on the backbone's first layers");
-        let expectation = Expectation::of(&checked, starter.heads, machine.device)?;
         let (run, heads, distils) = (recipe.recipe.train.output_dir, starter.heads, starter.self_distillation);
-        Ok(Self { out: out.into(), run, fitted, checked, heads, expectation, distils })
+        Ok(Self { out: out.into(), run, fitted, checked, heads, distils })
     }
 
-    fn report(&self, machine: &StarterMachine, common: &CommonFlags) {
+    fn expectation(&self, machine: &StarterMachine, common: &CommonFlags) -> anyhow::Result<Expectation> {
+        if self.checked.has_weights {
+            common.say(format_args!("timing {} on the backbone's first layers", self.out.display()));
+        }
+        Ok(Expectation::of(&self.checked, self.heads, machine.device)?)
+    }
+
+    fn report(&self, expectation: &Expectation, machine: &StarterMachine, common: &CommonFlags) {
         let (out, steps) = (self.out.display(), counted(self.checked.total_steps, "optimizer step"));
         let free = machine.free_bytes.map_or_else(String::new, |free| format!(" of {} free", gibibytes(free)));
         let (peak, name) = (mebibytes(self.fitted.peak_bytes), &machine.name);
         common.say(format_args!("wrote {out}: {steps}; planned peak {peak}{free} on {name}"));
-        common.say(format_args!("expected: {}", self.expectation));
+        common.say(format_args!("expected: {expectation}"));
         for note in self.fitted.dtype_note.iter().chain(&self.fitted.few_tokens_note) {
             common.say(note);
         }
@@ -278,7 +284,8 @@ fn machine(common: &CommonFlags) -> anyhow::Result<StarterMachine> {
         gpu => match Gpu::open(gpu).and_then(|gpu| gpu.free_bytes()) {
             Ok(free) => Some(free),
             Err(error) => {
-                common.say(format_args!("the GPU's free memory is unknown ({error}): the recipe saves no memory"));
+                common
+                    .say(format_args!("the GPU's free memory is unknown ({error}): the recipe does not reduce memory"));
                 None
             }
         },

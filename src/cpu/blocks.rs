@@ -267,8 +267,6 @@ fn add_group<L: Lanes, B: BlockLayout>(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::LazyLock;
-
     use rand::{Rng, SeedableRng};
     use rand_chacha::ChaCha8Rng;
 
@@ -305,16 +303,36 @@ mod tests {
         x.chunks(BLOCK).flat_map(block).collect()
     }
 
-    /// With two threads and with eight, which stay: the same bits.
     fn products(weights: &BlockWeights, instructions: Instructions, outputs: usize, x: &[f32]) -> Vec<f32> {
-        static TEAMS: LazyLock<[Team; 2]> = LazyLock::new(|| [2, 8].map(Team::new));
-        let [y, by_eight] = TEAMS.each_ref().map(|team| {
-            let mut y = vec![f32::NAN; x.len() / weights.inputs * outputs];
-            weights.multiply_with(instructions, outputs, x, &Outputs::new(&mut y, outputs), team);
-            y
-        });
-        assert!(y.iter().map(|y| y.to_bits()).eq(by_eight.iter().map(|y| y.to_bits())));
+        products_by(&Team::new(2), weights, instructions, outputs, x)
+    }
+
+    fn products_by(
+        team: &Team,
+        weights: &BlockWeights,
+        instructions: Instructions,
+        outputs: usize,
+        x: &[f32],
+    ) -> Vec<f32> {
+        let mut y = vec![f32::NAN; x.len() / weights.inputs * outputs];
+        weights.multiply_with(instructions, outputs, x, &Outputs::new(&mut y, outputs), team);
         y
+    }
+
+    /// Enough weights for a part for each of eight threads, which are more than many machines have cores.
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX2 with FMA")]
+    fn eight_threads_give_the_bits_of_one() {
+        let (kind, [outputs, inputs]) = (TensorType::named("Q8_0").expect("a type"), [1100, 17 * BLOCK]);
+        let (bytes, _) = random_blocks(kind, outputs * inputs / kind.numbers, &mut ChaCha8Rng::seed_from_u64(5));
+        assert!(bytes.len() > 8 * 64 * 1024);
+        let weights = BlockWeights::new(&bytes, kind, [outputs, inputs], &mut Arena::default());
+        let x: Vec<f32> = (0..3 * inputs).map(|at| (at % 97) as f32 / 50.0 - 1.0).collect();
+        for instructions in Instructions::all_detected() {
+            let [one, eight] =
+                [1, 8].map(|threads| products_by(&Team::new(threads), &weights, instructions, outputs, &x));
+            assert!(one == eight);
+        }
     }
 
     #[test]

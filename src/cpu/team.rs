@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn every_part_runs_once_however_many_and_whoever_calls() {
-        // Eight threads are more than many a machine has cores.
+        // Eight threads: more than many machines have cores.
         for (size, rounds) in [(3, 2_000), (8, 500)] {
             let team = Team::new(size);
             thread::scope(|scope| (0..3).for_each(|_| _ = scope.spawn(|| every_part_runs_once(&team, rounds))));

@@ -122,16 +122,16 @@ impl Llama {
         purpose: Purpose,
         quantization: Option<Quantization>,
     ) -> Result<Self, LoadError> {
-        Self::load_with(folder, (LlamaConfig::load(folder)?, usize::MAX), kind, stages, purpose, quantization)
+        Self::load_with(folder, (LlamaConfig::load(folder)?, None), kind, stages, purpose, quantization)
     }
 
-    /// As [`Llama::load_on`], of a folder whose config was read before, and at most so many of its first layers: fewer are for timing passes.
+    /// As [`Llama::load_on`], with a config that was read before, and only so many of the first layers if they are to be timed.
     ///
     /// # Errors
     /// [`LoadError`] names the file and what is wrong in it.
     pub fn load_with(
         folder: &Path,
-        (mut config, most): (LlamaConfig, usize),
+        (mut config, layers): (LlamaConfig, Option<usize>),
         kind: Kind,
         stages: Stages,
         purpose: Purpose,
@@ -143,7 +143,7 @@ impl Llama {
         let files = WeightFiles::open(folder)?;
         tensors::check(folder, &config, &files)?;
         tensors::check_tied(folder, &config, &files)?;
-        config.num_hidden_layers = config.num_hidden_layers.min(most);
+        config.num_hidden_layers = layers.unwrap_or(config.num_hidden_layers);
         let store = |device: Device| match (quantization, purpose) {
             (Some(quantization), _) => LinearStore::Quantized(Quantizer::new(quantization, device)),
             (None, purpose) if device == Device::Cpu && purpose.keeps_blocks() => LinearStore::Blocks(&files, kind),

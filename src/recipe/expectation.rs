@@ -74,7 +74,7 @@ impl fmt::Display for Expectation {
         }
         match self.seconds {
             Some(seconds) => write!(f, "about {} of training", duration(seconds)),
-            None => write!(f, "the time is unknown: the backbone has no weights here"),
+            None => write!(f, "the time is unknown: the backbone's folder has no weights"),
         }
     }
 }

@@ -44,7 +44,7 @@ pub fn load_backbone(setup: &ModelSetup, purpose: Purpose, context: LoadContext)
     };
     let adapter = heads.map_or(Ok(None), |heads| adapter_of(heads, setup, context.reporter))?;
     let progress = context.reporter.begin(format!("loading {}", folder.display()));
-    let whole = (config.clone(), usize::MAX);
+    let whole = (config.clone(), None);
     let load = |purpose| Llama::load_with(folder, whole, dtype.kind(), stages, purpose, quantization);
     let mut backbone = match adapter {
         None => load(purpose)?,

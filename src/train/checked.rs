@@ -23,6 +23,7 @@ use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, DataError, LoadReport, LoadSettings, Watch, prompts};
 use crate::draft::error::DrafterError;
 use crate::draft::planned::PlannedDrafter;
+use crate::dtype::Dtype;
 use crate::formats::best::BestBy;
 use crate::formats::run_folder::FINAL;
 use crate::formats::trained_prompts::prompt_hash;
@@ -197,6 +198,7 @@ impl CheckedRun {
     fn workload<'w>(&'w self, plan: &'w TrainPlan, drafter: &'w dyn PlannedDrafter) -> Workload<'w> {
         let TrainPlan { backbone, trained, optimizer, train, device, data, .. } = plan;
         let evaluates = !data.validation.is_empty() || data.validation_fraction.is_some();
+        let answers = evaluates && train.eval_answers != Some(0) && data.hidden_states.is_none();
         let sequences = self.train.sequences();
         let ids = || 0..sequences.len();
         let lengths = || ids().map(|id| sequences.length(id));
@@ -226,7 +228,7 @@ impl CheckedRun {
             unequal: 2 * shortest < longest,
             cached: train.hidden_state_cache.is_some(),
             loaded: plan.output_part(),
-            answers_twice: evaluates && self.answers_by_kernels(plan),
+            answers_twice: answers && self.answers_by_kernels(plan),
         }
     }
 
@@ -234,8 +236,9 @@ impl CheckedRun {
     /// faster than training's, which dequantises. An adapter or weights that training starts from are in training's alone.
     pub(super) fn answers_by_kernels(&self, plan: &TrainPlan) -> bool {
         let is_quantized = plan.backbone.quantization.is_some() || self.block_bytes.is_some();
+        let has_kernels = plan.device == Device::Cpu && plan.backbone.dtype != Dtype::Float16 && cpu::available();
         let is_as_stored = plan.trained != BackboneTraining::Full && plan.trained.adapter_to_start_from().is_none();
-        is_quantized && is_as_stored && plan.device == Device::Cpu && cpu::available()
+        is_quantized && is_as_stored && has_kernels
     }
 
     /// A size for `heads.draft_vocab_size` of at least `fewest`, with which this fraction of the training labels can be guessed, a power of two;

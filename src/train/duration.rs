@@ -1,18 +1,17 @@
-//! How long a run takes, timed before it starts: the first layer of the backbone alone and the first two do a piece of each of its parts. What the
-//! second layer adds is a layer's time.
+//! How long a run takes, estimated before it starts. A training step, an evaluation and answers are timed with the backbone's first layer and with its
+//! first two: the difference is the time of one layer.
 
 use std::iter;
+use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
 use crate::data::DataError;
 use crate::data::loader::BatchShare;
-use crate::decode::generate;
-use crate::decode::own_answers::RowPrompts;
-use crate::decode::request::Request;
+use crate::decode::own_answers::{AnswerLimits, RowPrompts, greedy_answers};
 use crate::formats::metrics::MetricsSplit;
 use crate::model::llama::Llama;
-use crate::torch::guard;
+use crate::torch::{guard, memory};
 use crate::train::backbone_pass::{StatesSource, TrainingBackbone};
 use crate::train::checked::CheckedRun;
 use crate::train::error::TrainError;
@@ -26,18 +25,20 @@ use crate::train::targets::TargetCounts;
 
 /// Tokens of the answers that are timed.
 const TIMED_TOKENS: [usize; 2] = [1, 5];
+/// A time is the shortest of so many, behind one that also prepares the products.
+const ROUNDS: usize = 2;
 
 /// Seconds that a backbone of one or two layers takes.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct PassTimes {
-    /// Per token of a training step.
+    /// Per token of a training step of one micro batch.
     pub training: f64,
     /// Per token of an evaluation.
     pub evaluation: f64,
-    /// A prompt and the first token of its answer.
-    pub prompt: f64,
-    /// Each further token.
-    pub answer: f64,
+    /// Prompts that are answered together, and the first tokens of their answers.
+    pub prompts: f64,
+    /// A further token of each of these answers.
+    pub answers: f64,
 }
 
 /// Seconds of some work that goes through layers.
@@ -66,25 +67,25 @@ impl CheckedRun {
         usize::try_from(epochs_tokens / self.steps_per_epoch().max(1) as u128).unwrap_or(usize::MAX)
     }
 
-    /// H of the backbone.
+    /// The backbone's hidden size.
     pub fn hidden_size(&self) -> i64 {
         self.config.hidden_size
     }
 
-    /// The expected seconds of the whole run: steps, evaluations and answers to validation prompts. `None` where the backbone's folder has no
-    /// weights.
+    /// The expected seconds of the whole run: steps, evaluations and answers to validation prompts. `None` for a backbone without layers here, or on
+    /// several devices.
     ///
     /// # Errors
     /// [`TrainError`], as the run would fail.
     pub fn expected_seconds(&self) -> Result<Option<f64>, TrainError> {
-        if !self.has_weights {
+        if !self.has_weights || self.captured.is_some() || self.stages.len() > 1 {
             return Ok(None);
         }
         let prompts = self.validation_prompts()?;
-        let first = prompts.first().map_or(&[][..], Vec::as_slice);
-        let first_layers = |layers| guard("timing the first layers", || self.timed(layers, first));
+        memory::keep_freed_blocks(); // as a run does
+        let first_layers = |layers| guard("timing the first layers", || self.timed(layers, &prompts));
         let timed = [first_layers(1)??, first_layers(self.config.num_hidden_layers.min(2))??];
-        self.seconds_at(timed).map(Some)
+        Ok(Some(self.seconds_with(timed, &prompts)))
     }
 
     /// As [`CheckedRun::expected_seconds`], where the first layer and the first two took so long.
@@ -92,15 +93,21 @@ impl CheckedRun {
     /// # Errors
     /// A damaged token cache, or as of [`MeasuredTexts::of`].
     pub fn seconds_at(&self, timed: [PassTimes; 2]) -> Result<f64, TrainError> {
-        let prompts = self.validation_prompts()?;
+        Ok(self.seconds_with(timed, &self.validation_prompts()?))
+    }
+
+    fn seconds_with(&self, timed: [PassTimes; 2], prompts: &[Vec<i64>]) -> f64 {
         let of = |part: fn(PassTimes) -> f64| LayeredTime::of(timed.map(part));
         let layers = self.config.num_hidden_layers as f64;
         let training = self.tokens() as f64 * of(|t| t.training).with(layers * self.epochs_with_backbone());
-        let batches = prompts.len().div_ceil(together(&self.plan, prompts.iter().map(Vec::len)).get());
-        let steps = batches * self.answer_lengths(&prompts).max().unwrap_or_default().saturating_sub(1);
-        let answers =
-            prompts.len() as f64 * of(|t| t.prompt).with(layers) + steps as f64 * of(|t| t.answer).with(layers);
-        Ok(training + self.evaluation_seconds(of(|t| t.evaluation), &prompts) + answers)
+        let steps = self.answer_lengths(prompts).max().unwrap_or_default().saturating_sub(1);
+        let batch = of(|t| t.prompts).with(layers) + steps as f64 * of(|t| t.answers).with(layers);
+        let batches = prompts.len().div_ceil(self.together(prompts).get());
+        training + self.evaluation_seconds(of(|t| t.evaluation), prompts) + batches as f64 * batch
+    }
+
+    fn together(&self, prompts: &[Vec<i64>]) -> NonZeroUsize {
+        together(&self.plan, prompts.iter().map(Vec::len))
     }
 
     /// The prompts of the validation rows that the backbone will answer.
@@ -117,7 +124,7 @@ impl CheckedRun {
         prompts.iter().map(move |prompt| NEW_TOKENS.min(length.saturating_sub(prompt.len())))
     }
 
-    /// The part of all epochs that computes the backbone's layers: cached hidden states take one.
+    /// The part of the epochs in which the backbone's layers run: only the first where hidden states are cached.
     fn epochs_with_backbone(&self) -> f64 {
         match self.plan.train.hidden_state_cache {
             Some(_) => (self.steps_per_epoch() as f64 / self.total_steps as f64).min(1.0),
@@ -141,27 +148,32 @@ impl CheckedRun {
             + (rows_with_layers + evaluations * answers as f64) * layers * token.layer
     }
 
-    /// Trains, evaluates and answers with the backbone's first layers; an empty prompt is not answered.
-    fn timed(&self, layers: usize, prompt: &[i64]) -> Result<PassTimes, TrainError> {
+    /// Trains, evaluates and answers prompts with the backbone's first layers.
+    fn timed(&self, layers: usize, prompts: &[Vec<i64>]) -> Result<PassTimes, TrainError> {
         let backbone = loading::backbone(self, Some(layers))?;
         let [training, evaluation] = self.timed_tokens(&backbone)?;
+        let times = PassTimes { training, evaluation, ..PassTimes::default() };
+        if prompts.is_empty() {
+            return Ok(times);
+        }
         let answering = loading::answering(self, Some(layers))?;
         let backbone = answering.as_ref().unwrap_or(&backbone);
-        let mut answered = [0.0; 2];
-        for (seconds, tokens) in answered.iter_mut().zip(TIMED_TOKENS).filter(|_| !prompt.is_empty()) {
-            let request = Request { ends_at_eos: false, ..Request::greedy(prompt, tokens) };
-            *seconds =
-                second_time(|| Ok(generate::plain(backbone, &request, &mut |_| ControlFlow::Continue(())).map(drop)?))?;
-        }
-        let answer = (answered[1] - answered[0]).max(0.0) / (TIMED_TOKENS[1] - TIMED_TOKENS[0]) as f64;
-        Ok(PassTimes { training, evaluation, prompt: answered[0], answer })
+        let (together, length) = (self.together(prompts), self.plan.data.max_length.get());
+        let batch: Vec<&[i64]> = prompts.iter().take(together.get()).map(Vec::as_slice).collect();
+        let answered = |new_tokens| {
+            let limits = AnswerLimits { together, new_tokens, length };
+            shortest(|| Ok(greedy_answers(backbone, &batch, limits, &mut |_| ControlFlow::Continue(())).map(drop)?))
+        };
+        let [prompts, all] = [answered(TIMED_TOKENS[0])?, answered(TIMED_TOKENS[1])?];
+        let answers = (all - prompts).max(0.0) / (TIMED_TOKENS[1] - TIMED_TOKENS[0]) as f64;
+        Ok(PassTimes { prompts, answers, ..times })
     }
 
     /// Seconds per token of a training step, and of an evaluation, of the first micro batch.
     fn timed_tokens(&self, backbone: &Llama) -> Result<[f64; 2], TrainError> {
         let plan = &self.plan;
-        let tokens = self.draft_vocabulary.as_ref().map(|vocabulary| &vocabulary.tokens[..]);
-        let mut state = TrainState::new(self.drafter.build(backbone, tokens, plan.train.seed)?, backbone, plan);
+        let guessed = self.draft_vocabulary.as_ref().map(|vocabulary| &vocabulary.tokens[..]);
+        let mut state = TrainState::new(self.drafter.build(backbone, guessed, plan.train.seed)?, backbone, plan);
         let mut training = TrainingBackbone::new(backbone, plan, StatesSource::Backbone(Box::default()));
         let maker = training.batch_maker(&*state.drafter, MetricsSplit::Train);
         let batch = self.batches(0, BatchShare::WHOLE)?.swap_remove(0);
@@ -173,8 +185,8 @@ impl CheckedRun {
         let batches = [made()];
         let counts = counts(&batches[0], state.drafter.reads().levels);
         let share = StepShare { batches: &batches, counts: &counts, ranks: Ranks::alone() };
-        let step = second_time(|| Ok(train_step(&mut training, &mut state, share, &weights).map(drop)?))?;
-        let evaluation = second_time(|| {
+        let step = shortest(|| Ok(train_step(&mut training, &mut state, share, &weights).map(drop)?))?;
+        let evaluation = shortest(|| {
             let groups = iter::once(Ok(vec![made()]));
             evaluate::<TrainError>(&mut training, &*state.drafter, groups, &plan.loss, lambda0, Ranks::alone())
                 .map(drop)
@@ -189,10 +201,14 @@ fn counts(batch: &FedBatch, levels: usize) -> TargetCounts {
     counts
 }
 
-/// Seconds of what is done twice: the first time also prepares the products.
-fn second_time(mut work: impl FnMut() -> Result<(), TrainError>) -> Result<f64, TrainError> {
+/// The shortest time of some rounds.
+fn shortest(mut work: impl FnMut() -> Result<(), TrainError>) -> Result<f64, TrainError> {
     work()?;
-    let began = Instant::now();
-    work()?;
-    Ok(began.elapsed().as_secs_f64())
+    let mut seconds = f64::INFINITY;
+    for _ in 0..ROUNDS {
+        let began = Instant::now();
+        work()?;
+        seconds = seconds.min(began.elapsed().as_secs_f64());
+    }
+    Ok(seconds)
 }

@@ -31,8 +31,8 @@ pub(super) fn backbone(checked: &CheckedRun, layers: Option<usize>) -> Result<Ll
     }
 }
 
-/// A second backbone that answers prompts, where the one that is trained would dequantise all weights for every token. Training has not allocated its
-/// memory yet. `layers` as of [`backbone`].
+/// A second backbone to answer prompts, where the trained one would dequantise all weights for every token. Call it before training allocates its
+/// memory. `layers` as of [`backbone`].
 pub(super) fn answering(checked: &CheckedRun, layers: Option<usize>) -> Result<Option<Llama>, TrainError> {
     let kind = checked.plan.backbone.dtype.kind();
     checked.answers_by_kernels(&checked.plan).then(|| load(checked, kind, Purpose::Decoding, layers)).transpose()
@@ -44,8 +44,8 @@ fn load(checked: &CheckedRun, kind: Kind, purpose: Purpose, layers: Option<usize
     let mut backbone = match plan.output_part() {
         Some(part) => Llama::load_output(folder, kind, plan.device, part)?,
         None => {
-            let first = (LlamaConfig::load(folder).map_err(LoadError::from)?, layers.unwrap_or(usize::MAX));
-            Llama::load_with(folder, first, kind, stages.clone(), purpose, plan.backbone.quantization)?
+            let config = LlamaConfig::load(folder).map_err(LoadError::from)?;
+            Llama::load_with(folder, (config, layers), kind, stages.clone(), purpose, plan.backbone.quantization)?
         }
     };
     let longest_row = i64::try_from(plan.data.max_length.get()).unwrap_or(i64::MAX);

@@ -65,10 +65,10 @@ impl MemoryPlan {
         // freed, since the heap keeps that.
         let gathered = if on_host && work.world.shares_moments() { gradients } else { 0 };
         let working = largest + holes + gathered;
-        // Freed before anything that is trained is allocated.
-        let trained: u64 = groups[1..].iter().map(MemoryGroup::bytes).sum();
-        let in_training = trained + activation_bytes + hidden_state_bytes;
-        let answering = if work.answers_twice { groups[0].weight_bytes.saturating_sub(in_training) } else { 0 };
+        // The second copy is freed before the heads are allocated.
+        let heads: u64 = groups.iter().filter(|group| group.name == "heads").map(MemoryGroup::bytes).sum();
+        let later = heads + activation_bytes + hidden_state_bytes;
+        let answering = if work.answers_twice { work.answering_copy().saturating_sub(later) } else { 0 };
         Self {
             groups,
             activation_bytes,
@@ -93,6 +93,13 @@ impl<'w> Workload<'w> {
 
     fn hidden_size(&self) -> u64 {
         self.pass.widths().h
+    }
+
+    /// The second copy of the backbone, which has an LM head beside the embedding.
+    fn answering_copy(&self) -> u64 {
+        let config = self.pass.config;
+        let lm_head = if config.tie_word_embeddings { numel(&config.lm_head().size) * self.pass.element } else { 0 };
+        self.backbone().weight_bytes + lm_head
     }
 
     fn groups(&self) -> Vec<MemoryGroup> {

@@ -172,10 +172,10 @@ pub(super) fn kept_or_made(
     Ok(Some(answers.rows))
 }
 
-/// How many prompts of so many tokens are answered at a time: as many as, with their answers, have the tokens of a micro batch.
-pub(super) fn together(plan: &TrainPlan, prompts: impl Iterator<Item = usize>) -> NonZeroUsize {
+/// How many prompts of so many tokens are answered at a time: as many as fit, with their answers, into the tokens of a micro batch.
+pub(super) fn together(plan: &TrainPlan, prompt_lengths: impl Iterator<Item = usize>) -> NonZeroUsize {
     let (rows, length) = (plan.train.micro_batch_size, plan.data.max_length.get());
-    let longest = prompts.map(|prompt| length.min(prompt + NEW_TOKENS)).max().unwrap_or(length);
+    let longest = prompt_lengths.map(|prompt| length.min(prompt + NEW_TOKENS)).max().unwrap_or(length);
     NonZeroUsize::new(rows.get() * length / longest.max(1)).unwrap_or(rows)
 }
 
