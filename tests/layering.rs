@@ -54,7 +54,7 @@ const CODE_LINES: [(&str, usize); 36] = [
     ("serve", 2263),
     ("session", 1677),
     ("torch", 2683),
-    ("train", 5852),
+    ("train", 5853),
     ("tree", 1602),
 ];
 

@@ -95,10 +95,11 @@ impl<'w> Workload<'w> {
         self.pass.widths().h
     }
 
-    /// The second copy of the backbone, which has an LM head beside the embedding.
+    /// The second copy of the backbone. Beside an embedding that is no table of blocks it has an LM head.
     fn answering_copy(&self) -> u64 {
-        let config = self.pass.config;
-        let lm_head = if config.tie_word_embeddings { numel(&config.lm_head().size) * self.pass.element } else { 0 };
+        let LayerPass { config, blocks, .. } = self.pass;
+        let copies_head = config.tie_word_embeddings && blocks.is_none();
+        let lm_head = if copies_head { numel(&config.lm_head().size) * self.pass.element } else { 0 };
         self.backbone().weight_bytes + lm_head
     }
 
