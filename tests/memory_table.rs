@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use medusa::draft::heads::HeadsConfig;
-use medusa::draft::planned::{DrafterConfig, Teachers};
+use medusa::draft::planned::{DrafterConfig, PlannedDrafter, Teachers};
 use medusa::engine::cuda::draft::{DraftInput, DraftShape};
 use medusa::engine::cuda::plan::DevicePlan;
 use medusa::engine::cuda::shape::Shape;
@@ -90,12 +90,21 @@ fn peak_of_stage(
     shared_lm_head: bool,
     stage: StageShape,
 ) -> u64 {
-    let pass = one_packed_row(config, quantization, trained);
     let drafter = heads(shared_lm_head).for_backbone(config);
-    let plan = MemoryPlan::of(&Workload {
-        pass,
+    MemoryPlan::of(&workload(config, quantization, trained, &*drafter, stage)).peak_bytes()
+}
+
+fn workload<'w>(
+    config: &'w LlamaConfig,
+    quantization: Option<Quantization>,
+    trained: &'w BackboneTraining,
+    drafter: &'w dyn PlannedDrafter,
+    stage: StageShape,
+) -> Workload<'w> {
+    Workload {
+        pass: one_packed_row(config, quantization, trained),
         stage,
-        drafter: &*drafter,
+        drafter,
         teachers: Teachers { for_drafter: false, for_backbone: trained.has_teacher() },
         optimizer: OptimizerName::AdamW8bit,
         world: WorldPlan::ALONE,
@@ -103,8 +112,7 @@ fn peak_of_stage(
         cached: false,
         loaded: None,
         answers_twice: false,
-    });
-    plan.peak_bytes()
+    }
 }
 
 #[test]
@@ -112,20 +120,8 @@ fn a_second_copy_that_answers_is_in_the_plan_where_training_needs_less() {
     let small = SmallRun::new();
     small.write("backbone/config.json", config_of("lmsys/vicuna-7b-v1.5").to_string());
     let config = LlamaConfig::load(&small.path("backbone")).expect("a config");
-    let (quantization, heads) = (Some(Quantization::Nf4), heads(true));
-    let drafter = heads.for_backbone(&config);
-    let work = Workload {
-        pass: one_packed_row(&config, quantization, &BackboneTraining::Frozen),
-        stage: StageShape::whole(config.num_hidden_layers),
-        drafter: &*drafter,
-        teachers: Teachers { for_drafter: false, for_backbone: false },
-        optimizer: OptimizerName::AdamW8bit,
-        world: WorldPlan::ALONE,
-        unequal: false,
-        cached: false,
-        loaded: None,
-        answers_twice: false,
-    };
+    let (drafter, whole) = (heads(true).for_backbone(&config), StageShape::whole(config.num_hidden_layers));
+    let work = workload(&config, Some(Quantization::Nf4), &BackboneTraining::Frozen, &*drafter, whole);
     let [once, twice] =
         [false, true].map(|answers_twice| MemoryPlan::of(&Workload { answers_twice, ..work }).peak_bytes());
     let backbone = MemoryPlan::of(&work).groups[0].weight_bytes;
