@@ -1,6 +1,7 @@
 //! Promise: `medusa init` writes a recipe that fits the machine and passes `--check`, never over another file, and a shell runs the commands
 //! that it prints, as they are.
 
+use std::fs;
 use std::path::Path;
 
 use medusa::data::Watch;
@@ -377,4 +378,19 @@ fn a_backbone_without_weights_has_no_expected_time() {
     let written = small.medusa(&[&INIT[..], &["--json"]].concat()).succeeded();
     let written: Value = serde_json::from_str(&written.stdout).expect("JSON");
     assert_eq!(written["expected_seconds"], Value::Null);
+}
+
+/// Also where the rows are tokens, such as its own answers.
+#[test]
+fn the_first_prompt_of_a_chat_model_is_a_message() {
+    let small = SmallRun::new();
+    small.write_tokenizer(48);
+    let printed = |small: &SmallRun| {
+        let ended = small.medusa(&INIT).succeeded();
+        fs::remove_file(small.path("first.toml")).expect("the recipe");
+        ended.stdout + &ended.stderr
+    };
+    assert!(printed(&small).contains("{\"prompt\": "));
+    small.write("backbone/chat_template.jinja", "{% for message in messages %}{{ message.content }} w1 {% endfor %}");
+    assert!(printed(&small).contains("{\"messages\": "));
 }

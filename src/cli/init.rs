@@ -351,7 +351,7 @@ fn next_commands(
         Some(_) => String::new(), // calibrate finds them by the run
         None => training_data(args),
     };
-    let prompt = if planned.checked.train_report.has_conversations { CHAT_PROMPT } else { TEXT_PROMPT };
+    let prompt = if planned.checked.has_chat_template() { CHAT_PROMPT } else { TEXT_PROMPT };
     let drafter = drafter_flag(planned);
     let decode = format!("--backbone {backbone} --heads {heads} --tree {tree}{drafter}{flags}");
     let (first, train) = (heads_first.map(train), train(planned));

@@ -263,6 +263,11 @@ impl CheckedRun {
         (self.train.sequences_per_epoch(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
     }
 
+    /// Whether conversations can be rendered for this backbone.
+    pub fn has_chat_template(&self) -> bool {
+        self.template.is_some()
+    }
+
     /// The rows that the run evaluates on; `None` if its recipe holds out none.
     pub fn held_out(&self) -> Option<&RowStore> {
         Some(self.validation.as_ref()?.sequences().store())
