@@ -4,14 +4,12 @@
 //! expensive work, and later code relies on it. Relative paths in a recipe are relative to the working directory.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
 use crate::data::DataConfig;
 use crate::data::long_rows::LongRows;
-use crate::draft::heads::HeadsConfig;
 use crate::draft::loss::LossConfig;
 use crate::files::FileError;
 use crate::formats::run_folder::RECIPE;
@@ -29,6 +27,7 @@ mod defaults;
 pub mod expectation;
 mod fetched;
 mod file_defaults;
+pub mod heads;
 mod loaded;
 mod located;
 mod mistakes;
@@ -39,6 +38,7 @@ pub mod starter;
 mod typed;
 mod written;
 
+use heads::HeadsTable;
 pub use loaded::LoadedRecipe;
 use located::LocatedToml;
 pub use located::RecipeSpan;
@@ -54,7 +54,7 @@ pub use written::WrittenRecipe;
 pub struct Recipe {
     /// The model that the heads are for.
     pub backbone: BackboneConfig,
-    pub heads: HeadsConfig,
+    pub heads: HeadsTable,
     /// Which parameters are trained, and how.
     pub stage: Stage,
     /// Weights of the heads' losses.
@@ -120,7 +120,12 @@ impl Recipe {
     /// # Panics
     /// Never: every recipe that loads can be serialized.
     pub fn resolved_toml(&self) -> String {
-        toml::to_string(self).expect("a recipe holds only what TOML can say")
+        if !self.heads.is_eagle() {
+            return toml::to_string(self).expect("a recipe holds only what TOML can say");
+        }
+        let mut table = toml::Table::try_from(self).expect("a recipe holds only what TOML can say");
+        self.heads.leave_out_keys_of_others(&mut table);
+        toml::to_string(&table).expect("a table")
     }
 
     /// The plan of this recipe on `device`; the recipe must have local paths.
@@ -129,7 +134,7 @@ impl Recipe {
         TrainPlan {
             backbone,
             trained: stage.trained(),
-            drafter: Arc::new(heads),
+            drafter: heads.drafter(),
             loss,
             heads_coefficient: stage.heads_coefficient(),
             optimizer: optimizer.adamw(),

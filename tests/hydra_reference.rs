@@ -35,16 +35,20 @@ const WEIGHT_TOLERANCE: f64 = 1e-4;
 const STRIDE: usize = 61;
 const SMALL: usize = 256;
 
-/// A run of the oracle.
-struct Oracle {
+/// A run of an oracle.
+pub(crate) struct Oracle {
     name: &'static str,
-    report: Value,
+    pub(crate) report: Value,
     tensors: WeightFiles,
 }
 
 impl Oracle {
     fn open(name: &'static str) -> Self {
-        let path = |extension: &str| published(&format!("hydra/{name}.{extension}"));
+        Self::in_folder("hydra", name)
+    }
+
+    pub(crate) fn in_folder(folder: &str, name: &'static str) -> Self {
+        let path = |extension: &str| published(&format!("{folder}/{name}.{extension}"));
         let text = fs::read_to_string(path("json")).expect("the oracle's report");
         Self {
             name,
@@ -53,7 +57,7 @@ impl Oracle {
         }
     }
 
-    fn setting(&self, key: &str) -> &Value {
+    pub(crate) fn setting(&self, key: &str) -> &Value {
         &self.report["settings"][key]
     }
 
@@ -62,7 +66,7 @@ impl Oracle {
     }
 
     /// `[loss]` of the recipe.
-    fn loss(&self) -> String {
+    pub(crate) fn loss(&self) -> String {
         match self.setting("label_weight").as_f64().expect("a number") {
             1.0 => String::new(),
             0.0 => "[loss]\ntargets = \"backbone\"\n".to_owned(),
@@ -117,12 +121,12 @@ impl Oracle {
 }
 
 impl Oracle {
-    fn draft_vocab_size(&self) -> Option<i64> {
+    pub(crate) fn draft_vocab_size(&self) -> Option<i64> {
         self.setting("draft_vocab_size").as_i64()
     }
 
     /// The most frequent labels, by id; of equal frequency the lower ids.
-    fn token_map(&self) -> Option<Vec<i64>> {
+    pub(crate) fn token_map(&self) -> Option<Vec<i64>> {
         let mut counts = vec![0; 512];
         for row in rows() {
             ids(&row["labels"]).iter().filter(|&&label| label >= 0).for_each(|&label| counts[label as usize] += 1);
@@ -155,7 +159,7 @@ impl Oracle {
     }
 
     /// Compares the norm of a whole tensor, relative to `size`.
-    fn assert_norm(&self, stage: &str, name: &str, tensor: &Tensor, tolerance: f64) {
+    pub(crate) fn assert_norm(&self, stage: &str, name: &str, tensor: &Tensor, tolerance: f64) {
         let expected = self.report["norms"][stage][name].as_f64().expect("a norm");
         assert_close(&format!("{}: norm of {stage}.{name}", self.name), norm(tensor), expected, tolerance);
     }
@@ -176,7 +180,6 @@ impl Oracle {
         assert!(worst <= tolerance, "{}, {name}: largest difference {worst:.2e} > {tolerance:.0e}", self.name);
     }
 
-    /// Trains and returns the lines of metrics.jsonl and the folder of the result.
     fn train(
         &self,
         folder: &TempDir,
@@ -184,22 +187,10 @@ impl Oracle {
         micro_batch_size: usize,
         more: &str,
     ) -> (Vec<MetricsLine>, PathBuf) {
-        let recipe = self.recipe(&folder.path().join("run"), steps, micro_batch_size) + more;
-        let plan = Recipe::parse(Path::new("oracle.toml"), &recipe).expect("a recipe").plan(Device::Cpu);
-        let run = TrainRun::load(CheckedRun::load(plan, Watch::default()).expect("rows")).expect("a backbone");
-        let mut lines = vec![];
-        let mut report = |event: RunEvent| {
-            if let RunEvent::Stepped(line) = event {
-                lines.push(line.clone());
-            }
-        };
-        match run.train(Ranks::alone(), false, &AtomicBool::new(false), &mut report).expect("a run") {
-            RunOutcome::Finished(result) => (lines, result),
-            other => panic!("finished, got {other:?}"),
-        }
+        train(&(self.recipe(&folder.path().join("run"), steps, micro_batch_size) + more))
     }
 
-    fn check_steps(&self, lines: &[MetricsLine]) {
+    pub(crate) fn check_steps(&self, lines: &[MetricsLine]) {
         let steps = self.report["steps"].as_array().expect("steps");
         assert_eq!(lines.len(), steps.len());
         for (line, expected) in lines.iter().zip(steps) {
@@ -219,14 +210,17 @@ impl Oracle {
         }
     }
 
-    /// AdamW's first moment after one step is a tenth of the clipped gradient.
     fn check_gradients(&self, backbone: &Llama) {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let _ = self.train(&folder, 1, 8, "");
-        let moments =
-            WeightFiles::open_file(&folder.path().join("run/step-000001/optimizer.safetensors")).expect("a checkpoint");
+        self.check_gradients_of(&folder.path().join("run"), self.weights(backbone));
+    }
+
+    /// AdamW's first moment after the one step of a run is a tenth of the clipped gradient.
+    pub(crate) fn check_gradients_of(&self, run: &Path, weights: Vec<(String, Vec<i64>)>) {
+        let moments = WeightFiles::open_file(&run.join("step-000001/optimizer.safetensors")).expect("a checkpoint");
         let clip = (1.0 / (self.report["steps"][0]["grad_norm"].as_f64().expect("a norm") + 1e-6)).min(1.0);
-        for (name, size) in self.weights(backbone) {
+        for (name, size) in weights {
             let moment = moments.tensor(&format!("{name}.exp_avg"), &size, Kind::Float, Device::Cpu).expect("a moment");
             let gradient = moment * (10.0 / clip);
             let largest = gradient.abs().max().double_value(&[]);
@@ -242,6 +236,10 @@ impl Oracle {
         let map = got.mapped_as("token_map", &[self.draft_vocab_size().unwrap_or(0)], Kind::Int64).ok();
         assert_eq!(map.as_ref().map(|map| Vec::try_from(map).expect("int64")), self.token_map());
         assert_eq!(got.names().len(), weights.len() + usize::from(map.is_some()));
+        self.check_final_weights(&got, weights);
+    }
+
+    pub(crate) fn check_final_weights(&self, got: &WeightFiles, weights: Vec<(String, Vec<i64>)>) {
         for (name, size) in weights {
             let value = got.tensor(&name, &size, Kind::Float, Device::Cpu).expect("a tensor");
             self.assert_sample("final", &name, &value, WEIGHT_TOLERANCE);
@@ -273,12 +271,28 @@ impl Oracle {
     }
 }
 
-fn rows() -> Vec<Value> {
+/// Trains and returns the lines of metrics.jsonl and the folder of the result.
+pub(crate) fn train(recipe: &str) -> (Vec<MetricsLine>, PathBuf) {
+    let plan = Recipe::parse(Path::new("oracle.toml"), recipe).expect("a recipe").plan(Device::Cpu);
+    let run = TrainRun::load(CheckedRun::load(plan, Watch::default()).expect("rows")).expect("a backbone");
+    let mut lines = vec![];
+    let mut report = |event: RunEvent| {
+        if let RunEvent::Stepped(line) = event {
+            lines.push(line.clone());
+        }
+    };
+    match run.train(Ranks::alone(), false, &AtomicBool::new(false), &mut report).expect("a run") {
+        RunOutcome::Finished(result) => (lines, result),
+        other => panic!("finished, got {other:?}"),
+    }
+}
+
+pub(crate) fn rows() -> Vec<Value> {
     let text = fs::read_to_string(published("reference/losses/rows.jsonl")).expect("rows");
     text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
 }
 
-fn ids(value: &Value) -> Vec<i64> {
+pub(crate) fn ids(value: &Value) -> Vec<i64> {
     serde_json::from_value(value.clone()).expect("ids")
 }
 
@@ -295,7 +309,7 @@ fn assert_close(what: &str, got: f64, expected: f64, relative: f64) {
 }
 
 /// Numbers in [-bound, bound), as the script's function of the same name makes them.
-fn initial(name: &str, shape: &[i64], bound: f64) -> Tensor {
+pub(crate) fn initial(name: &str, shape: &[i64], bound: f64) -> Tensor {
     let hash = |seed: u64, byte: u8| (seed ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
     let seed = name.bytes().fold(0xcbf2_9ce4_8422_2325, hash);
     let number = |index: u64| {
@@ -309,7 +323,7 @@ fn initial(name: &str, shape: &[i64], bound: f64) -> Tensor {
     Tensor::from_slice(&numbers).to_kind(Kind::Float).view(shape)
 }
 
-fn backbone() -> Llama {
+pub(crate) fn backbone() -> Llama {
     Llama::load(&published("models/stories260K"), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone")
 }
 

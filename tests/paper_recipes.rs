@@ -10,7 +10,7 @@ use arrow::array::{ArrayRef, ListArray, RecordBatch, StringArray, StructArray};
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field, Fields};
 use medusa::draft::heads::HeadsShape;
-use medusa::draft::planned::{DrafterConfig, Teachers};
+use medusa::draft::planned::Teachers;
 use medusa::memory::layer::LayerPass;
 use medusa::memory::plan::{MemoryPlan, WorldPlan};
 use medusa::memory::weights::StageShape;
@@ -214,7 +214,10 @@ fn every_recipe_of_the_paper_passes_check_without_weights() {
         if let Some(heads) = &recipe.heads.init_from {
             let folder = small.root().join(heads);
             fs::create_dir_all(&folder).expect("a folder");
-            write_heads(&folder.join("heads.safetensors"), recipe.heads.shape([config.vocab_size, config.hidden_size]));
+            write_heads(
+                &folder.join("heads.safetensors"),
+                recipe.heads.heads().expect("heads").shape([config.vocab_size, config.hidden_size]),
+            );
         }
         // With forty rows, two epochs would have fewer steps than the warm-up.
         small.write("recipe.toml", fs::read_to_string(&path).expect("a recipe"));
@@ -243,7 +246,7 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         flash: true,
         on_host: false,
     };
-    let drafter = recipe.heads.for_backbone(config);
+    let drafter = recipe.heads.drafter().for_backbone(config);
     let plan = MemoryPlan::of(&Workload {
         pass,
         stage: StageShape::whole(config.num_hidden_layers),

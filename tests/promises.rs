@@ -26,6 +26,8 @@ mod served;
 
 // Training
 mod captured_states;
+mod eagle;
+mod eagle_reference;
 mod fused;
 mod hydra_reference;
 mod init;

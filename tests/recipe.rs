@@ -141,7 +141,7 @@ fn a_resolved_recipe_names_every_default_and_loads_to_the_same() {
 
 #[test]
 fn an_unknown_key_is_shown_with_the_known_ones() {
-    let expected = r#"r.toml: line 5, column 1: unknown key `medusa_num_head`, did you mean `medusa_num_heads`? Expected one of `medusa_num_heads`, `medusa_num_layers`, `init_from`, `shared_lm_head`, `w2_rank`, `shared_w2`, `draft_vocab_size`, `architecture`, `dropout`
+    let expected = r#"r.toml: line 5, column 1: unknown key `medusa_num_head`, did you mean `medusa_num_heads`? Expected one of `medusa_num_heads`, `medusa_num_layers`, `init_from`, `shared_lm_head`, `w2_rank`, `shared_w2`, `draft_vocab_size`, `architecture`, `ttt_steps`, `tap_layers`, `dropout`
   |
 5 | medusa_num_head = 4
   | ^^^^^^^^^^^^^^^"#;

@@ -12,6 +12,7 @@ use super::downloads::{self, HubArgument};
 use super::numbers::above_zero;
 use super::progress::Progress;
 use super::{CommonFlags, UsageError, print_json, print_line};
+use crate::export::eagle::{self, EagleFormat, EagleRequest};
 use crate::export::gguf::{self, GgufRequest, GgufType};
 use crate::export::{self, ExportError, ExportFormat, ExportRequest, Exported};
 use crate::files::checksums;
@@ -66,17 +67,20 @@ struct Printed<'e> {
     exported: &'e Exported,
 }
 
-/// A layout of heads, or llama.cpp's file of a backbone.
+/// A layout of heads or of an EAGLE-3 drafter, or llama.cpp's file of a backbone.
 #[derive(Debug, Clone, Copy)]
 pub enum Layout {
     Heads(ExportFormat),
+    Eagle(EagleFormat),
     Gguf,
 }
 
 impl ValueEnum for Layout {
     fn value_variants<'a>() -> &'a [Self] {
         static ALL: LazyLock<Vec<Layout>> = LazyLock::new(|| {
-            ExportFormat::value_variants().iter().copied().map(Layout::Heads).chain([Layout::Gguf]).collect()
+            let heads = ExportFormat::value_variants().iter().copied().map(Layout::Heads);
+            let eagle = [EagleFormat::Eagle3, EagleFormat::Speculators].map(Layout::Eagle);
+            heads.chain(eagle).chain([Layout::Gguf]).collect()
         });
         &ALL
     }
@@ -84,6 +88,7 @@ impl ValueEnum for Layout {
     fn to_possible_value(&self) -> Option<PossibleValue> {
         match self {
             Self::Heads(format) => format.to_possible_value(),
+            Self::Eagle(format) => Some(PossibleValue::new(format.name()).help(format.help())),
             Self::Gguf => {
                 Some(PossibleValue::new("gguf").help("The backbone, adapters merged, without heads, for llama.cpp"))
             }
@@ -98,6 +103,7 @@ impl ValueEnum for Layout {
 pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     match args.format {
         Layout::Heads(format) => heads(args, format, common),
+        Layout::Eagle(format) => eagle(args, format, common),
         Layout::Gguf => backbone(args, common),
     }
 }
@@ -135,6 +141,45 @@ fn heads(args: &ExportArgs, format: ExportFormat, common: &CommonFlags) -> anyho
     }
 }
 
+/// Writes an EAGLE-3 drafter.
+fn eagle(args: &ExportArgs, format: EagleFormat, common: &CommonFlags) -> anyhow::Result<()> {
+    let name = format.name();
+    let heads = args
+        .heads
+        .clone()
+        .ok_or_else(|| UsageError(format!("--format {name} needs --heads: the drafter that is exported")))?;
+    if args.gguf_type.is_some() {
+        return Err(UsageError(format!("--gguf-type is for --format gguf; --format {name} has --dtype")).into());
+    }
+    refuse(&flags_of_heads(args), &format!("with --format {name}"))?;
+    let mut request = EagleRequest {
+        heads,
+        backbone: args.backbone.clone(),
+        backbone_name: None,
+        format,
+        out: args.out.clone(),
+        dtype: common.dtype,
+    };
+    let mut base = eagle::backbone_needed(&request).map_err(as_usage)?;
+    let wanted = if format == EagleFormat::Speculators { Wanted::Backbone } else { Wanted::BackboneWithoutWeights };
+    downloads::fetch(vec![HubArgument::Model(&mut base, wanted)], common)?;
+    request.backbone_name = hub::origin(&base).map(|snapshot| snapshot.id);
+    request.backbone = Some(base);
+    let progress = Progress::waiting(format!("writing {}", args.out.display()), common);
+    let exported = eagle::export(&request).map_err(as_usage)?;
+    drop(progress);
+    exported.notices.iter().for_each(|notice| common.say(notice));
+    common.say(format!(
+        "verified: {} in {}, read back as written",
+        counted(exported.tensors, "tensor"),
+        exported.dtype
+    ));
+    match common.json {
+        true => print_json(&exported),
+        false => print_line(args.out.display()),
+    }
+}
+
 /// Writes the backbone alone.
 fn backbone(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_flags_of_heads(args, common)?;
@@ -164,22 +209,28 @@ fn backbone(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
 }
 
-/// Flags that say something of the heads, of which the file has none.
+/// Flags that say something of heads, of which the file has none.
 fn refuse_flags_of_heads(args: &ExportArgs, common: &CommonFlags) -> Result<(), UsageError> {
-    let given = [
+    if args.gguf_type.is_some() && common.dtype.is_some() {
+        return Err(UsageError("--dtype and --gguf-type both say how matrices are stored; remove one".into()));
+    }
+    refuse(&flags_of_heads(args), "with --format gguf: no heads are in the file")
+}
+
+/// Flags for heads alone, and whether they are given.
+fn flags_of_heads(args: &ExportArgs) -> [(&'static str, bool); 5] {
+    [
         ("--medusa-num-heads", args.medusa_num_heads.is_some()),
         ("--pickle", args.pickle),
         ("--calibration", args.calibration.is_some()),
         ("--tree", args.tree.is_some()),
         ("--bench", args.bench.is_some()),
-    ];
-    if args.gguf_type.is_some() && common.dtype.is_some() {
-        return Err(UsageError("--dtype and --gguf-type both say how matrices are stored; remove one".into()));
-    }
-    match given.iter().find(|(_, is_given)| *is_given) {
-        Some((flag, _)) => {
-            Err(UsageError(format!("{flag} does nothing with --format gguf: no heads are in the file; remove it")))
-        }
+    ]
+}
+
+fn refuse(flags: &[(&'static str, bool)], why: &str) -> Result<(), UsageError> {
+    match flags.iter().find(|(_, is_given)| *is_given) {
+        Some((flag, _)) => Err(UsageError(format!("{flag} does nothing {why}; remove it"))),
         None => Ok(()),
     }
 }

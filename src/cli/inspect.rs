@@ -32,11 +32,13 @@ use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::SparseTree;
 
 mod checked;
+mod eagle;
 mod links;
 mod run;
 mod tensors;
 mod verify;
 
+use self::eagle::EagleFound;
 use self::run::JsonLine;
 use self::tensors::{HeadsFound, TensorsFound, WeightsFound};
 
@@ -61,6 +63,7 @@ pub struct InspectArgs {
 enum Contents {
     Run(Box<run::RunContents>),
     Heads(HeadsFound),
+    Eagle(EagleFound),
     Calibration(Calibration),
     #[serde(rename = "calibration share")]
     CalibrationShare(CalibrationShareFound),
@@ -151,6 +154,9 @@ fn folder(path: &Path) -> anyhow::Result<Contents> {
     if let Some(distilled) = DistilledFolder::read(path)? {
         return Ok(Contents::Distilled(distilled));
     }
+    if let Some(eagle) = EagleFound::read(path)? {
+        return Ok(Contents::Eagle(eagle));
+    }
     if let Ok(found) = import::locate(path)
         && is_draft(&found)
     {
@@ -173,6 +179,9 @@ fn is_draft(file: &Path) -> bool {
 }
 
 fn file(path: &Path) -> anyhow::Result<Contents> {
+    if let Some(eagle) = EagleFound::read(path)? {
+        return Ok(Contents::Eagle(eagle));
+    }
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("safetensors" | "pt" | "pth" | "bin") => Ok(match tensors::read(path)? {
             WeightsFound::Heads(found) => Contents::Heads(found),
@@ -268,6 +277,7 @@ fn text(path: &Path, contents: &Contents) -> Result<String, std::fmt::Error> {
     match contents {
         Contents::Run(run) => run.text(path, &mut out)?,
         Contents::Heads(heads) => heads.text(&mut out)?,
+        Contents::Eagle(eagle) => eagle.text(&mut out)?,
         Contents::Calibration(found) => calibration_text(found, &mut out)?,
         Contents::CalibrationShare(found) => calibration_share_text(found, &mut out)?,
         Contents::Distilled(found) => distilled_text(found, &mut out)?,

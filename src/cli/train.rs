@@ -14,6 +14,7 @@ use super::downloads::{observed, report_beside};
 use super::reading::watched;
 use super::signals::set_last_words;
 use super::{CommonFlags, Interrupted, UsageError, interrupted_to_save, print_json, print_line, print_text};
+use crate::draft::eagle::file::EagleFile;
 use crate::draft::heads::import::HeadsFile;
 use crate::draft::heads::import::notices::Notice;
 use crate::formats::best::BestEvaluation;
@@ -257,7 +258,7 @@ fn load(loaded: &LoadedRecipe, place: &RunPlace, args: &TrainArgs, common: &Comm
     let backbone = Path::new(&checked.plan.backbone.path);
     report_beside(backbone, common);
     OpenedBackbone::open(backbone)?.report_keys_without_effect(common)?;
-    if let Some(heads) = heads {
+    if let Some(heads) = heads.filter(|heads| !EagleFile::is_in(heads)) {
         let (notices, quantization) = (HeadsFile::open(&heads)?.notices()?, checked.plan.backbone.quantization);
         let is_same = |notice: &Notice| matches!((notice, quantization), (Notice::Quantized { quantization, .. }, Some(ours)) if *quantization == ours.to_string());
         notices.iter().filter(|notice| !is_same(notice)).for_each(|notice| common.say(notice));

@@ -21,8 +21,8 @@ pub trait DrafterFile: fmt::Debug {
     /// Number of weights.
     fn num_parameters(&self) -> u64;
 
-    /// The hidden states that the drafter reads beside the last one.
-    fn taps(&self) -> Taps {
+    /// The hidden states of a backbone that the drafter reads beside the last one.
+    fn taps(&self, _backbone: &LlamaConfig) -> Taps {
         Taps::default()
     }
 

@@ -45,7 +45,7 @@ pub use layout::{HEADS_FILE, HeadsArchitecture, HeadsShape};
 use layout::{HeadPart, HeadTensor};
 use sequential::SequentialLayout;
 
-/// The `[heads]` table of a recipe.
+/// Heads to train, as the `[heads]` table of a recipe describes them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HeadsConfig {

@@ -21,6 +21,7 @@ use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
 
 pub mod by_load;
+pub mod eagle;
 pub mod error;
 pub mod file;
 pub mod heads;

@@ -10,6 +10,9 @@ use crate::model::weights::{WeightFiles, WeightsError};
 /// Name of the tensor in our files and in vLLM's.
 pub const TOKEN_MAP: &str = "token_map";
 
+/// Name of the tensor in the files of EAGLE's authors: of each output, the token's id less the output's number.
+pub const D2T: &str = "d2t";
+
 /// Token ids by output, and back.
 #[derive(Debug)]
 pub struct TokenMap {
@@ -43,7 +46,18 @@ impl TokenMap {
     /// # Errors
     /// [`WeightsError`] if it is not a list of integers.
     pub fn in_file(file: &WeightFiles) -> Result<Option<Vec<i64>>, WeightsError> {
-        if file.contains(TOKEN_MAP) { file.integers(TOKEN_MAP).map(Some) } else { Ok(None) }
+        match (file.contains(TOKEN_MAP), file.contains(D2T)) {
+            (true, _) => file.integers(TOKEN_MAP).map(Some),
+            (false, true) => {
+                Ok(Some(file.integers(D2T)?.into_iter().zip(0..).map(|(ahead, output)| output + ahead).collect()))
+            }
+            (false, false) => Ok(None),
+        }
+    }
+
+    /// The map as [`D2T`]; its tokens must ascend.
+    pub fn d2t(&self) -> Tensor {
+        Tensor::from_slice(&self.tokens.iter().zip(0..).map(|(token, output)| token - output).collect::<Vec<i64>>())
     }
 
     /// The token ids, in the order of the outputs.

@@ -16,6 +16,7 @@ use crate::files::checksums;
 mod card;
 mod check;
 mod companions;
+pub mod eagle;
 mod error;
 mod finite;
 mod format;

@@ -30,8 +30,11 @@ pub const SHARED_W2: &str = "shared_w2";
 /// The key with the fingerprint of the backbone that the heads were trained on.
 pub const BACKBONE_FINGERPRINT: &str = "backbone_fingerprint";
 
+/// The key with the taps of an EAGLE-3 drafter, as vLLM reads it: a layer's number is that of its input.
+const TAPS: &str = "eagle_aux_hidden_state_layer_ids";
+
 /// The keys of [`HeadsFolderConfig`] that describe the training, not the tensors.
-const RECORDED: [&str; 8] = [
+const RECORDED: [&str; 9] = [
     "architecture",
     "backbone_model_type",
     "backbone_dtype",
@@ -39,6 +42,7 @@ const RECORDED: [&str; 8] = [
     "quantization",
     "chat_template",
     "rope_context",
+    TAPS,
     "best",
 ];
 
@@ -70,6 +74,9 @@ pub struct HeadsFolderConfig<'a> {
     /// The context in training, in tokens, if the backbone's rotary embeddings depend on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rope_context: Option<i64>,
+    /// The layers of the backbone whose inputs an EAGLE-3 drafter reads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub eagle_aux_hidden_state_layer_ids: Option<Vec<usize>>,
     /// Only in `best/`: the evaluation that it was kept for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub best: Option<BestEvaluation>,
@@ -140,6 +147,16 @@ impl PublishedHeadsConfig {
     /// The context in training, if the backbone's rotary embeddings depend on it.
     pub fn rope_context(&self) -> Option<i64> {
         self.at("rope_context")?.as_i64()
+    }
+
+    /// The layers whose inputs an EAGLE-3 drafter reads.
+    pub fn tap_layers(&self) -> Option<Vec<usize>> {
+        Vec::deserialize(self.at(TAPS)?).ok()
+    }
+
+    /// How many guesses of a chain a drafter was trained for.
+    pub fn levels(&self) -> Option<usize> {
+        usize::try_from(self.at("medusa_num_heads")?.as_u64()?).ok()
     }
 
     /// The evaluation that the `best/` of the run in `run` was kept for; `None` if there is no such folder.

@@ -15,7 +15,9 @@ use crate::model::norm::norm;
 use crate::model::rope::Rotation;
 use crate::torch::{flash_attention, wide};
 
+mod chains;
 mod row_mask;
+pub use chains::ChainKeys;
 pub use row_mask::{CAPPED_BLOCK, KindMask, RowMask};
 
 /// Projections of one layer.

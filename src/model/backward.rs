@@ -14,8 +14,8 @@ use crate::torch::wide;
 
 /// Assumptions of a part's loss scale: inputs of products are at most this large on average over the tokens (they are normed), and there
 /// are at least so many tokens, so that gradients can grow within a part.
-pub(super) const LARGEST_INPUT: f32 = 8.0;
-pub(super) const FEWEST_TOKENS: i64 = 2048;
+pub const LARGEST_INPUT: f32 = 8.0;
+pub const FEWEST_TOKENS: i64 = 2048;
 
 /// What stays in memory between the forward and the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

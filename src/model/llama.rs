@@ -9,7 +9,7 @@ use crate::cpu::rows::largest;
 use crate::dtype::DraftDtype;
 use crate::model::attention::{Attention, RowMask};
 use crate::model::batch_step::padded;
-use crate::model::block_spec::{BlockSpec, names};
+use crate::model::block_spec::{BlockSpec, NormKind, names};
 use crate::model::config::LlamaConfig;
 use crate::model::decoder_layer::DecoderLayer;
 use crate::model::kv_cache::{KvCache, RowCache};
@@ -23,7 +23,7 @@ use crate::model::stages::{StageBorders, Stages};
 use crate::model::stored::table::TokenTable;
 use crate::model::stored::{Quantization, QuantizedWeight};
 use crate::model::taps::{Tapped, Taps};
-use crate::torch::{bytes, upload};
+use crate::torch::{bytes, upload, wide};
 
 mod dense;
 
@@ -116,6 +116,14 @@ impl Llama {
     /// The final norm over hidden states of the last decoder layer, `[…, H]` of any dtype, in the backbone's dtype.
     pub fn final_norm(&self, last_layer: &Tensor) -> Tensor {
         norm(&last_layer.to_kind(self.kind), &self.norm_h, self.block.norms)
+    }
+
+    /// What the final norm multiplies normed numbers with, `[H]`.
+    pub fn final_norm_factor(&self) -> Tensor {
+        match self.block.norms.kind {
+            NormKind::Rms => self.norm_h.shallow_clone(),
+            NormKind::RmsPlusOne => self.norm_h.to_kind(wide(self.kind)) + 1.0,
+        }
     }
 
     /// Whole rows: `tokens_bt` `[B, T]` int64 to the tokens' states, `[B, T, W]`.

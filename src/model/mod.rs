@@ -14,6 +14,7 @@ pub mod block_spec;
 pub mod config;
 mod decoder_layer;
 pub mod device_map;
+pub mod eagle_layer;
 pub mod folder;
 pub mod kv_cache;
 pub mod linear;

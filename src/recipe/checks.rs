@@ -1,11 +1,11 @@
 //! Checks of a recipe's values against each other.
 
 use super::Recipe;
+use super::heads::HeadsTable;
 use super::mistakes::Findings;
 use super::stage::Stage;
 use crate::bounds::{BATCH_ROWS, MEDUSA_HEADS, MEDUSA_LAYERS};
 use crate::data::long_rows::LongRows;
-use crate::draft::heads::HeadsConfig;
 use crate::dtype::Dtype;
 use crate::numbers::Fraction;
 use crate::plural::counted;
@@ -22,6 +22,7 @@ impl Recipe {
         self.check_stage(findings);
         self.check_targets(findings);
         self.check_schedule(findings);
+        self.heads.check_keys(findings);
         check_w2(&self.heads, findings);
         self.check_validation(findings);
         self.check_mix(findings);
@@ -39,7 +40,7 @@ impl Recipe {
 
     /// More would be a slip: their memory could not even be planned.
     fn check_sizes_of_heads(&self, findings: &mut Findings<'_>) {
-        let HeadsConfig { medusa_num_heads, medusa_num_layers, .. } = self.heads;
+        let HeadsTable { medusa_num_heads, medusa_num_layers, .. } = self.heads;
         for (key, count, most) in [
             ("heads.medusa_num_heads", medusa_num_heads, MEDUSA_HEADS),
             ("heads.medusa_num_layers", medusa_num_layers, MEDUSA_LAYERS),
@@ -243,7 +244,7 @@ impl Recipe {
 
     /// Every head has a target. Checked again with the defaults that depend on files.
     pub(super) fn check_lengths(&self, findings: &mut Findings<'_>) {
-        let (heads, length) = (self.heads.medusa_num_heads.get(), self.data.max_length.get());
+        let (heads, length) = (self.heads.drafter().reads().levels, self.data.max_length.get());
         if length < heads + 2 && findings.are_as_written(&["heads.medusa_num_heads", "data.max_length"]) {
             // head k (1-based) at position 0 predicts token k + 1
             let expected = format!("at least {}, so that each of {heads} heads has a target", heads + 2);
@@ -264,7 +265,7 @@ impl Recipe {
 }
 
 /// Heads that use the LM head have no W2 that could be smaller.
-fn check_w2(heads: &HeadsConfig, findings: &mut Findings<'_>) {
+fn check_w2(heads: &HeadsTable, findings: &mut Findings<'_>) {
     let none = "with heads.shared_lm_head = true heads have no W2";
     if !heads.shared_lm_head {
         return;

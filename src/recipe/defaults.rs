@@ -32,6 +32,9 @@ pub(super) fn fill_in(table: &mut DeTable<'_>, recipe: &Path) {
     if find(table, "stage").is_none_or(|(_, stages)| stages.get_ref().as_table().is_some_and(DeTable::is_empty)) {
         set(table, "stage.medusa1", "{}");
     }
+    if find(table, "heads.architecture").and_then(|(_, value)| value.get_ref().as_str()) == Some("eagle3") {
+        set(table, "loss.targets", "\"backbone\"");
+    }
     fill_in_rates(table);
     fill_in_schedule(table);
     fill_in_batch(table);
@@ -152,6 +155,14 @@ mod tests {
         assert_eq!(rates("[stage.medusa2.lora]"), (5e-4, Some(4.0)));
         assert_eq!(rates("[stage.medusa2]\nself_distillation = true\nlora = {}"), (1e-4, Some(4.0)));
         assert_eq!(rates("[optimizer]\nlearning_rate = 1e-5\n[stage.medusa2]"), (1e-5, Some(4.0)));
+    }
+
+    #[test]
+    fn eagle_learns_the_backbones_distribution() {
+        let labels = |text: &str| filled(text).loss.targets.labels();
+        assert_eq!(labels("[stage.medusa1]\n[heads]\narchitecture = \"eagle3\""), 0.0);
+        assert_eq!(labels("[stage.medusa1]\n[heads]\narchitecture = \"eagle3\"\n[loss]\ntargets = \"labels\""), 1.0);
+        assert_eq!(labels("[stage.medusa1]"), 1.0);
     }
 
     #[test]

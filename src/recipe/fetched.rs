@@ -53,7 +53,7 @@ impl FetchedRecipe {
     ) -> Result<Self, RecipeError> {
         if self.snapshot.is_some() {
             let hub = Hub::from_env(observer).map_err(|error| at(text, BACKBONE, error))?;
-            let wanted = match output_part(&self.local.data, &self.local.heads) {
+            let wanted = match output_part(&self.local.data, &*self.local.heads.drafter()) {
                 None => Wanted::Backbone,
                 Some(part) => Wanted::BackboneOutput(part),
             };

@@ -6,10 +6,11 @@ use std::path::Path;
 use tch::Device;
 
 use super::Recipe;
+use super::heads::HeadsTable;
 use super::mistakes::{Findings, Mistake};
 use crate::data::chat_template::TemplateChoice;
 use crate::data::{captured, source};
-use crate::draft::heads::{HEADS_FILE, HeadsConfig, import};
+use crate::draft::heads::{HEADS_FILE, import};
 use crate::dtype::Dtype;
 use crate::files;
 use crate::gguf;
@@ -40,6 +41,7 @@ impl Recipe {
             Ok(config) => {
                 self.check_lora(findings, &config);
                 self.check_w2_sizes(findings, &config);
+                self.heads.check_taps(findings, &config);
                 self.check_context(findings, &config);
                 self.check_layers(findings, &config);
                 Some(config)
@@ -92,7 +94,7 @@ impl Recipe {
 
     /// B·A of the hidden size or more would have more weights than W2, and a vocabulary of all tokens is not truncated.
     fn check_w2_sizes(&self, findings: &mut Findings<'_>, backbone: &LlamaConfig) {
-        let HeadsConfig { w2_rank, draft_vocab_size, .. } = self.heads;
+        let HeadsTable { w2_rank, draft_vocab_size, .. } = self.heads;
         let sizes = [
             ("heads.w2_rank", w2_rank, backbone.hidden_size, "hidden size"),
             ("heads.draft_vocab_size", draft_vocab_size, backbone.vocab_size, "vocabulary"),

@@ -409,8 +409,10 @@ fn heads_lines(shortest: &Recipe, choice: &Choice) -> Vec<Line> {
         (format!("medusa_num_heads = {}", shortest.heads.medusa_num_heads), "tokens guessed beyond the next one"),
         (format!("medusa_num_layers = {}", shortest.heads.medusa_num_layers), ""),
     ];
-    if shortest.heads.architecture != HeadsArchitecture::Medusa {
-        let name = quoted(shortest.heads.architecture.name());
+    if let Some(architecture) = shortest.heads.architecture.heads()
+        && architecture != HeadsArchitecture::Medusa
+    {
+        let name = quoted(architecture.name());
         lines.insert(0, (format!("architecture = {name}"), "heads that read the guesses before theirs"));
     }
     if shortest.heads.shared_w2 && !choice.savings.shared_lm_head {

@@ -52,9 +52,12 @@ pub fn load_backbone(setup: &ModelSetup, purpose: Purpose, context: LoadContext)
     };
     drop(progress);
     setup.context.into_iter().for_each(|tokens| backbone.set_context(tokens));
-    if let Some(heads) = heads.filter(|heads| !heads.file.taps().is_empty()) {
-        heads.file.check(&backbone.config)?;
-        backbone.set_taps(heads.file.taps());
+    if let Some(heads) = heads {
+        let taps = heads.file.taps(&backbone.config);
+        if !taps.is_empty() {
+            heads.file.check(&backbone.config)?;
+            backbone.set_taps(taps);
+        }
     }
     Ok(backbone)
 }

@@ -104,7 +104,7 @@ impl OpenedHeads {
         let architecture = recorded.unwrap_or(self.file.architecture());
         DrafterName::from_architecture(architecture).map(DrafterSpec::of).ok_or_else(|| {
             let path = config.map_or(&self.path, |config| &config.path);
-            let known = "\"medusa\", \"hydra\" or \"hydra++\"";
+            let known = "\"medusa\", \"hydra\", \"hydra++\" or \"eagle3\"";
             UsageError(format!("{}: architecture: expected {known}, got {architecture:?}", path.display()))
         })
     }

@@ -303,6 +303,8 @@ impl<'r> Checkpoints<'r> {
             }),
             rope_context: Some(self.backbone.config.max_position_embeddings)
                 .filter(|_| self.backbone.config.rotary_depends_on_context()),
+            eagle_aux_hidden_state_layer_ids: Some(self.backbone.taps().layers().to_vec())
+                .filter(|taps| !taps.is_empty()),
             best,
         }
     }

@@ -5,7 +5,7 @@ use std::{fs, io};
 
 use super::checked::{CheckedFile, FileState};
 use crate::draft::heads::HEADS_FILE;
-use crate::draft::heads::import::HeadsFile;
+use crate::draft::kinds;
 use crate::files::checksums::Checksums;
 use crate::files::{failed, parent, sha256};
 use crate::formats::calibration::Calibration;
@@ -63,7 +63,7 @@ pub(super) fn is_of_other_heads(calibration: &Path) -> bool {
 fn heads_link(file: &Path, expected: &str) -> anyhow::Result<Option<CheckedFile>> {
     let places = places_of_heads(parent(file)).map_err(failed("read", parent(file)))?;
     let mut sums = vec![];
-    for heads in places.iter().filter_map(|place| HeadsFile::open(place).ok()) {
+    for heads in places.iter().filter_map(|place| kinds::open(place).ok()) {
         sums.push(heads.sha256()?);
     }
     Ok((!sums.is_empty()).then(|| link(file, expected, &sums, &places[0])))

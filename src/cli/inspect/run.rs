@@ -8,6 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::super::{load_table, wrap};
+use super::eagle::EagleFound;
 use super::links;
 use super::tensors::{self, HeadsFound, WeightsFound};
 use crate::draft::heads::HEADS_FILE;
@@ -27,6 +28,9 @@ pub(super) struct RunContents {
     finished: bool,
     checkpoints: Vec<String>,
     heads: Option<HeadsFound>,
+    /// In place of heads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    eagle: Option<EagleFound>,
     /// The newest lines of metrics.jsonl.
     training: Option<JsonLine<MetricsLine>>,
     validation: Option<JsonLine<MetricsLine>>,
@@ -73,6 +77,7 @@ impl RunContents {
         Ok(Self {
             finished: path.join(FINAL).join(HEADS_FILE).is_file(),
             heads: newest_heads(path, &checkpoints)?,
+            eagle: newest_file(path, &checkpoints).map_or(Ok(None), |file| EagleFound::read(&file))?,
             accuracy: accuracy((!is_foreign).then_some(&calibration), validation.as_ref().map(|line| &line.read))?,
             warning: is_foreign.then(|| {
                 format!("{CALIBRATION} was measured with other heads than this run's; its accuracies are left out")
@@ -99,6 +104,9 @@ impl RunContents {
         writeln!(out, "run          {} ({state})", path.display())?;
         if let Some(heads) = &self.heads {
             writeln!(out, "heads        {}", heads.line())?;
+        }
+        if let Some(eagle) = &self.eagle {
+            eagle.text(out)?;
         }
         if let Some(line) = &self.training {
             writeln!(out, "training     step {}, {}", line.read.step, line.read.losses())?;
@@ -180,10 +188,13 @@ fn names(path: &Path) -> anyhow::Result<Vec<String>> {
     Ok(names)
 }
 
+fn newest_file(path: &Path, checkpoints: &[String]) -> Option<PathBuf> {
+    let mut folders = [FINAL].into_iter().chain(checkpoints.iter().rev().map(String::as_str));
+    folders.find_map(|name| Some(path.join(name).join(HEADS_FILE)).filter(|heads| heads.is_file()))
+}
+
 fn newest_heads(path: &Path, checkpoints: &[String]) -> anyhow::Result<Option<HeadsFound>> {
-    let folders = [FINAL].into_iter().chain(checkpoints.iter().rev().map(String::as_str));
-    let newest = folders.map(|name| path.join(name).join(HEADS_FILE)).find(|heads| heads.is_file());
-    match newest.map(|heads| tensors::read(&heads)).transpose()? {
+    match newest_file(path, checkpoints).map(|heads| tensors::read(&heads)).transpose()? {
         Some(WeightsFound::Heads(heads)) => Ok(Some(heads)),
         _ => Ok(None),
     }

@@ -114,6 +114,11 @@ impl StageRows {
         ropes.at(&self.positions)
     }
 
+    /// Those of the positions so many tokens behind each token.
+    pub(in crate::model) fn rotations_behind(&self, tokens: usize, ropes: &Ropes) -> RotationsByKind {
+        ropes.at(&(&self.positions + tokens as f64))
+    }
+
     /// The mask of the layers of one kind.
     pub(in crate::model) fn of(&self, kind: usize) -> &KindMask {
         &self.kinds[kind]
@@ -123,6 +128,15 @@ impl StageRows {
 impl KindMask {
     fn new(pattern: Option<Pattern>, block: Option<i64>) -> Self {
         Self { pattern, block, block_masks: OnceCell::new() }
+    }
+
+    /// What all queries of `q_bqtd` see: `[T, T]` or `[B, 1, T, T]`, 0 or -inf, in their dtype.
+    pub(super) fn whole(&self, q_bqtd: &Tensor) -> Tensor {
+        let t = q_bqtd.size()[2];
+        match &self.pattern {
+            Some(pattern) => pattern.dense(q_bqtd.kind()).shallow_clone(),
+            None => Tensor::full([t, t], f64::NEG_INFINITY, (q_bqtd.kind(), q_bqtd.device())).triu(1),
+        }
     }
 
     /// The masks of the blocks of `n` queries of `q_bqtd`, each with the keys up to its end: `[N, S]` or `[B, 1, N, S]`, 0 or -inf, in the

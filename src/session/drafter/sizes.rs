@@ -16,6 +16,7 @@ pub fn most_guesses(name: DrafterName, times: &RowTimes) -> usize {
         | DrafterName::Medusa
         | DrafterName::Hydra
         | DrafterName::HydraPlusPlus
+        | DrafterName::Eagle3
         | DrafterName::Model => 0,
     }
 }

@@ -17,6 +17,8 @@ pub enum DrafterName {
     Hydra,
     /// Sequential heads behind a prefix layer.
     HydraPlusPlus,
+    /// One decoder layer on hidden states of several layers.
+    Eagle3,
     /// Prompt lookup.
     Ngram,
     /// Jacobi window with an n-gram pool.
@@ -37,11 +39,12 @@ pub enum DrafterWeights {
     Backbone,
 }
 
-const NAMES: [(DrafterName, &str); 8] = [
+const NAMES: [(DrafterName, &str); 9] = [
     (DrafterName::Plain, "plain"),
     (DrafterName::Medusa, "medusa"),
     (DrafterName::Hydra, "hydra"),
     (DrafterName::HydraPlusPlus, "hydra++"),
+    (DrafterName::Eagle3, "eagle3"),
     (DrafterName::Ngram, "ngram"),
     (DrafterName::Lookahead, "lookahead"),
     (DrafterName::Recycling, "recycling"),
@@ -63,7 +66,7 @@ impl DrafterName {
     /// The weights that it needs.
     pub fn weights(self) -> DrafterWeights {
         match self {
-            Self::Medusa | Self::Hydra | Self::HydraPlusPlus => DrafterWeights::Heads,
+            Self::Medusa | Self::Hydra | Self::HydraPlusPlus | Self::Eagle3 => DrafterWeights::Heads,
             Self::Model => DrafterWeights::Backbone,
             Self::Plain | Self::Ngram | Self::Lookahead | Self::Recycling => DrafterWeights::None,
         }

@@ -1,6 +1,7 @@
 //! Trees that are filled level by level, and trees that are chosen at each step.
 
 use super::*;
+use crate::draft::eagle::weights::Eagle;
 use crate::draft::heads::HeadsArchitecture;
 use crate::draft::hydra::levels::HydraLevels;
 use crate::draft::hydra::prefix::PrefixRows;
@@ -11,6 +12,7 @@ use crate::draft::trained::TrainedDrafter;
 use crate::draft::{CommittedTokens, Proposal, TextSoFar};
 use crate::engine::tch::TchEngine;
 use crate::formats::tree::DynamicTree;
+use crate::model::taps::Taps;
 use crate::tree::guess_tree::GuessTree;
 
 fn limits() -> impl Strategy<Value = DynamicTree> {
@@ -57,6 +59,36 @@ fn texts_with_trees_chosen_at_each_step_are_plain_decodings() {
             let fixed = LevelDrafter::for_tree(&llama, Box::new(HydraLevels::new(&llama, &hydra, 4)), &case.tree);
             for drafter in [dynamic(&medusa), dynamic(&hydra), dynamic(&with_prefix), fixed] {
                 let fast = drafted(&llama, drafter, Acceptance::Rejection, &request, &mut go_on()).unwrap();
+                prop_assert_eq!((&fast.new_ids, fast.finish_reason), (&slow.new_ids, slow.finish_reason));
+                steps_are_consistent(&fast, case.max_new_tokens);
+                let several = several.next().unwrap();
+                several.set(several.get() + u32::from(fast.accept_lengths.iter().any(|&length| length > 1)));
+            }
+        }
+        Ok(())
+    });
+    outcome.unwrap();
+    assert!(several.iter().all(|runs| runs.get() >= 10), "the cases hardly test anything: {several:?}");
+}
+
+#[test]
+fn texts_with_an_eagle_drafter_are_plain_decodings() {
+    let several = [const { Cell::new(0) }; 4];
+    let mut runner = TestRunner::new(Config { cases: 48, failure_persistence: None, ..Config::default() });
+    let outcome = runner.run(&(cases(), limits()), |(case, limits)| {
+        let mut llama = backbone(config(case.key_value_heads, case.window, case.eos.clone()), case.seed);
+        llama.set_taps(Taps::new([0, 1, 2]));
+        let eagle = Eagle::untrained(&llama, None, (llama.taps().clone(), 4), case.seed + 1);
+        let trees = [GuessTree::Static(case.tree.clone()), GuessTree::Dynamic(limits)];
+        let mut several = several.iter();
+        for temperature in [0.0, 0.9] {
+            let stream = seeded(case.seed);
+            let request = Request { stream, ..request(&case.prompt, case.max_new_tokens, temperature) };
+            let slow = plain(&llama, &request, &mut go_on()).unwrap();
+            for tree in &trees {
+                let drafter = Some((eagle.drafter(&llama, tree).unwrap(), Acceptance::Rejection));
+                let fast =
+                    HostLoop::new(fastest(&llama), drafter).decode(Drafting::On, &request, &mut go_on()).unwrap();
                 prop_assert_eq!((&fast.new_ids, fast.finish_reason), (&slow.new_ids, slow.finish_reason));
                 steps_are_consistent(&fast, case.max_new_tokens);
                 let several = several.next().unwrap();
