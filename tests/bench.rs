@@ -353,7 +353,7 @@ fn what_cannot_be_compared_is_status_2_before_anything_is_loaded() {
     };
     says(&["--drafters", "plain"], "nothing to compare plain decoding with");
     says(&["--drafters", "ngram,plain,ngram"], "--drafters names ngram twice");
-    says(&["--drafters", "ngram,medusae"], "no drafter \"medusae\"; expected medusa, hydra, hydra++, ngram");
+    says(&["--drafters", "ngram,medusae"], "no drafter \"medusae\"; expected medusa, hydra, hydra++, eagle3, ngram");
     says(&["--drafters", "ngram,medusa"], "--drafter medusa needs --heads");
     says(&["--drafters", "ngram", "--heads", "h"], "no drafter of --drafters uses --heads h");
     says(&["--drafters", "ngram", "--tree", "dynamic:4"], "no drafter of --drafters uses --tree dynamic:4");
@@ -379,7 +379,7 @@ fn what_cannot_be_compared_is_status_2_before_anything_is_loaded() {
     world.write("tuned/config.json", &json!({"architecture": "clover"}));
     says(
         &["--drafters", "medusa:tuned"],
-        "config.json: architecture: expected \"medusa\", \"hydra\" or \"hydra++\", got \"clover\"",
+        "config.json: architecture: expected \"medusa\", \"hydra\", \"hydra++\" or \"eagle3\", got \"clover\"",
     );
 }
 

@@ -15,7 +15,7 @@ use crate::session::error::SessionError;
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "Decoding")]
 pub struct DrafterFlags {
-    /// What drafts the guesses: medusa, hydra or hydra++ (heads), or model:PATH (a smaller model with the same vocabulary). Without
+    /// What drafts the guesses: medusa, hydra or hydra++ (heads), eagle3 (a layer), or model:PATH (a smaller model with the same vocabulary). Without
     /// training: ngram (prompt lookup: proposes what followed earlier occurrences of the last tokens; pays off where answers repeat the
     /// prompt, as in summaries and edits), recycling (the tokens that were probable after the same token before) or lookahead (n-grams
     /// from a window of guesses beside the text). A+B joins the guesses of drafters in one tree. Heads are those of --heads, or of their

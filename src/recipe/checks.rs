@@ -244,7 +244,7 @@ impl Recipe {
 
     /// Every head has a target. Checked again with the defaults that depend on files.
     pub(super) fn check_lengths(&self, findings: &mut Findings<'_>) {
-        let (heads, length) = (self.heads.drafter().reads().levels, self.data.max_length.get());
+        let (heads, length) = (self.heads.levels().get(), self.data.max_length.get());
         if length < heads + 2 && findings.are_as_written(&["heads.medusa_num_heads", "data.max_length"]) {
             // head k (1-based) at position 0 predicts token k + 1
             let expected = format!("at least {}, so that each of {heads} heads has a target", heads + 2);

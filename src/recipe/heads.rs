@@ -97,12 +97,21 @@ impl HeadsTable {
         match self.heads() {
             Some(heads) => Arc::new(heads),
             None => Arc::new(EagleConfig {
-                ttt_steps: self.ttt_steps.unwrap_or(NonZeroUsize::new(TTT_STEPS).expect("above 0")),
+                ttt_steps: self.ttt_steps(),
                 tap_layers: self.tap_layers.clone(),
                 draft_vocab_size: self.draft_vocab_size,
                 init_from: self.init_from.clone(),
             }),
         }
+    }
+
+    /// How many tokens it guesses one after the other.
+    pub fn levels(&self) -> NonZeroUsize {
+        if self.is_eagle() { self.ttt_steps() } else { self.medusa_num_heads }
+    }
+
+    fn ttt_steps(&self) -> NonZeroUsize {
+        self.ttt_steps.unwrap_or(NonZeroUsize::new(TTT_STEPS).expect("above 0"))
     }
 
     /// Whether it is an EAGLE-3 drafter.

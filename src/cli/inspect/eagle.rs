@@ -8,7 +8,6 @@ use serde::Serialize;
 use crate::draft::eagle::file::EagleFile;
 use crate::draft::eagle::weights::EAGLE3;
 use crate::draft::error::DrafterError;
-use crate::draft::file::DrafterFile;
 use crate::formats::best::BestEvaluation;
 use crate::formats::heads_config::PublishedHeadsConfig;
 

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use super::checked::{CheckedFile, FileState};
+use crate::draft::eagle::file::EagleFile;
 use crate::draft::heads::HEADS_FILE;
-use crate::draft::kinds;
+use crate::draft::heads::import::HeadsFile;
 use crate::files::checksums::Checksums;
 use crate::files::{failed, parent, sha256};
 use crate::formats::calibration::Calibration;
@@ -63,8 +64,11 @@ pub(super) fn is_of_other_heads(calibration: &Path) -> bool {
 fn heads_link(file: &Path, expected: &str) -> anyhow::Result<Option<CheckedFile>> {
     let places = places_of_heads(parent(file)).map_err(failed("read", parent(file)))?;
     let mut sums = vec![];
-    for heads in places.iter().filter_map(|place| kinds::open(place).ok()) {
-        sums.push(heads.sha256()?);
+    for place in &places {
+        match EagleFile::is_in(place) {
+            true => sums.push(EagleFile::open(place)?.sha256()?),
+            false => sums.extend(HeadsFile::open(place).ok().map(|heads| heads.sha256()).transpose()?),
+        }
     }
     Ok((!sums.is_empty()).then(|| link(file, expected, &sums, &places[0])))
 }

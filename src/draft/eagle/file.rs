@@ -103,6 +103,23 @@ impl EagleFile {
         Ok(Eagle::new(layer, lm_head_vh, token_map, (taps, self.steps()), backbone))
     }
 
+    /// Number of weights.
+    pub fn num_parameters(&self) -> u64 {
+        let numel =
+            |name: &&str| self.tensors.shape(name).map_or(0, |size| size.iter().product::<i64>().unsigned_abs());
+        let is_weight =
+            |name: &&str| self.tensors.kind(name).is_some_and(|kind| kind != Kind::Int64 && kind != Kind::Bool);
+        self.tensors.names().iter().filter(|name| is_weight(name)).map(numel).sum()
+    }
+
+    /// Hash of the file.
+    ///
+    /// # Errors
+    /// [`DrafterError`] if it cannot be read.
+    pub fn sha256(&self) -> Result<String, DrafterError> {
+        Ok(sha256(&self.path).map_err(failed("read", &self.path))?)
+    }
+
     /// A tensor by its name in a run's file, of finite numbers in `kind`.
     ///
     /// # Errors
@@ -171,11 +188,7 @@ impl DrafterFile for EagleFile {
     }
 
     fn num_parameters(&self) -> u64 {
-        let numel =
-            |name: &&str| self.tensors.shape(name).map_or(0, |size| size.iter().product::<i64>().unsigned_abs());
-        let is_weight =
-            |name: &&str| self.tensors.kind(name).is_some_and(|kind| kind != Kind::Int64 && kind != Kind::Bool);
-        self.tensors.names().iter().filter(|name| is_weight(name)).map(numel).sum()
+        Self::num_parameters(self)
     }
 
     fn taps(&self, backbone: &LlamaConfig) -> Taps {
@@ -187,7 +200,7 @@ impl DrafterFile for EagleFile {
     }
 
     fn sha256(&self) -> Result<String, DrafterError> {
-        Ok(sha256(&self.path).map_err(failed("read", &self.path))?)
+        Self::sha256(self)
     }
 
     fn oddities(&self) -> Result<Vec<String>, DrafterError> {
