@@ -301,7 +301,7 @@ mod tests {
     fn what_is_no_drafter_is_refused_with_the_accepted_names() {
         let unknown = refused("medusae");
         assert!(
-            unknown.contains("no drafter \"medusae\"; expected medusa, hydra, hydra++, ngram, lookahead"),
+            unknown.contains("no drafter \"medusae\"; expected medusa, hydra, hydra++, eagle3, ngram, lookahead"),
             "{unknown}"
         );
         assert!(!unknown.contains("plain"), "{unknown}");
