@@ -3,6 +3,7 @@
 use std::fs;
 
 use serde_json::Value;
+use tch::{Device, Kind, Tensor};
 
 use super::small_run::SmallRun;
 
@@ -106,4 +107,37 @@ fn what_a_recipe_says_wrongly_is_an_error() {
     let small = run_with(EAGLE);
     small.edit("recipe.toml", "[stage.medusa1]", "[stage.medusa2]");
     assert_ne!(small.train(&["--check"]).status, Some(0));
+}
+
+/// A layer that differs from the backbone's where no tensor shows it, and tensors of another layer.
+#[test]
+fn a_drafter_of_another_program_is_read_or_refused_by_name() {
+    let small = run_with(EAGLE);
+    small.write_tokenizer(48);
+    small.train(&[]).succeeded();
+    small.medusa(&["export", "--heads", "run/final", "--format", "eagle3", "--out", "e"]).succeeded();
+    small.forget_checksums("e");
+    let generate = || {
+        let flags = ["--backbone", "backbone", "--heads", "e", "--prompt", "w1 w2", "--max-new-tokens", "4"];
+        small.medusa(&[&["generate"][..], &flags].concat())
+    };
+    generate().succeeded();
+    for (key, own, other) in [
+        ("rope_theta", "10000.0", "500000.0"),
+        ("rms_norm_eps", "0.00001", "0.000001"),
+        ("hidden_act", "\"silu\"", "\"gelu\""),
+        ("use_cache", "true", "true,\n  \"norm_before_residual\": true"),
+        ("use_cache", "true", "true,\n  \"rope_scaling\": {\"rope_type\": \"linear\", \"factor\": 2.0}"),
+    ] {
+        let config = small.read("e/config.json");
+        small.edit("e/config.json", &format!("\"{key}\": {own}"), &format!("\"{key}\": {other}"));
+        let named = if key == "use_cache" { other.split('"').nth(1).expect("a key") } else { key };
+        generate().failed(1, &["e/config.json", named]);
+        small.write("e/config.json", config);
+    }
+    let path = small.path("e/model.safetensors");
+    let mut tensors = Tensor::read_safetensors(&path).expect("tensors");
+    tensors.push(("layers.1.self_attn.q_proj.weight".to_owned(), Tensor::zeros([4, 4], (Kind::Float, Device::Cpu))));
+    Tensor::write_safetensors(&tensors, &path).expect("a file");
+    generate().failed(1, &["layers.1.self_attn.q_proj.weight", "does not belong to an EAGLE-3 drafter"]);
 }

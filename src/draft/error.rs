@@ -44,6 +44,9 @@ pub enum DrafterError {
     /// A tensor name outside of the layout.
     #[error("{}: tensor {name:?} does not belong to Medusa or Hydra heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight, or the names of FasterDecoding v1.0, vLLM, ModelOpt or zankner/Hydra", path.display())]
     Layout { path: PathBuf, name: String },
+    /// A tensor that an EAGLE-3 drafter of one layer does not have.
+    #[error("{}: tensor {name:?} does not belong to an EAGLE-3 drafter of one Llama layer without biases", path.display())]
+    EagleTensor { path: PathBuf, name: String },
     /// A shared W2 beside one that belongs to a head.
     #[error("{}: tensor {own:?} is the projection of one head, but the file also has {shared:?}, which all heads share; remove one of them", path.display())]
     OwnW2 {

@@ -1,7 +1,8 @@
 //! Writes EAGLE-3 drafters as servers load them: vLLM, SGLang, TensorRT-LLM and llama.cpp's converter the folder of EAGLE's authors, vLLM alone that of
 //! speculators, which names the backbone itself. The folder is read back and compared before it gets its name.
 
-use std::io::Write as _;
+use std::collections::BTreeMap;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
@@ -11,7 +12,7 @@ use super::error::ExportError;
 use super::new_folder;
 use super::trained::without_local_path;
 use super::write::read_object;
-use crate::draft::eagle::file::EagleFile;
+use crate::draft::eagle::file::{EMBED_TOKENS, EagleFile, T2D};
 use crate::draft::eagle::weights::default_taps;
 use crate::draft::token_map::D2T;
 use crate::dtype::Dtype;
@@ -24,9 +25,6 @@ use crate::model::loading::LoadError;
 use crate::model::weights::{MODEL_FILE, Planned, WeightFiles, save_each};
 use crate::torch::bytes;
 
-/// Of each token, whether it can be guessed.
-const T2D: &str = "t2d";
-const EMBED_TOKENS: &str = "embed_tokens.weight";
 /// What the names of the layer's tensors begin with, in each of the two folders.
 const MIDLAYER: &str = "midlayer.";
 const FIRST_LAYER: &str = "layers.0.";
@@ -182,12 +180,20 @@ impl WrittenDrafter {
             // vLLM reads the first, which counts layers before their inputs; SGLang the other, which counts them behind.
             let behind: Vec<i64> = taps.layers().iter().map(|&layer| layer as i64 - 1).collect();
             config.insert("eagle_aux_hidden_state_layer_ids".to_owned(), json!(taps.layers()));
+            if self.taps_embedding() {
+                return Ok(config);
+            }
             config.insert(
                 "eagle_config".to_owned(),
                 json!({"eagle_aux_hidden_state_layer_ids": behind, "use_aux_hidden_state": true}),
             );
         }
         Ok(config)
+    }
+
+    /// Whether it reads the embedding, which SGLang and TensorRT-LLM have no number for.
+    fn taps_embedding(&self) -> bool {
+        self.file.own_taps(&self.backbone).layers().first() == Some(&0)
     }
 
     fn speculators_config(&self) -> Result<Map<String, Value>, ExportError> {
@@ -299,19 +305,22 @@ impl WrittenDrafter {
     /// Compares every tensor bit for bit, and opens the drafter as any other.
     fn read_back(&self, folder: &Path, tensors: &[(String, Tensor)]) -> Result<(), ExportError> {
         let differs = |what: &str| ExportError::Differs { path: folder.into(), what: what.to_owned() };
-        let files = WeightFiles::open_file(&folder.join(MODEL_FILE))?;
-        if files.names().len() != tensors.len() {
-            return Err(differs("the list of tensors"));
-        }
+        let path = folder.join(MODEL_FILE);
+        let unreadable = |error| ExportError::Io { path: path.clone(), source: io::Error::other(error) };
+        let mut read: BTreeMap<String, Tensor> =
+            Tensor::read_safetensors(&path).map_err(unreadable)?.into_iter().collect();
         for (name, own) in tensors {
-            let is_same = match name.as_str() {
-                D2T => files.integers(D2T)? == Vec::<i64>::try_from(own).unwrap_or_default(),
-                T2D => files.contains(T2D),
-                _ => bytes::raw(&files.mapped(name, &own.size())?.contiguous()) == bytes::raw(&own.contiguous()),
+            let is_same = |written: Tensor| {
+                written.kind() == own.kind()
+                    && written.size() == own.size()
+                    && bytes::raw(&written) == bytes::raw(&own.contiguous())
             };
-            if !is_same {
+            if !read.remove(name).is_some_and(is_same) {
                 return Err(differs(name));
             }
+        }
+        if let Some(name) = read.keys().next() {
+            return Err(differs(name));
         }
         let written = EagleFile::open(folder)?;
         written.check_shape(&self.backbone)?;
@@ -330,6 +339,9 @@ impl WrittenDrafter {
         let taps = self.file.own_taps(&self.backbone);
         let three =
             (taps.layers().len() != 3).then(|| "llama.cpp loads drafters of exactly three tapped layers".to_owned());
-        own_name.into_iter().chain(three).collect()
+        let embedding = self
+            .taps_embedding()
+            .then(|| "SGLang and TensorRT-LLM load no drafter that reads the embedding (layer 0)".to_owned());
+        own_name.into_iter().chain(three).chain(embedding).collect()
     }
 }

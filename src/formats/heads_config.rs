@@ -194,6 +194,12 @@ impl PublishedHeadsConfig {
         self.value["logit_scale"].as_f64()
     }
 
+    /// A key that describes the layer of an EAGLE-3 drafter: at the top level, or under speculators' `transformer_layer_config`.
+    pub fn layer_key(&self, key: &str) -> Option<&Value> {
+        let layer = self.value.get("transformer_layer_config").unwrap_or(&self.value);
+        layer.get(key).filter(|value| !value.is_null())
+    }
+
     /// A Boolean key; false if absent.
     pub fn says(&self, key: &str) -> bool {
         self.value[key].as_bool().unwrap_or(false)

@@ -2,23 +2,28 @@
 
 use std::path::{Path, PathBuf};
 
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::weights::{EAGLE3, Eagle, LM_HEAD, default_taps};
 use crate::draft::error::DrafterError;
 use crate::draft::file::DrafterFile;
 use crate::draft::heads::HEADS_FILE;
-use crate::draft::token_map::TokenMap;
+use crate::draft::token_map::{D2T, TokenMap};
 use crate::draft::trained::TrainedDrafter;
 use crate::dtype::DraftDtype;
 use crate::files::{failed, sha256};
 use crate::formats::heads_config::PublishedHeadsConfig;
-use crate::model::config::LlamaConfig;
+use crate::model::config::{LlamaConfig, RopeScaling};
 use crate::model::eagle_layer::EagleLayer;
 use crate::model::llama::Llama;
 use crate::model::taps::Taps;
 use crate::model::weights::{MODEL_FILE, WeightFiles};
 
+/// Of each token, whether it can be guessed; [`D2T`] says the same.
+pub const T2D: &str = "t2d";
+/// The backbone's embedding, which is not the drafter's.
+pub const EMBED_TOKENS: &str = "embed_tokens.weight";
 /// The tensor that no other drafter has.
 const OF_EAGLE: &str = "fc.weight";
 /// Steps of a chain, where a file does not say how many it was trained for: what EAGLE's authors train.
@@ -77,9 +82,17 @@ impl EagleFile {
     /// # Errors
     /// [`DrafterError`] names the tensor that is missing, wrong or unknown.
     pub fn check_shape(&self, backbone: &LlamaConfig) -> Result<(), DrafterError> {
-        for (name, size) in self.expected(backbone) {
-            self.tensors.check(&self.name(&name), &size)?;
+        let expected: Vec<(String, Vec<i64>)> =
+            self.expected(backbone).into_iter().map(|(name, size)| (self.name(&name), size)).collect();
+        let others = [D2T, T2D, EMBED_TOKENS];
+        let is_known = |name: &&str| others.contains(name) || expected.iter().any(|(known, _)| known == *name);
+        if let Some(name) = self.tensors.names().into_iter().find(|name| !is_known(name)) {
+            return Err(DrafterError::EagleTensor { path: self.path.clone(), name: name.to_owned() });
         }
+        for (name, size) in &expected {
+            self.tensors.check(name, size)?;
+        }
+        self.refuse_other_layer(backbone)?;
         if let Some(&token) = self.tokens.iter().flatten().find(|&&token| token >= backbone.vocab_size) {
             return Err(self.bad_map(format!("holds token {token}, and the backbone has {}", backbone.vocab_size)));
         }
@@ -168,6 +181,43 @@ impl EagleFile {
                 key: (*key).to_owned(),
                 got: "true".to_owned(),
                 expected: "false, or no such key: this variant of EAGLE-3 is not computed here",
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// The layer of other programs' files may differ from the backbone's in what no tensor shows.
+    fn refuse_other_layer(&self, backbone: &LlamaConfig) -> Result<(), DrafterError> {
+        let Some(config) = &self.config else { return Ok(()) };
+        let expected = [
+            ("num_attention_heads", json!(backbone.num_attention_heads)),
+            ("num_key_value_heads", json!(backbone.num_key_value_heads)),
+            ("head_dim", json!(backbone.head_dim)),
+            ("rms_norm_eps", json!(backbone.rms_norm_eps)),
+            ("rope_theta", json!(backbone.rope_theta)),
+            ("hidden_act", json!("silu")),
+        ];
+        let differs = |(key, expected): &(&str, Value)| {
+            let got = config.layer_key(key)?;
+            let is_same = got.as_f64().map_or(got == expected, |got| expected.as_f64() == Some(got));
+            (!is_same).then(|| ((*key).to_owned(), got.to_string()))
+        };
+        let scaling = match &backbone.rope_scaling {
+            RopeScaling::Default => None,
+            scaling => Some(json!(scaling)),
+        };
+        let other_scaling = || {
+            let got = config.layer_key("rope_scaling");
+            let is_llama = config.layer_key("rope_theta").is_some(); // a layer of its own, not the config of a run
+            (is_llama && got != scaling.as_ref())
+                .then(|| ("rope_scaling".to_owned(), got.map_or("none".to_owned(), Value::to_string)))
+        };
+        match expected.iter().find_map(differs).or_else(other_scaling) {
+            Some((key, got)) => Err(DrafterError::Unsupported {
+                path: config.path.clone(),
+                key,
+                got,
+                expected: "the backbone's own: a drafter whose layer has another is not computed here",
             }),
             None => Ok(()),
         }
