@@ -39,7 +39,10 @@ fn a_resumed_run_ends_with_the_drafter_of_one_that_was_not_stopped() {
         .collect();
     assert!(losses[23] < losses[0], "{losses:?}");
     let again = run_with(&format!("{EAGLE}\ninit_from = {:?}", small.path("run/final")));
-    again.train(&[]).succeeded();
+    small.forget_checksums("run/final");
+    small.edit("run/final/config.json", "\"architecture\"", "\"quantization\": \"nf4\", \"architecture\"");
+    let started = again.train(&[]).succeeded();
+    assert!(started.stderr.contains("were trained on a backbone quantised to nf4"), "{}", started.stderr);
 }
 
 #[test]

@@ -75,7 +75,7 @@ impl EagleOracle {
         )
     }
 
-    /// The trained drafter guesses what the oracle's does, along the same paths; it reads the text piece by piece, with the tokens of a path as guesses.
+    /// The trained drafter guesses what the oracle's does, along the same paths, whose tokens are known to it.
     fn check_guesses(&self, result: &Path) {
         let mut backbone = backbone();
         backbone.set_taps(Taps::new(self.taps().into_iter().map(|layer| layer as usize)));

@@ -258,8 +258,12 @@ fn load(loaded: &LoadedRecipe, place: &RunPlace, args: &TrainArgs, common: &Comm
     let backbone = Path::new(&checked.plan.backbone.path);
     report_beside(backbone, common);
     OpenedBackbone::open(backbone)?.report_keys_without_effect(common)?;
-    if let Some(heads) = heads.filter(|heads| !EagleFile::is_in(heads)) {
-        let (notices, quantization) = (HeadsFile::open(&heads)?.notices()?, checked.plan.backbone.quantization);
+    if let Some(heads) = heads {
+        let quantization = checked.plan.backbone.quantization;
+        let notices = match EagleFile::is_in(&heads) {
+            true => Notice::quantized(EagleFile::open(&heads)?.written_config()).into_iter().collect(),
+            false => HeadsFile::open(&heads)?.notices()?,
+        };
         let is_same = |notice: &Notice| matches!((notice, quantization), (Notice::Quantized { quantization, .. }, Some(ours)) if *quantization == ours.to_string());
         notices.iter().filter(|notice| !is_same(notice)).for_each(|notice| common.say(notice));
     }

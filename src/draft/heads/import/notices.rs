@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use super::HeadsFile;
 use crate::draft::error::DrafterError;
 use crate::draft::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
+use crate::formats::heads_config::PublishedHeadsConfig;
 
 /// A warning about a heads file that is usable all the same.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,6 +71,14 @@ impl fmt::Display for Notice {
     }
 }
 
+impl Notice {
+    /// That a drafter was trained on a quantised backbone, by the config.json beside it.
+    pub fn quantized(config: Option<&PublishedHeadsConfig>) -> Option<Self> {
+        let config = config?;
+        Some(Self::Quantized { path: config.path.clone(), quantization: config.quantization()?.to_owned() })
+    }
+}
+
 impl HeadsFile {
     /// Warnings for the user. Reads weights only to compare the ResBlocks of a head.
     ///
@@ -91,10 +100,7 @@ impl HeadsFile {
                 Some(Notice::Count { path: config.path.clone(), key, says, holds })
             };
             notices.extend(keys.into_iter().filter_map(differs));
-            notices.extend(config.quantization().map(|quantization| Notice::Quantized {
-                path: config.path.clone(),
-                quantization: quantization.into(),
-            }));
+            notices.extend(Notice::quantized(Some(config)));
         }
         let path = self.path.clone();
         match (self.has_biases(), self.says("medusa_fc_bias")) {
